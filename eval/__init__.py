@@ -1,0 +1,1 @@
+"""The evaluation harness: workloads, corpora, engines, policies and what they measure."""

@@ -1,0 +1,13 @@
+"""Where what was made on this machine is kept: models, corpora."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+__all__ = ["cache_folder"]
+
+
+def cache_folder() -> Path:
+    """$XDG_CACHE_HOME/ragorder, or ~/.cache/ragorder."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ragorder"

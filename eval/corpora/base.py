@@ -1,0 +1,32 @@
+"""A corpus with questions and, for each question, the documents that a retriever ranked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ragorder.document import Document
+
+__all__ = ["Corpus", "CorpusError", "Question"]
+
+
+class CorpusError(ValueError):
+    """A corpus cannot be read. The message names the file, the line and what to change."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A question that was, or could be, asked of the corpus."""
+
+    id: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """`rankings[i]` are the positions in `documents` of the documents retrieved for `questions[i]`, best first."""
+
+    name: str
+    documents: Sequence[Document]
+    questions: Sequence[Question]
+    rankings: Sequence[Sequence[int]]

@@ -1,0 +1,91 @@
+"""The demonstration: the standard library's documentation served in retrieval order and in ours, side by side."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.columns import Columns
+from rich.console import Console, Group, RenderableType
+from rich.panel import Panel
+from rich.text import Text
+
+from ragorder.eval.bench import PYDOCS, Bench, Capacity, Progress, run_traces
+from ragorder.eval.runner import Run, Served
+from ragorder.eval.tables import results_table
+
+__all__ = ["DemoReport", "run_demo"]
+
+_COLOURS = ("cyan", "magenta", "yellow", "blue", "bright_red", "bright_green", "bright_blue", "bright_magenta")
+
+
+@dataclass(frozen=True, slots=True)
+class DemoReport:
+    """What the demonstration has to show."""
+
+    engine: str
+    plain: Run
+    ordered: Run
+
+    def print(self) -> None:
+        """The table, then one request's prompt before and after."""
+        console = Console()
+        console.print(results_table([self.plain.result(), self.ordered.result()]))
+        console.print(self._one_request())
+        console.print(self._what_is_real(), style="dim")
+
+    def _one_request(self) -> RenderableType:
+        pairs = list(zip(self.plain.served, self.ordered.served, strict=True))
+        before, after = max(pairs, key=lambda pair: pair[1].cached_documents - pair[0].cached_documents)
+        colours = {document.id: colour for document, colour in zip(before.documents, _COLOURS, strict=False)}
+        question = self.plain.trace.requests[before.number].question
+        return Group(
+            Text(f"\nRequest {before.number + 1}: {question}", style="bold"),
+            Columns(
+                [_prompt("retrieval order", before, colours), _prompt("our order", after, colours)],
+                equal=True,
+                expand=True,
+            ),
+        )
+
+    def _what_is_real(self) -> str:
+        real = (
+            "Real: the documents (this Python's standard library), the retrieval (BM25), the orders, the token counts"
+        )
+        if self.engine == "sim":
+            return (
+                f"{real} (characters / 4). Simulated: the engine's cache, to the block; there is no model and no time."
+            )
+        return (
+            f"{real}, vLLM with its prefix cache, the times of this machine. Random: the model's weights, so that "
+            "times and hits are honest and answers mean nothing."
+        )
+
+
+def run_demo(engine: str, model: Path | None, limit: int, waiting: int, progress: Progress) -> DemoReport:
+    """Serve the questions. Raises ImportError naming the extra to install, ValueError for what cannot be served."""
+    bench = Bench(
+        workloads=(PYDOCS,),
+        policies=("retrieval", "auto"),
+        engine=engine,
+        model=model,
+        capacity=Capacity(),
+        limit=limit,
+        waiting=waiting,
+    )
+    ((plain, ordered),) = run_traces(bench, progress)
+    return DemoReport(engine, plain, ordered)
+
+
+def _prompt(title: str, served: Served, colours: dict[str, str]) -> Panel:
+    lines = Text("system prompt\n", style="dim green")
+    for place, document in enumerate(served.documents):
+        cached = place < served.cached_documents
+        lines.append("██ " if cached else "░░ ", style="green" if cached else "red")
+        lines.append(f"{document.id}\n", style=colours.get(document.id, "white"))
+    lines.append("question", style="dim")
+    completion = served.completion
+    share = f"{completion.cached_tokens:,} of {completion.prompt_tokens:,} tokens cached"
+    if completion.ttft_s is not None:
+        share += f", first token after {completion.ttft_s * 1e3:,.0f} ms"
+    return Panel(lines, title=title, subtitle=share)

@@ -1,0 +1,1 @@
+"""Engines that the evaluation serves prompts on."""

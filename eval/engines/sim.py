@@ -1,0 +1,138 @@
+"""A simulated engine: automatic prefix caching, accurate to the block."""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+
+from ragorder.eval.engines.base import Completion
+
+__all__ = ["SimEngine"]
+
+_BlockHash = int
+
+
+class SimEngine:
+    """vLLM's block pool without a model: chained block hashes, reference counts, a free queue in order of use.
+
+    A finished request frees its blocks tail first; the block that holds the last prompt token is always recomputed.
+    `in_flight` requests hold their blocks at any time; each answers with `output_tokens`. The full blocks of a
+    prompt count as cached from the moment it is admitted. A request that finds no free block finishes older ones first.
+    Without `prefix_caching` nothing is reused.
+    """
+
+    name = "sim"
+    partial_blocks_first = False
+
+    def __init__(
+        self,
+        *,
+        block_size: int = 16,
+        capacity_tokens: int | None = None,
+        in_flight: int = 1,
+        output_tokens: int = 32,
+        prefix_caching: bool = True,
+    ) -> None:
+        self.block_size = block_size
+        self.capacity_tokens = capacity_tokens
+        self.in_flight = in_flight
+        self.kept_output_tokens = output_tokens
+        self.prefix_caching = prefix_caching
+        self.reset()
+
+    def reset(self) -> None:
+        capacity = self.capacity_tokens
+        self._unused = None if capacity is None else max(1, capacity // self.block_size)
+        self._next_block = 0
+        self._block_of: dict[_BlockHash, int] = {}
+        self._hash_of: dict[int, _BlockHash] = {}
+        self._references: dict[int, int] = {}
+        self._free: OrderedDict[int, None] = OrderedDict()
+        self._running: deque[list[int]] = deque()
+        self._answered = 0
+
+    def close(self) -> None:
+        self.reset()
+
+    def block_hashes(self, token_ids: Sequence[int]) -> list[_BlockHash]:
+        """The chained hashes of the full blocks of a token sequence."""
+        packed = array("q", token_ids)
+        data = packed.tobytes()
+        size = self.block_size * packed.itemsize
+        chained = 0
+        hashes = []
+        for start in range(0, len(data) - size + 1, size):
+            chained = hash((chained, data[start : start + size]))
+            hashes.append(chained)
+        return hashes
+
+    def cached_tokens(self, token_ids: Sequence[int]) -> int:
+        """How many leading tokens of a prompt, in whole blocks, are cached now."""
+        held = 0
+        for block_hash in self.block_hashes(token_ids):
+            if block_hash not in self._block_of:
+                break
+            held += self.block_size
+        return held
+
+    def generate(self, token_ids: Sequence[int]) -> Completion:
+        if not self.prefix_caching:
+            return Completion(None, 0, len(token_ids))
+        while len(self._running) >= self.in_flight:
+            self._finish_oldest()
+        self._answered += 1
+        answer = range(-self._answered * 1_000_000 - self.kept_output_tokens, -self._answered * 1_000_000)
+        hashes = self.block_hashes(array("q", token_ids) + array("q", answer))
+        hits = self._take_hits(hashes[: (len(token_ids) - 1) // self.block_size])
+        blocks = hits + self._allocate(hashes, len(hits), len(token_ids) + len(answer))
+        self._running.append(blocks)
+        return Completion(None, len(hits) * self.block_size, len(token_ids))
+
+    def _take_hits(self, hashes: Sequence[_BlockHash]) -> list[int]:
+        hits = []
+        for block_hash in hashes:
+            block = self._block_of.get(block_hash)
+            if block is None:
+                break
+            hits.append(block)
+        for block in hits:
+            if not self._references[block]:
+                del self._free[block]
+            self._references[block] += 1
+        return hits
+
+    def _allocate(self, hashes: Sequence[_BlockHash], first: int, tokens: int) -> list[int]:
+        blocks = []
+        for position in range(first, -(-tokens // self.block_size)):
+            block = self._take_block()
+            if block is None:
+                break
+            self._references[block] = 1
+            blocks.append(block)
+            if position < len(hashes) and hashes[position] not in self._block_of:
+                self._block_of[hashes[position]] = block
+                self._hash_of[block] = hashes[position]
+        return blocks
+
+    def _take_block(self) -> int | None:
+        if self._unused is None or self._unused:
+            if self._unused:
+                self._unused -= 1
+            self._next_block += 1
+            return self._next_block
+        while not self._free and self._running:
+            self._finish_oldest()
+        if not self._free:
+            return None
+        block, _ = self._free.popitem(last=False)
+        evicted = self._hash_of.pop(block, None)
+        if evicted is not None:
+            del self._block_of[evicted]
+        return block
+
+    def _finish_oldest(self) -> None:
+        for block in reversed(self._running.popleft()):
+            self._references[block] -= 1
+            if not self._references[block]:
+                self._free[block] = None

@@ -1,0 +1,183 @@
+"""vLLM in this process: the real engine, one request at a time."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ragorder.eval.engines.base import Completion
+
+__all__ = ["VLLMEngine"]
+
+_SMALLEST_CPU_BLOCK = 32
+_WARM_UP_TOKENS = (16, 64, 256, 1024)
+
+
+class VLLMEngine:
+    """One vLLM with a KV pool of its own, in this process. Several live side by side and take turns.
+
+    `capacity_tokens` is what the pool holds, rounded down to whole blocks. None asks for a pool of `unlimited_tokens`
+    (the caller sees to it that this is enough) and is reported as None. A prompt and its `output_tokens` must fit
+    both `max_model_len` and the pool. Output is greedy and runs past end-of-sequence tokens.
+    """
+
+    name = "vllm"
+    partial_blocks_first = True
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        block_size: int = 32,
+        capacity_tokens: int | None = None,
+        prefix_caching: bool = True,
+        max_model_len: int = 8192,
+        output_tokens: int = 1,
+        unlimited_tokens: int = 65536,
+        dtype: str | None = None,
+        gpu_memory_utilization: float | None = None,
+    ) -> None:
+        """Load the model and set up the pool, which takes seconds.
+
+        `dtype` None is bfloat16, or float32 on a CPU without fast bfloat16. `gpu_memory_utilization` is the share of
+        a GPU's memory that vLLM wants to find free; lower it for several engines on one GPU.
+
+        Raises ValueError for a pool without a block, for no output tokens and for a block that a CPU cannot serve,
+        and ImportError where vLLM is missing.
+        """
+        pool_tokens = unlimited_tokens if capacity_tokens is None else capacity_tokens
+        if block_size < 1 or pool_tokens < block_size:
+            raise ValueError(f"a pool of {pool_tokens} tokens has no block of {block_size} tokens: raise the capacity")
+        if output_tokens < 1:
+            raise ValueError(f"output_tokens is {output_tokens}; vLLM generates 1 or more")
+        vllm, on_cpu = _import_vllm(local=Path(model).is_dir())
+        if on_cpu and block_size < _SMALLEST_CPU_BLOCK:
+            raise ValueError(f"block_size is {block_size}; on a CPU vLLM needs {_SMALLEST_CPU_BLOCK} or more")
+
+        blocks = pool_tokens // block_size
+        self.block_size = block_size
+        self.capacity_tokens = None if capacity_tokens is None else blocks * block_size
+        self._longest = min(max_model_len, blocks * block_size)
+        # The last token of an answer is never computed upon.
+        self.kept_output_tokens = output_tokens - 1
+        self._output_tokens = output_tokens
+        self._requests = 0
+        arguments: dict[str, Any] = {
+            "model": str(model),
+            "dtype": dtype or _fastest_dtype(on_cpu),
+            "enforce_eager": True,
+            "block_size": block_size,
+            # vLLM keeps one block of the pool for itself, as its null block.
+            "num_gpu_blocks_override": blocks + 1,
+            "max_model_len": self._longest,
+            # A whole prompt is one prefill step.
+            "max_num_batched_tokens": self._longest,
+            "max_num_seqs": 1,
+            "enable_prefix_caching": prefix_caching,
+            # A step scheduled ahead would hold a block that a request does not need.
+            "async_scheduling": False,
+            # The override above sizes the pool; any number here keeps vLLM from profiling and claiming memory.
+            "kv_cache_memory_bytes": 1 << 26,
+            "disable_log_stats": True,
+            "use_tqdm_on_load": False,
+        }
+        if gpu_memory_utilization is not None:
+            arguments["gpu_memory_utilization"] = gpu_memory_utilization
+        self._engine: Any = _start(vllm, arguments)
+        self._sampling = vllm.SamplingParams(max_tokens=output_tokens, temperature=0.0, ignore_eos=True)
+        self._vocabulary = int(self._engine.model_config.get_vocab_size())
+
+    def generate(self, token_ids: Sequence[int]) -> Completion:
+        """Serve one prompt. `ttft_s` is the wall time from this call to the step that gave the first token.
+
+        Raises ValueError for a prompt that is empty or does not fit, and RuntimeError once closed.
+        """
+        engine = self._open()
+        room = self._longest - self._output_tokens
+        if not 1 <= len(token_ids) <= room:
+            raise ValueError(f"the prompt has {len(token_ids)} tokens; this engine takes 1 to {room}")
+        self._requests += 1
+        started = time.perf_counter()
+        engine.add_request(str(self._requests), {"prompt_token_ids": list(token_ids)}, self._sampling)
+        ttft_s: float | None = None
+        output: Any = None
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                if ttft_s is None and output.outputs[0].token_ids:
+                    ttft_s = time.perf_counter() - started
+        if ttft_s is None:
+            raise RuntimeError(f"vLLM ended request {self._requests} without a token")
+        return Completion(ttft_s, output.num_cached_tokens or 0, len(token_ids), output.outputs[0].text)
+
+    def reset(self) -> None:
+        """Forget the prefix cache. Raises RuntimeError where vLLM says that blocks are still in use."""
+        if not self._open().reset_prefix_cache():
+            raise RuntimeError("vLLM did not reset its prefix cache: blocks are still in use")
+
+    def warm_up(self) -> None:
+        """Serve random prompts of several lengths, so that later ones are timed without first-call costs, and reset."""
+        draw = random.Random(0)
+        room = self._longest - self._output_tokens
+        for tokens in sorted({min(tokens, room) for tokens in _WARM_UP_TOKENS}):
+            self.generate([draw.randrange(self._vocabulary) for _ in range(tokens)])
+        self.reset()
+
+    def close(self) -> None:
+        """Give back the pool and the weights. Closing twice is fine."""
+        if self._engine is None:
+            return
+        self._engine.engine_core.shutdown()
+        self._engine = None
+        gc.collect()
+
+    def _open(self) -> Any:
+        if self._engine is None:
+            raise RuntimeError("this engine is closed")
+        return self._engine
+
+
+def _import_vllm(*, local: bool) -> tuple[Any, bool]:
+    """The vllm module, quiet and in-process, and whether it runs on a CPU. vLLM reads the environment on import."""
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    if local:
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    try:
+        import vllm
+        from vllm.platforms import current_platform
+    except ImportError as error:
+        raise ImportError(
+            f"the vllm engine needs {error.name}: pip install 'ragorder[vllm]', "
+            "or on a machine without a GPU `make vllm` in the repository",
+            name=error.name,
+        ) from error
+    return vllm, bool(current_platform.is_cpu())
+
+
+def _start(vllm: Any, arguments: dict[str, Any]) -> Any:
+    import torch
+
+    set_num_threads = torch.set_num_threads
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            return vllm.LLMEngine.from_engine_args(vllm.EngineArgs(**arguments))
+    finally:
+        # On a CPU vLLM replaces it with a function that does nothing, for the whole process.
+        torch.set_num_threads = set_num_threads
+
+
+def _fastest_dtype(on_cpu: bool) -> str:
+    import torch
+
+    if on_cpu and not torch.cpu._is_avx512_bf16_supported() and not torch.cpu._is_amx_tile_supported():
+        return "float32"
+    return "bfloat16"

@@ -1,0 +1,152 @@
+"""The ordering policies that a benchmark compares: ours, the papers', and the plain ones."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol
+
+from ragorder.document import Document
+from ragorder.eval.engines.base import Engine
+from ragorder.eval.engines.sim import SimEngine
+from ragorder.eval.prompts import Prompts
+from ragorder.eval.trace import Request
+from ragorder.orderer import Orderer
+from ragorder.ordering import Ordering
+
+__all__ = ["POLICIES", "Policy", "PolicyError", "make_policy"]
+
+Documents = list[Document]
+
+_ORDERERS: dict[str, dict[str, Any]] = {
+    "greedy": {"search": "greedy", "tail": "rank", "residency": "none"},
+    "best": {"search": "best", "tail": "rank"},
+    "frequency": {"search": "best", "tail": "frequency"},
+    "queue": {"search": "best", "tail": "queue"},
+    "auto": {"search": "best", "tail": "auto"},
+}
+
+POLICIES = ("none", "retrieval", "sorted", "recency", "random", *_ORDERERS, "oracle")
+
+
+class PolicyError(ValueError):
+    """A policy does not exist or cannot run on this engine. The message says what to change."""
+
+
+class Policy(Protocol):
+    """Orders documents. `predicts` says whether its orderings foretell the cached tokens."""
+
+    predicts: bool
+
+    def order(self, documents: Documents, waiting: Sequence[Documents], suffix_tokens: int) -> Ordering[Document]:
+        """One request's documents; `waiting` are those of the requests behind it."""
+
+    def order_batch(self, requests: Sequence[Documents], suffix_tokens: int) -> Iterable[Ordering[Document]]:
+        """All requests of a run, in the order in which they are to be served."""
+
+
+def make_policy(name: str, *, engine: Engine, prompts: Prompts, seed: int = 0) -> Policy:
+    """A fresh policy for one run on a fresh engine. Raises PolicyError."""
+    if name in _ORDERERS:
+        return _Ours(
+            Orderer(
+                tokens=prompts.document_tokens,
+                capacity_tokens=engine.capacity_tokens,
+                block_size=engine.block_size,
+                prefix_tokens=prompts.prefix_tokens,
+                partial_blocks_first=engine.partial_blocks_first,
+                **_ORDERERS[name],
+            )
+        )
+    if name in ("none", "retrieval"):
+        return _Plain(lambda documents: list(range(len(documents))))
+    if name == "sorted":
+        return _Plain(lambda documents: sorted(range(len(documents)), key=lambda rank: documents[rank].id))
+    if name == "recency":
+        return _Plain(_Recency())
+    if name == "random":
+        rng = random.Random(seed)
+        return _Plain(lambda documents: rng.sample(range(len(documents)), len(documents)))
+    if name == "oracle":
+        if not isinstance(engine, SimEngine):
+            raise PolicyError("policy 'oracle' reads the engine's block table: use it with --engine sim")
+        return _Plain(_Oracle(engine, prompts))
+    raise PolicyError(f"unknown policy {name!r}: choose from {', '.join(POLICIES)}")
+
+
+class _Ours:
+    predicts = True
+
+    def __init__(self, orderer: Orderer) -> None:
+        self.orderer = orderer
+
+    def order(self, documents: Documents, waiting: Sequence[Documents], suffix_tokens: int) -> Ordering[Document]:
+        return self.orderer.order(documents, waiting=waiting, suffix_tokens=suffix_tokens)
+
+    def order_batch(self, requests: Sequence[Documents], suffix_tokens: int) -> Iterable[Ordering[Document]]:
+        return self.orderer.order_batch(requests, suffix_tokens=suffix_tokens)
+
+
+class _Plain:
+    """A policy that is a function from documents to a permutation of their ranks; a batch is served as it came."""
+
+    predicts = False
+
+    def __init__(self, permute: Callable[[Documents], list[int]]) -> None:
+        self._permute = permute
+
+    def order(self, documents: Documents, waiting: Sequence[Documents], suffix_tokens: int) -> Ordering[Document]:
+        permutation = self._permute(documents)
+        return Ordering([documents[rank] for rank in permutation], permutation)
+
+    def order_batch(self, requests: Sequence[Documents], suffix_tokens: int) -> Iterator[Ordering[Document]]:
+        for index, documents in enumerate(requests):
+            ordering = self.order(documents, (), suffix_tokens)
+            ordering.index = index
+            yield ordering
+
+
+class _Recency:
+    """Most recently served documents first (RAGCache++ Table 9)."""
+
+    def __init__(self) -> None:
+        self._clock = 0
+        self._last_seen: dict[str, int] = {}
+
+    def __call__(self, documents: Documents) -> list[int]:
+        self._clock += 1
+        permutation = sorted(range(len(documents)), key=lambda rank: -self._last_seen.get(documents[rank].key, 0))
+        for document in documents:
+            self._last_seen[document.key] = self._clock
+        return permutation
+
+
+class _Oracle:
+    """The order with the longest prefix in the engine's true cache (RAGCache++ Table 9).
+
+    All permutations are considered up to 7 documents: an order that has left the cache gains nothing by what follows,
+    so that only cached beginnings are extended. Beyond 7, `budget` beginnings at most.
+    """
+
+    def __init__(self, engine: SimEngine, prompts: Prompts, budget: int = 2_000) -> None:
+        self._engine = engine
+        self._prompts = prompts
+        self._budget = budget
+
+    def __call__(self, documents: Documents) -> list[int]:
+        count = len(documents)
+        budget = self._budget if count > 7 else -1
+        best: list[int] = []
+        best_cached = -1
+        stack: list[list[int]] = [[]]
+        while stack and budget:
+            budget -= 1
+            begun = stack.pop()
+            ids = self._prompts.token_ids(0, Request("", []), [documents[rank] for rank in begun])
+            end = self._prompts.prefix_tokens + sum(self._prompts.document_tokens(documents[rank]) for rank in begun)
+            cached = self._engine.cached_tokens(ids[:end])
+            if cached > best_cached:
+                best, best_cached = begun, cached
+            if end - cached < self._engine.block_size:
+                stack += [[*begun, rank] for rank in reversed(range(count)) if rank not in begun]
+        return best + [rank for rank in range(count) if rank not in best]

@@ -1,0 +1,81 @@
+"""Turns a request into the token ids that an engine is given."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import Protocol
+
+from ragorder.document import Document
+from ragorder.eval.trace import Request
+from ragorder.prompt import PromptBuilder
+
+__all__ = ["BuiltPrompts", "NumberedPrompts", "Prompts"]
+
+
+class Prompts(Protocol):
+    """What the runner must know of prompts. Lengths in tokens; `number` is the request's place in the trace."""
+
+    prefix_tokens: int
+
+    def document_tokens(self, document: Document) -> int: ...
+
+    def suffix_tokens(self, request: Request) -> int:
+        """The length of the question, without the answer."""
+
+    def token_ids(self, number: int, request: Request, documents: Sequence[Document]) -> Sequence[int]:
+        """The prompt of a request with its documents in this order."""
+
+
+class NumberedPrompts:
+    """Prompts without words, for an engine without a model: each document is a run of token ids of its own, of the
+    document's length, between a system prompt of 64 tokens and a question of 20 that no other request shares."""
+
+    prefix_tokens = 64
+    question_tokens = 20
+
+    def __init__(self) -> None:
+        self._system = array("q", range(-self.prefix_tokens, 0))
+        self._document_ids: dict[str, array[int]] = {}
+        self._next_id = 0
+
+    document_tokens = staticmethod(attrgetter("token_count"))
+
+    def suffix_tokens(self, request: Request) -> int:
+        return self.question_tokens
+
+    def token_ids(self, number: int, request: Request, documents: Sequence[Document]) -> array[int]:
+        ids = self._system[:]
+        for document in documents:
+            ids += self._ids(document)
+        first = -1_000_000_000 - number * self.question_tokens
+        ids.extend(range(first, first + self.question_tokens))
+        return ids
+
+    def _ids(self, document: Document) -> array[int]:
+        ids = self._document_ids.get(document.key)
+        if ids is None:
+            ids = array("q", range(self._next_id, self._next_id + document.token_count))
+            self._document_ids[document.key] = ids
+            self._next_id += document.token_count
+        return ids
+
+
+class BuiltPrompts:
+    """The prompts of the prompt builder, in the tokens of the served model."""
+
+    def __init__(self, builder: PromptBuilder) -> None:
+        self._builder = builder
+        self.prefix_tokens = builder.prefix_tokens
+
+    def document_tokens(self, document: Document) -> int:
+        return self._builder.document_tokens(document)
+
+    def suffix_tokens(self, request: Request) -> int:
+        return self._builder.suffix_tokens(request.question)
+
+    def token_ids(self, number: int, request: Request, documents: Sequence[Document]) -> list[int]:
+        ids = self._builder.build(request.question, documents).token_ids
+        assert ids is not None, "the evaluation's prompt builder has a tokenizer"
+        return ids

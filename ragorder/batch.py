@@ -1,0 +1,44 @@
+"""A planned batch: orderings that start one after another, as the caller serves them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Generic, TypeVar, overload
+
+from ragorder.ordering import Ordering
+
+__all__ = ["Batch"]
+
+D = TypeVar("D")
+
+
+class Batch(Sequence[Ordering[D]], Generic[D]):
+    """The orderings of a batch in the order in which to serve the requests; `Ordering.index` says which is which.
+
+    An ordering counts as in flight from the moment it is first taken from the batch: serve as you iterate. `indices`
+    is the whole serving order and takes nothing.
+    """
+
+    def __init__(self, indices: Sequence[int], start: Callable[[int], Ordering[D]]) -> None:
+        self.indices = indices
+        self._start = start
+        self._started: dict[int, Ordering[D]] = {}
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __iter__(self) -> Iterator[Ordering[D]]:
+        return (self[place] for place in range(len(self)))
+
+    @overload
+    def __getitem__(self, place: int) -> Ordering[D]: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[Ordering[D]]: ...
+    def __getitem__(self, place: int | slice) -> Ordering[D] | list[Ordering[D]]:
+        if isinstance(place, slice):
+            return [self[each] for each in range(*place.indices(len(self)))]
+        place = range(len(self))[place]
+        ordering = self._started.get(place)
+        if ordering is None:
+            ordering = self._started[place] = self._start(place)
+        return ordering

@@ -1,0 +1,22 @@
+"""The command line: `ragorder order`, `ragorder bench`, `ragorder demo`."""
+
+from __future__ import annotations
+
+import click
+
+from ragorder.cli.bench import bench
+from ragorder.cli.demo import demo
+from ragorder.cli.order import order
+
+__all__ = ["main"]
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(package_name="ragorder", prog_name="ragorder")
+def main() -> None:
+    """Orders retrieved documents so that a serving engine reuses more of its prefix cache."""
+
+
+main.add_command(order)
+main.add_command(bench)
+main.add_command(demo)

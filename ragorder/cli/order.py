@@ -1,0 +1,173 @@
+"""`ragorder order`: requests in, orders out, a JSON line each."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import IO, Any
+
+import click
+from pydantic import ValidationError
+
+from ragorder.document import Document
+from ragorder.orderer import Orderer
+from ragorder.ordering import Ordering
+from ragorder.settings import Settings
+
+__all__ = ["order"]
+
+_EXAMPLE = '{"documents": [{"id": "a", "text": "…"}, {"id": "b", "tokens": 200}]}'
+
+
+class LineError(click.ClickException):
+    """A line of the input cannot be read."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    number: int
+    documents: list[Document]
+    scope: str | None
+    echo: dict[str, Any]
+
+
+@click.command()
+@click.argument("requests", type=click.File("rb"), default="-")
+@click.option(
+    "-o", "--output", type=click.File("w", encoding="utf-8"), default="-", help="Where the orders go. [default: -]"
+)
+@click.option("--capacity-tokens", type=int, help="Tokens that the engine's KV cache holds.")
+@click.option("--block-size", type=int, help="Tokens in one KV block of the engine.")
+@click.option("--prefix-tokens", type=int, help="Tokens of the prompt in front of the first document.")
+@click.option("--suffix-tokens", type=int, help="Tokens of question and answer.")
+@click.option("--search", help="How the cached prefix is found: best or greedy.")
+@click.option("--tail", help="How the other documents are placed: auto, rank, frequency or queue.")
+@click.option("--residency", help="How evictions of the engine are followed: lru or none.")
+@click.option("--keep-first", type=int, help="So many top-ranked documents stay first.")
+@click.option("--keep-last", type=int, help="So many top-ranked documents stand last, rank 1 next to the question.")
+@click.option("--max-displacement", type=int, help="Positions by which a document may move from its rank.")
+@click.option("--keep-groups/--no-keep-groups", default=None, help='Keep documents of one metadata "source" in order.')
+@click.option(
+    "--waiting", type=click.IntRange(min=0), default=0, show_default=True, help="Look ahead at the next N requests."
+)
+@click.option(
+    "--batch",
+    is_flag=True,
+    help="Order the requests as well: read all, plan them together, serve what shares in a row.",
+)
+@click.option(
+    "--max-wait",
+    type=click.IntRange(min=0),
+    help="With --batch: places that a request may be served later than it came.",
+)
+def order(
+    requests: IO[bytes], output: IO[str], waiting: int, batch: bool, max_wait: int | None, **options: Any
+) -> None:
+    """Order the documents of each request in REQUESTS (a file of JSON lines, or - for standard input).
+
+    A request is {"documents": [{"id", "text", "tokens", "metadata"}, …], "scope"}, best document first; only ids are
+    needed, a bare string stands for one, and other fields are passed through. An order repeats those fields and gives
+    "documents" (ids, as they belong into the prompt), "permutation" (their retrieval ranks, from 0), "index" (the
+    number of the request), "prefix_documents" and "cached_tokens" (what the engine is expected to hold of it).
+
+    Each option can also be given in the environment, as RAGORDER_CAPACITY_TOKENS and so on. Every order counts as
+    served.
+    """
+    if max_wait is not None and not batch:
+        raise click.UsageError("--max-wait goes with --batch")
+    try:
+        settings = Settings(**{name: value for name, value in options.items() if value is not None})
+    except ValidationError as error:
+        problem = error.errors()[0]
+        field = ".".join(str(part) for part in problem["loc"])
+        raise click.UsageError(f"--{field.replace('_', '-')}: {problem['msg']}" if field else problem["msg"]) from None
+    orderer = Orderer(settings)
+    read = _read(requests)
+    ordered = _in_batches(orderer, read, max_wait) if batch else _one_by_one(orderer, read, waiting)
+    for request, ordering in ordered:
+        ordering.confirm()
+        output.write(json.dumps(_as_json(request, ordering)) + "\n")
+        output.flush()
+
+
+def _one_by_one(
+    orderer: Orderer, requests: Iterator[_Request], waiting: int
+) -> Iterator[tuple[_Request, Ordering[Document]]]:
+    backlog: deque[_Request] = deque()
+    for request in requests:
+        backlog.append(request)
+        if len(backlog) > waiting:
+            yield _order_first(orderer, backlog)
+    while backlog:
+        yield _order_first(orderer, backlog)
+
+
+def _order_first(orderer: Orderer, backlog: deque[_Request]) -> tuple[_Request, Ordering[Document]]:
+    request = backlog.popleft()
+    waiting = [later.documents for later in backlog if later.scope == request.scope]
+    return request, orderer.order(request.documents, waiting=waiting, scope=request.scope)
+
+
+def _in_batches(
+    orderer: Orderer, requests: Iterator[_Request], max_wait: int | None
+) -> Iterator[tuple[_Request, Ordering[Document]]]:
+    """One batch a scope: documents of one tenant are never planned with those of another."""
+    by_scope: dict[str | None, list[_Request]] = {}
+    for request in requests:
+        by_scope.setdefault(request.scope, []).append(request)
+    for scope, members in by_scope.items():
+        documents = [request.documents for request in members]
+        for ordering in orderer.order_batch(documents, scope=scope, max_wait=max_wait):
+            yield members[ordering.index], ordering
+
+
+def _as_json(request: _Request, ordering: Ordering[Document]) -> dict[str, Any]:
+    return {
+        **request.echo,
+        "index": request.number,
+        "documents": [document.id for document in ordering.documents],
+        "permutation": list(ordering.permutation),
+        "prefix_documents": ordering.prefix_documents,
+        "cached_tokens": ordering.cached_tokens,
+    }
+
+
+def _read(lines: IO[bytes]) -> Iterator[_Request]:
+    name = getattr(lines, "name", "-")
+    name = "<stdin>" if name in ("-", 0) else name
+    number = 0
+    for line_number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+
+        def fail(problem: str, line_number: int = line_number) -> LineError:
+            return LineError(f"{name}:{line_number}: {problem}")
+
+        try:
+            fields = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise fail(f"no JSON ({error}); a request looks like {_EXAMPLE}") from None
+        if not isinstance(fields, dict) or not isinstance(fields.get("documents"), list):
+            raise fail(f'no object with a list "documents"; a request looks like {_EXAMPLE}')
+        scope = fields.get("scope")
+        if scope is not None and not isinstance(scope, str):
+            raise fail('"scope" must be a string')
+        documents = [_document(entry, place, fail) for place, entry in enumerate(fields["documents"])]
+        echo = {field: value for field, value in fields.items() if field != "documents"}
+        yield _Request(number, documents, scope, echo)
+        number += 1
+
+
+def _document(entry: Any, place: int, fail: Callable[[str], LineError]) -> Document:
+    fields = {"id": entry} if isinstance(entry, str) else entry
+    if not isinstance(fields, dict) or "id" not in fields:
+        raise fail(f'documents[{place}] must be an id or an object with an "id"')
+    metadata = fields.get("metadata") or {}
+    if not isinstance(metadata, dict):
+        raise fail(f"documents[{place}].metadata must be an object")
+    try:
+        return Document(fields["id"], fields.get("text") or "", fields.get("tokens"), metadata=metadata)
+    except (TypeError, ValueError) as error:
+        raise fail(f"documents[{place}]: {error}") from None

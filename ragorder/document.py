@@ -1,0 +1,56 @@
+"""The unit that is ordered: a retrieved document."""
+
+from __future__ import annotations
+
+from base64 import b64encode
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any
+
+__all__ = ["Document"]
+
+_CHARACTERS_PER_TOKEN = 4
+
+
+def content_key(id: str, text: str) -> str:
+    """A short printable digest of a document's id and text; the same in every process."""
+    digest = blake2b(id.encode("utf-8", "surrogatepass"), digest_size=9)
+    digest.update(b"\0")
+    digest.update(text.encode("utf-8", "surrogatepass"))
+    return b64encode(digest.digest()).decode("ascii")
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A retrieved document, immutable.
+
+    `tokens` is the length of the document in the prompt, header included, in tokens of the served model; where it is
+    not given, it is estimated at four characters a token. `key` identifies the document *and* its content: changed
+    text under an old id is another document.
+
+    Raises TypeError for an id or a text that is not a string, ValueError for a negative number of tokens.
+    """
+
+    id: str
+    text: str = ""
+    tokens: int | None = None
+    score: float | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    key: str = field(init=False, repr=False, compare=False)
+    token_count: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.id, str):
+            raise TypeError(f"Document.id must be a string, got {type(self.id).__name__}: pass str(id)")
+        if not isinstance(self.text, str):
+            raise TypeError(f"Document.text must be a string, got {type(self.text).__name__}: pass text='' for none")
+        tokens = self.tokens
+        if tokens is None:
+            tokens = -(-len(self.text) // _CHARACTERS_PER_TOKEN)
+        elif isinstance(tokens, bool) or not isinstance(tokens, int):
+            raise TypeError(f"Document.tokens must be an integer or None, got {type(tokens).__name__}")
+        elif tokens < 0:
+            raise ValueError(f"Document.tokens must not be negative, got {tokens}")
+        object.__setattr__(self, "token_count", tokens)
+        object.__setattr__(self, "key", content_key(self.id, self.text))

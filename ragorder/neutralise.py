@@ -1,0 +1,50 @@
+"""Texts from outside made safe for a prompt: no control tokens of the chat template, no broken Unicode."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+
+__all__ = ["make_neutraliser", "repair_unicode"]
+
+# The control tokens of the common chat templates, for when the served model's tokenizer is not at hand.
+_COMMON_CONTROL_TOKENS = re.compile(
+    r"<\|[^|<>\s]{1,64}\|>|<｜[^｜<>\s]{1,64}｜>|</?s>|<(?:bos|eos|pad|unk|mask|cls|sep)>"
+    r"|\[/?(?:INST|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_CALLS|TOOL_RESULTS)\]|<</?SYS>>"
+    r"|<(?:start|end)_of_(?:turn|image)>|</?(?:tool_call|tool_response|think)>",
+    re.IGNORECASE,
+)
+
+
+def repair_unicode(text: str) -> str:
+    """The text with each lone surrogate, which no tokenizer and no wire format takes, replaced by U+FFFD."""
+    if text.isascii():
+        return text
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def make_neutraliser(control_tokens: Iterable[str] | None = None) -> Callable[[str], str]:
+    """A function that breaks control tokens in a text by a space after their first character.
+
+    `control_tokens` are those of the served model's tokenizer; None stands for the common ones.
+    """
+    pattern = _COMMON_CONTROL_TOKENS
+    if control_tokens is not None:
+        longest_first = sorted({token for token in control_tokens if token.strip()}, key=lambda t: (-len(t), t))
+        if not longest_first:
+            return repair_unicode
+        pattern = re.compile("|".join(re.escape(token) for token in longest_first))
+
+    def neutralise(text: str) -> str:
+        text = repair_unicode(text)
+        # A broken token can leave another one behind that overlapped it.
+        while pattern.search(text):
+            text = pattern.sub(_break, text)
+        return text
+
+    return neutralise
+
+
+def _break(match: re.Match[str]) -> str:
+    token = match[0]
+    return f"{token[0]} {token[1:]}" if len(token) > 1 else "\N{REPLACEMENT CHARACTER}"

@@ -1,0 +1,180 @@
+"""The orderer: places each request's documents so that they extend a prefix that the engine still holds."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import suppress
+from operator import attrgetter
+from threading import Lock
+from typing import Any, TypeVar
+
+from ragorder._scope import Request, Scope
+from ragorder.batch import Batch
+from ragorder.ordering import Ordering
+from ragorder.settings import Settings
+
+__all__ = ["Orderer"]
+
+D = TypeVar("D")
+
+_logger = logging.getLogger("ragorder")
+_document_key = attrgetter("key")
+_document_tokens = attrgetter("token_count")
+
+
+def _metadata_source(document: Any) -> Hashable | None:
+    source: Hashable | None = document.metadata.get("source")
+    return source
+
+
+class Orderer:
+    """Orders retrieved documents for the prefix cache of a serving engine. Thread-safe.
+
+    `Orderer(capacity_tokens=262_144, block_size=16, prefix_tokens=64)` takes every field of `Settings` by name; or
+    pass `settings`. Documents are `Document`s, or any objects if `key` (content identity, hashable) and `tokens`
+    (length in the prompt, in tokens) are given; `group` names the group of a document for `keep_groups` (by default
+    its metadata's "source").
+
+    Raises pydantic.ValidationError for settings that are wrong. Ordering itself never raises: after an internal error
+    the documents stay in retrieval order, `fallbacks` counts it, and the first one is logged.
+    """
+
+    def __init__(
+        self,
+        settings: Settings | None = None,
+        *,
+        key: Callable[[Any], Hashable] | None = None,
+        tokens: Callable[[Any], int] | None = None,
+        group: Callable[[Any], Hashable | None] | None = None,
+        **options: Any,
+    ) -> None:
+        if settings is not None and options:
+            raise TypeError(f"give either settings or options, not both: {', '.join(sorted(options))}")
+        self.settings = settings if settings is not None else Settings(**options)
+        self.fallbacks = 0
+        self._key = key or _document_key
+        self._tokens = tokens or _document_tokens
+        self._group = group or _metadata_source
+        self._by_group = self.settings.keep_groups
+        self._lock = Lock()
+        self._scopes: OrderedDict[Hashable, Scope] = OrderedDict()
+
+    def order(
+        self,
+        documents: Iterable[D],
+        *,
+        waiting: Sequence[Iterable[D]] = (),
+        scope: Hashable = None,
+        suffix_tokens: int | None = None,
+    ) -> Ordering[D]:
+        """Order one request's documents, given in retrieval order, and count them as in flight.
+
+        `waiting` holds the documents of requests that already wait, next first: what this request adds to the cache is
+        then laid out for them. `scope` separates caches that share nothing: model, prompt template, tenant.
+        `suffix_tokens` is the length of this request's question and answer, if it is known better than in the settings.
+        """
+        given = list(documents)
+        try:
+            request = self._read(given)
+            backlog = [frozenset(map(self._key, others)) for others in waiting] if waiting else ()
+        except Exception as error:
+            return self._fall_back(given, error)
+        try:
+            with self._lock:
+                return self._scope(scope).order(request, backlog, suffix_tokens)
+        except Exception as error:
+            self._forget(scope)
+            return self._fall_back(given, error)
+
+    def order_batch(
+        self,
+        requests: Iterable[Iterable[D]],
+        *,
+        scope: Hashable = None,
+        suffix_tokens: int | None = None,
+        max_wait: int | None = None,
+    ) -> Batch[D]:
+        """Order the documents of many requests *and* the requests, so that those that share follow one another.
+
+        The result gives the orderings in serving order, each with its `index` in `requests`; each counts as in flight
+        once it is taken. No request is served more than `max_wait` places behind where it arrived (None: no bound).
+        """
+        given = [list(documents) for documents in requests]
+        if max_wait is not None and max_wait < 0:
+            raise ValueError(f"max_wait must not be negative, got {max_wait}")
+        try:
+            read = [self._read(documents) for documents in given]
+            with self._lock:
+                planned = self._scope(scope).plan(read, None if max_wait is None else max_wait + 1)
+        except Exception as error:
+            self._report(error)
+            return Batch(range(len(given)), lambda place: _unordered(given[place], place))
+
+        def start(place: int) -> Ordering[D]:
+            index, permutation = planned[place]
+            try:
+                with self._lock:
+                    ordering = self._scope(scope).start(read[index], permutation, suffix_tokens)
+            except Exception as error:
+                self._forget(scope)
+                ordering = self._fall_back(given[index], error)
+            ordering.index = index
+            return ordering
+
+        return Batch([index for index, _ in planned], start)
+
+    def _read(self, given: list[D]) -> Request[D]:
+        keys: list[Hashable] = list(map(self._key, given))
+        ranks = {key: rank for rank, key in enumerate(keys)}
+        if len(ranks) < len(keys):
+            keys = _number_repeats(keys)
+            ranks = {key: rank for rank, key in enumerate(keys)}
+        groups = list(map(self._group, given)) if self._by_group else ()
+        return Request(given, keys, ranks, list(map(self._tokens, given)), groups)
+
+    def _scope(self, name: Hashable) -> Scope:
+        scope = self._scopes.get(name)
+        if scope is None:
+            scope = self._scopes[name] = Scope(self.settings, self._lock, self._report)
+            if len(self._scopes) > self.settings.max_scopes:
+                self._scopes.popitem(last=False)
+        elif len(self._scopes) > 1:
+            self._scopes.move_to_end(name)
+        return scope
+
+    def _forget(self, scope: Hashable) -> None:
+        """An error may have left the scope's tree half changed: start it anew."""
+        with suppress(TypeError), self._lock:
+            self._scopes.pop(scope, None)
+
+    def _fall_back(self, given: list[D], error: Exception) -> Ordering[D]:
+        self._report(error)
+        return _unordered(given)
+
+    def _report(self, error: Exception) -> None:
+        if self.settings.strict:
+            raise error
+        self.fallbacks += 1
+        if self.fallbacks == 1:
+            # The message of an error may quote a document: only its type is logged.
+            _logger.warning("ordering failed with %s: retrieval order is kept, and counted", type(error).__name__)
+
+
+def _unordered(given: list[D], index: int = 0) -> Ordering[D]:
+    ordering = Ordering(given, list(range(len(given))))
+    ordering.index = index
+    ordering.fallback = True
+    return ordering
+
+
+def _number_repeats(keys: list[Hashable]) -> list[Hashable]:
+    """Tell the second and later occurrences of a document apart, so that each has a place of its own."""
+    seen: dict[Hashable, int] = {}
+    numbered: list[Hashable] = []
+    for key in keys:
+        count = seen.get(key, 0)
+        seen[key] = count + 1
+        numbered.append((key, count) if count else key)
+    return numbered

@@ -1,0 +1,79 @@
+"""The result of ordering one request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
+
+__all__ = ["Ordering"]
+
+D = TypeVar("D")
+
+
+class Ordering(Generic[D]):
+    """A request's documents in the order in which they belong into the prompt.
+
+    - `documents`: the caller's own documents, all of them, each as often as it was given.
+    - `permutation`: for each place, the retrieval rank (from 0) of the document that stands there.
+    - `prefix_documents`: how many leading documents the engine is expected to hold.
+    - `cached_tokens`: the prompt tokens that the engine is expected to reuse, system prompt included.
+    - `guard_cost_tokens`: cached tokens that the quality guards cost this request.
+    - `index`: the position of the request in its batch (0 outside a batch).
+    - `fallback`: whether an internal error left the documents in retrieval order.
+
+    After the engine answered, call `confirm`; after it failed, `discard`. Either may be called late, twice or never.
+    """
+
+    __slots__ = (
+        "_lease",
+        "_settle",
+        "cached_tokens",
+        "documents",
+        "fallback",
+        "guard_cost_tokens",
+        "index",
+        "permutation",
+        "prefix_documents",
+    )
+
+    def __init__(
+        self,
+        documents: list[D],
+        permutation: Sequence[int],
+        prefix_documents: int = 0,
+        cached_tokens: int = 0,
+        guard_cost_tokens: int = 0,
+        settle: Callable[[Any, bool, int | None], None] | None = None,
+        lease: object = None,
+    ) -> None:
+        self.documents = documents
+        self.permutation = permutation
+        self.prefix_documents = prefix_documents
+        self.cached_tokens = cached_tokens
+        self.guard_cost_tokens = guard_cost_tokens
+        self.index = 0
+        self.fallback = False
+        self._settle = settle
+        self._lease = lease
+
+    def __repr__(self) -> str:
+        return (
+            f"Ordering({len(self.documents)} documents, permutation={list(self.permutation)}, "
+            f"prefix_documents={self.prefix_documents}, cached_tokens={self.cached_tokens})"
+        )
+
+    @property
+    def displacement(self) -> float:
+        """Mean distance, in positions, of a document from where retrieval put it."""
+        moves = [abs(place - rank) for place, rank in enumerate(self.permutation)]
+        return sum(moves) / len(moves) if moves else 0.0
+
+    def confirm(self, cached_tokens: int | None = None) -> None:
+        """The engine served the request. `cached_tokens` is what it reports as reused from its cache, if it does."""
+        if self._settle is not None:
+            self._settle(self._lease, True, cached_tokens)
+
+    def discard(self) -> None:
+        """The request failed or was never sent: do not count on what it would have left in the cache."""
+        if self._settle is not None:
+            self._settle(self._lease, False, None)

@@ -1,0 +1,164 @@
+"""The prompt builder: what stays the same stands first, so that the engine's prefix cache can use it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from operator import itemgetter
+from string import Formatter
+from typing import Any
+
+from ragorder.document import Document
+from ragorder.neutralise import make_neutraliser
+from ragorder.ordering import Ordering
+from ragorder.tokens import SegmentTokenizer
+
+__all__ = ["Prompt", "PromptBuilder", "Span"]
+
+_FIELDS = {"document_template": {"id", "text", "title"}, "question_template": {"query"}}
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The tokens `start` to `end` (exclusive) of a prompt that belong to a document."""
+
+    id: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt in the forms that engines take.
+
+    `token_ids` are exact: a document's tokens never depend on its neighbours. An engine that is given `text` or
+    `messages` makes its own tokens, which may differ by a few where segments meet. `token_ids` is None and `spans` is
+    empty for a builder without a tokenizer.
+    """
+
+    text: str
+    messages: list[dict[str, str]]
+    token_ids: list[int] | None
+    spans: list[Span]
+
+
+class PromptBuilder:
+    """Builds prompts as system prompt, documents, question.
+
+    - `document_template` shows {id}, {text} and, if wanted, {title} (from the document's metadata). It knows no rank
+      and no position: a number in front of a document changes with the order, and ends the reuse of the cache there.
+    - `question_template` shows {query}. Everything that varies from request to request belongs there.
+    - `tokenizer` (transformers) is the served model's; its chat template frames the prompt.
+    - `state_ranking` says after the documents how retrieval ranked them, by id.
+    - `align_to` (tokens, the engine's block size; needs the tokenizer) pads system prompt and documents with newlines
+      to whole blocks, so that no block is lost where documents meet.
+
+    Control tokens in documents and questions are neutralised, and lone surrogates replaced.
+    Raises ValueError for a template with other or missing fields, or for `align_to` without a tokenizer.
+    """
+
+    def __init__(
+        self,
+        system: str = "Answer the question from the documents below.",
+        *,
+        document_template: str = "[{id}]\n{text}\n\n",
+        question_template: str = "Question: {query}",
+        tokenizer: Any = None,
+        state_ranking: bool = False,
+        align_to: int | None = None,
+        cached_documents: int = 4096,
+    ) -> None:
+        _check_template("document_template", document_template, "text")
+        _check_template("question_template", question_template, "query")
+        if align_to is not None and (tokenizer is None or align_to < 1):
+            raise ValueError("align_to needs a tokenizer and a positive number of tokens")
+        self.system = system
+        self._document_template = document_template
+        self._question_template = question_template
+        self._state_ranking = state_ranking
+        self._align_to = align_to
+        self._tokenizer = SegmentTokenizer(tokenizer) if tokenizer is not None else None
+        self._neutralise = make_neutraliser(self._tokenizer.control_tokens() if self._tokenizer else None)
+        self._head, self._tail = self._tokenizer.frame(system) if self._tokenizer else (f"{system}\n\n", "\n")
+        self._segment = lru_cache(cached_documents)(self._make_segment)
+        self._filler = self._find_filler() if align_to is not None else 0
+        self._head_ids = self._encode_padded(self._head)
+
+    @property
+    def prefix_tokens(self) -> int:
+        """Tokens in front of the first document (estimated at four characters a token without a tokenizer)."""
+        return len(self._head_ids) if self._tokenizer else -(-len(self._head) // 4)
+
+    def document_tokens(self, document: Document) -> int:
+        """Tokens of the document in the prompt, header included: give it to `Orderer(tokens=…)`."""
+        text, ids = self._segment(*_parts(document))
+        return len(ids) if self._tokenizer else -(-len(text) // 4)
+
+    def build(self, query: str, documents: Ordering[Document] | Sequence[Document]) -> Prompt:
+        """The prompt for a question and its documents, in the order given."""
+        ordered = documents.documents if isinstance(documents, Ordering) else list(documents)
+        ranking = documents.permutation if isinstance(documents, Ordering) else range(len(ordered))
+        question = self._question(query, ordered, ranking)
+        segments = [self._segment(*_parts(document)) for document in ordered]
+        token_ids: list[int] | None = None
+        spans = []
+        if self._tokenizer:
+            token_ids = list(self._head_ids)
+            for document, (_, ids) in zip(ordered, segments, strict=True):
+                spans.append(Span(document.id, len(token_ids), len(token_ids) + len(ids)))
+                token_ids += ids
+            token_ids += self._tokenizer.encode(question + self._tail)
+        # Once more as a whole: two documents must not make up a control token between them.
+        turn = self._neutralise("".join(text for text, _ in segments) + question)
+        messages = [{"role": "system", "content": self.system}] if self.system else []
+        messages.append({"role": "user", "content": turn})
+        return Prompt(self._head + turn + self._tail, messages, token_ids, spans)
+
+    def suffix_tokens(self, query: str) -> int:
+        """Tokens behind the last document for a question, without the ranking note and the answer."""
+        text = self._neutralise(self._question_template.format(query=query)) + self._tail
+        return len(self._tokenizer.encode(text)) if self._tokenizer else -(-len(text) // 4)
+
+    def _make_segment(self, id: str, text: str, title: str) -> tuple[str, tuple[int, ...]]:
+        rendered = self._neutralise(self._document_template.format(id=id, text=text, title=title))
+        ids = self._encode_padded(rendered)
+        if self._tokenizer and self._align_to:
+            rendered += "\n" * (len(ids) - len(self._tokenizer.encode(rendered)))
+        return rendered, ids
+
+    def _question(self, query: str, ordered: Sequence[Document], ranking: Sequence[int]) -> str:
+        question = self._question_template.format(query=query)
+        if self._state_ranking and ordered:
+            best_first = [document.id for _, document in sorted(zip(ranking, ordered, strict=True), key=itemgetter(0))]
+            question = f"Documents from most to least relevant: {', '.join(best_first)}\n\n{question}"
+        return self._neutralise(question)
+
+    def _encode_padded(self, text: str) -> tuple[int, ...]:
+        if self._tokenizer is None:
+            return ()
+        ids = self._tokenizer.encode(text)
+        if self._align_to is not None:
+            ids += [self._filler] * (-len(ids) % self._align_to)
+        return tuple(ids)
+
+    def _find_filler(self) -> int:
+        assert self._tokenizer is not None
+        ids = self._tokenizer.encode("\n")
+        if not ids:
+            raise ValueError("align_to: the tokenizer has no token for a newline to pad with")
+        return ids[-1]
+
+
+def _parts(document: Document) -> tuple[str, str, str]:
+    return document.id, document.text, str(document.metadata.get("title", ""))
+
+
+def _check_template(name: str, template: str, required: str) -> None:
+    try:
+        fields = {field for _, field, _, _ in Formatter().parse(template) if field is not None}
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}; write a literal brace twice") from None
+    if required not in fields or not fields <= _FIELDS[name]:
+        allowed = ", ".join(f"{{{field}}}" for field in sorted(_FIELDS[name]))
+        raise ValueError(f"{name} must contain {{{required}}} and may use only {allowed}: {template!r}")

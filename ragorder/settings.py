@@ -1,0 +1,62 @@
+"""Settings of the orderer, from keyword arguments or the environment (RAGORDER_CAPACITY_TOKENS=…)."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from ragorder.guards import Guards
+
+__all__ = ["Settings"]
+
+
+class Settings(BaseSettings):
+    """What the orderer must know of the engine and of the prompt, and how it is to order.
+
+    An unknown name or value raises pydantic.ValidationError, which names it.
+    """
+
+    model_config = SettingsConfigDict(env_prefix="RAGORDER_", extra="forbid", frozen=True)
+
+    capacity_tokens: int | None = Field(
+        262_144, ge=1, description="Tokens that the engine's KV cache holds; none: unlimited."
+    )
+    block_size: int = Field(16, ge=1, description="Tokens in one KV block of the engine.")
+    prefix_tokens: int = Field(0, ge=0, description="Tokens of the prompt in front of the first document.")
+    suffix_tokens: int = Field(64, ge=0, description="Tokens of question and answer, which fill the cache as well.")
+
+    search: Literal["best", "greedy"] = Field("best", description="How the cached prefix is found.")
+    tail: Literal["auto", "rank", "frequency", "queue"] = Field(
+        "auto", description="How the documents beyond the cached prefix are placed."
+    )
+    residency: Literal["lru", "none"] = Field("lru", description="How evictions of the engine are followed.")
+    partial_blocks_first: bool = Field(
+        True, description="Whether the engine reuses blocks that were not filled before all others, as vLLM does."
+    )
+    search_budget: int = Field(1024, ge=1, description="Nodes that one prefix search may look at.")
+
+    keep_first: int = Field(0, ge=0, description="So many top-ranked documents stay first.")
+    keep_last: int = Field(0, ge=0, description="So many top-ranked documents stand last, rank 1 next to the question.")
+    max_displacement: int | None = Field(
+        None, ge=0, description="Positions by which a document may move from its rank."
+    )
+    keep_groups: bool = Field(False, description="Documents of one group keep their order among themselves.")
+
+    max_nodes: int = Field(100_000, ge=1, description="Nodes of one scope's tree, whatever the capacity.")
+    max_scopes: int = Field(
+        1024, ge=1, description="Scopes remembered; beyond that the least recently used is forgotten."
+    )
+    strict: bool = Field(False, description="Raise internal errors instead of falling back to retrieval order.")
+
+    @model_validator(mode="after")
+    def _one_end(self) -> Self:
+        if self.keep_first and self.keep_last:
+            raise ValueError("keep_first and keep_last exclude each other: keep the top documents at one end")
+        return self
+
+    @property
+    def guards(self) -> Guards:
+        """The quality guards that the settings ask for."""
+        return Guards(self.keep_first, self.keep_last, self.max_displacement, self.keep_groups)

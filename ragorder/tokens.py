@@ -1,0 +1,56 @@
+"""The served model's tokenizer, as the prompt builder uses it: segment by segment, never across a seam."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from threading import Lock
+from typing import Any
+
+__all__ = ["SegmentTokenizer"]
+
+_SLOT = "@@ragorder-documents@@"
+
+
+class SegmentTokenizer:
+    """Wraps a Hugging Face tokenizer (`transformers.PreTrainedTokenizerBase`). Thread-safe."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._lock = Lock()
+
+    def encode(self, text: str) -> list[int]:
+        """The token ids of one segment; control tokens in it count as such."""
+        with self._lock:
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False, verbose=False)
+        return ids
+
+    def control_tokens(self) -> Iterator[str]:
+        """The texts that the tokenizer turns into a control token wherever they stand."""
+        yield from self._tokenizer.all_special_tokens
+        for added in self._tokenizer.added_tokens_decoder.values():
+            text = added.content
+            if added.special or (text[:1] in "<[" and text[-1:] in ">]"):
+                yield text
+
+    def frame(self, system: str) -> tuple[str, str]:
+        """What the chat template puts before and after the user's turn, the system prompt included.
+
+        Raises ValueError if the template does not show the user's text exactly once.
+        """
+        if not getattr(self._tokenizer, "chat_template", None):
+            bos = getattr(self._tokenizer, "bos_token", None) or ""
+            return f"{bos}{system}\n\n", "\n"
+        user = {"role": "user", "content": _SLOT}
+        try:
+            rendered = self._render([{"role": "system", "content": system}, user] if system else [user])
+        except Exception:
+            # Some templates (Gemma's, Mistral's first) know no system role.
+            rendered = self._render([{"role": "user", "content": f"{system}\n\n{_SLOT}"}])
+        before, slot, after = rendered.partition(_SLOT)
+        if not slot or _SLOT in after:
+            raise ValueError("the tokenizer's chat template must show the user's message exactly once")
+        return before, after
+
+    def _render(self, messages: list[dict[str, str]]) -> str:
+        rendered: str = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return rendered

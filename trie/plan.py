@@ -1,0 +1,324 @@
+"""Plan a whole batch: the order of every request's documents and the order in which the requests are served.
+
+A batch served depth first along a trie prefills every node of the trie once, so the best plan is the cheapest trie in
+which every request, read as a set of documents, is a path. `plan` builds a cheap one bottom-up and then improves it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
+from heapq import heapify, heappop, heappush
+from itertools import chain, islice, pairwise
+from math import log
+from operator import itemgetter
+
+from ragorder.trie.tree import Key
+
+__all__ = ["plan"]
+
+_Documents = frozenset[int]
+
+_SCARCITY = 0.05
+"""Price of a document that a merge leaves behind: this share of its tokens for every e-fold of its popularity."""
+
+_MOST_HOLDERS = 512
+"""A document of more requests than this is branched on, so that no list of candidates is longer."""
+
+_MOST_CANDIDATES = 1024
+"""Candidates examined for the partner of one cluster."""
+
+
+def plan(requests: Sequence[Sequence[Key]], tokens: Mapping[Key, int]) -> list[tuple[int, list[Key]]]:
+    """(index of the request, its documents in serving order) in serving order.
+
+    Requests that share documents come one after another and start with what they share, so that an LRU prefix cache
+    that holds little more than one prompt serves every shared prefix. Never worse than the given orders of documents,
+    near-linear in the total number of documents, and the same in every process.
+    """
+    number: dict[Key, int] = {}
+    given = [[number.setdefault(key, len(number)) for key in request] for request in requests]
+    keys, weights = list(number), [tokens[key] for key in number]
+    planned = max(_planned(given, weights), _as_given(given), key=lambda orders: _saved_tokens(orders, weights))
+    return [(index, [keys[document] for document in order]) for index, order in planned]
+
+
+def _planned(given: list[list[int]], tokens: list[int]) -> list[tuple[int, list[int]]]:
+    askers: dict[_Documents, list[int]] = {}
+    for index, order in enumerate(given):
+        askers.setdefault(frozenset(order), []).append(index)
+    trie, indices = _Trie(list(askers), tokens), list(askers.values())
+    _build(trie)
+    trie.improve()
+    paths = trie.paths([given[first] for first, *_ in indices])
+    return [(index, path) for leaf, path in paths for index in indices[leaf]]
+
+
+def _as_given(given: list[list[int]]) -> list[tuple[int, list[int]]]:
+    return sorted(enumerate(given), key=itemgetter(1))
+
+
+def _saved_tokens(orders: list[tuple[int, list[int]]], tokens: list[int]) -> int:
+    """Tokens that each request shares, as a prefix, with the one served before it."""
+    saved = 0
+    for (_, before), (_, order) in pairwise(orders):
+        for document, other in zip(order, before, strict=False):
+            if document != other:
+                break
+            saved += tokens[document]
+    return saved
+
+
+class _Trie:
+    """A trie over sets of documents: the first nodes are the leaves, one per distinct request; the last leaf is
+    followed by the root, and then by inner nodes.
+
+    A node holds *all* documents of its path, which never change; only its parent does. No two siblings share a
+    document beyond their parent's, so that `branch` finds the one child that goes on with a document.
+    """
+
+    def __init__(self, leaves: Sequence[_Documents], tokens: Sequence[int]) -> None:
+        self.tokens = tokens
+        self.leaves = self.root = len(leaves)
+        self.documents: list[_Documents] = []
+        self.weight: list[int] = []
+        self.parent: list[int] = []
+        self.children: list[dict[int, None]] = []
+        self.branch: list[dict[int, int]] = []
+        for documents in (*leaves, frozenset[int]()):
+            self.add(documents)
+
+    def weigh(self, documents: Iterable[int]) -> int:
+        return sum(map(self.tokens.__getitem__, documents))
+
+    def add(self, documents: _Documents) -> int:
+        """A new node, not yet attached."""
+        self.documents.append(documents)
+        self.weight.append(self.weigh(documents))
+        self.parent.append(-1)
+        self.children.append({})
+        self.branch.append({})
+        return len(self.documents) - 1
+
+    def attach(self, node: int, parent: int) -> None:
+        self.parent[node] = parent
+        self.children[parent][node] = None
+        branch = self.branch[parent]
+        for document in self.documents[node] - self.documents[parent]:
+            branch.setdefault(document, node)
+
+    def detach(self, node: int) -> int:
+        """Cut the subtree off and return its parent."""
+        parent = self.parent[node]
+        self.parent[node] = -1
+        del self.children[parent][node]
+        branch = self.branch[parent]
+        for document in self.documents[node] - self.documents[parent]:
+            if branch.get(document) == node:
+                del branch[document]
+        return parent
+
+    def dissolve(self, node: int) -> int:
+        """Put the only child of the node in its place and return that child."""
+        (child,) = self.children[node]
+        self.detach(child)
+        self.attach(child, self.detach(node))
+        return child
+
+    def best_place(self, node: int) -> tuple[int, int]:
+        """The tokens that the node's documents can share elsewhere, and the node to share them with."""
+        wanted = self.documents[node]
+        most, place = 0, self.root
+        stack = [self.root]
+        while stack:
+            branch = self.branch[stack.pop()]
+            few, many = (wanted, branch) if len(wanted) < len(branch) else (branch, wanted)
+            for child in dict.fromkeys([branch[document] for document in few if document in many]):
+                if child == node:
+                    continue
+                documents = self.documents[child]
+                if documents <= wanted:
+                    shared = self.weight[child]
+                    if child > self.root:
+                        stack.append(child)
+                else:
+                    shared = self.weigh(documents & wanted)
+                if shared > most:
+                    most, place = shared, child
+        return most, place
+
+    def graft(self, node: int, place: int) -> None:
+        """Attach a cut-off subtree so that it shares with `place` what both have in common."""
+        shared = self.documents[node] & self.documents[place]
+        if place < self.root or len(shared) < len(self.documents[place]):
+            fork = self.add(shared)
+            self.attach(fork, self.detach(place))
+            self.attach(place, fork)
+            place = fork
+        self.attach(node, place)
+
+    def improve(self) -> None:
+        """Move every subtree, leaves first, to where it shares most tokens, if those are more than now."""
+        waiting = deque(range(len(self.documents)))
+        while waiting:
+            node = waiting.popleft()
+            if self.parent[node] < 0:
+                continue
+            shared, place = self.best_place(node)
+            if shared <= self.weight[self.parent[node]]:
+                continue
+            parent = self.detach(node)
+            if parent != self.root and len(self.children[parent]) == 1:
+                remaining = self.dissolve(parent)
+                waiting.appendleft(remaining)
+                if place == parent:
+                    place = remaining
+            self.graft(node, place)
+
+    def paths(self, preferred: Sequence[Sequence[int]]) -> Iterable[tuple[int, list[int]]]:
+        """(leaf, its documents) depth first; what a leaf shares with no other keeps its preferred order."""
+        stack: list[tuple[int, list[int]]] = [(self.root, [])]
+        while stack:
+            node, path = stack.pop()
+            if node < self.leaves:
+                shared = self.documents[self.parent[node]]
+                yield node, path + [document for document in preferred[node] if document not in shared]
+                continue
+            path = path + sorted(self.documents[node].difference(path))
+            stack += [(child, path) for child in reversed(self.children[node])]
+
+
+def _build(trie: _Trie) -> None:
+    """Fill the trie: branch on documents of very many requests top-down, and merge the rest bottom-up."""
+    groups = [(trie.root, list(range(trie.leaves)))]
+    while groups:
+        base, members = groups.pop()
+        common = trie.documents[base]
+        popularity = Counter(chain.from_iterable([trie.documents[member] for member in members]))
+        hot = {
+            document: count
+            for document, count in popularity.items()
+            if count > _MOST_HOLDERS and document not in common
+        }
+        holders: dict[int, list[int]] = {document: [] for document in hot}
+        for member in members if hot else ():
+            for document in trie.documents[member]:
+                if document in hot:
+                    holders[document].append(member)
+        left = dict.fromkeys(members)
+        while hot:
+            document = max(hot, key=lambda document: ((hot[document] - 1) * trie.tokens[document], -document))
+            group = [member for member in holders[document] if member in left]
+            for member in group:
+                del left[member]
+                for other in trie.documents[member]:
+                    if other in hot:
+                        hot[other] -= 1
+            hot = {document: count for document, count in hot.items() if count > _MOST_HOLDERS}
+            node = trie.add(common | {document})
+            trie.attach(node, base)
+            groups.append((node, group))
+        _Clusters(trie, base, list(left)).merge()
+        if len(trie.children[base]) == 1 and base != trie.root:
+            trie.dissolve(base)
+
+
+class _Clusters:
+    """Clusters of the members of `base`, merged two by two; a cluster is what all its members share beyond the base.
+
+    A merge saves exactly the tokens of the intersection. What its parts lose might have been shared with others, the
+    likelier the more popular it is, so that a merge pays a price for every document that it leaves behind.
+    """
+
+    def __init__(self, trie: _Trie, base: int, members: list[int]) -> None:
+        self.trie, self.base, self.members = trie, base, members
+        self.documents: list[_Documents] = []
+        self.price: list[float] = []
+        self.parts: dict[int, tuple[int, int]] = {}
+        self.alive: dict[int, None] = {}
+        common = trie.documents[base]
+        remaining = [trie.documents[member] - common for member in members]
+        counts = Counter(chain.from_iterable(remaining))
+        self.popularity = {document: count for document, count in counts.items() if count > 1}
+        self.holders: dict[int, dict[int, None]] = {document: {} for document in self.popularity}
+        self.price_of = {
+            document: _SCARCITY * trie.tokens[document] * log(count) for document, count in self.popularity.items()
+        }
+        self.worth_of = {document: trie.tokens[document] + 2 * price for document, price in self.price_of.items()}
+        for documents in remaining:
+            self.add(frozenset(documents & self.popularity.keys()))
+
+    def add(self, documents: _Documents) -> int:
+        cluster = len(self.documents)
+        self.documents.append(documents)
+        self.price.append(sum([self.price_of[document] for document in documents]))
+        self.alive[cluster] = None
+        for document in documents:
+            self.holders[document][cluster] = None
+        return cluster
+
+    def remove(self, cluster: int) -> None:
+        del self.alive[cluster]
+        for document in self.documents[cluster]:
+            del self.holders[document][cluster]
+
+    def best_pair(self, cluster: int) -> list[tuple[float, int, int]]:
+        """(its cost, the cluster, its best partner), if there is one; the rarest documents look for it first."""
+        worth: dict[int, float] = {}
+        documents = sorted(self.documents[cluster], key=self.popularity.__getitem__)
+        budget = max(_MOST_CANDIDATES, 16 * len(documents))
+        for document in documents:
+            held, added = self.holders[document], self.worth_of[document]
+            if len(held) < 2:
+                continue
+            if worth:
+                known = worth.get
+                for other in held:
+                    worth[other] = known(other, 0.0) + added
+            else:
+                worth = dict.fromkeys(held, added)
+            budget -= len(held)
+            if budget < 0:
+                break
+        worth.pop(cluster, None)
+        if not worth:
+            return []
+        price = self.price
+        net = [gained - price[other] for other, gained in worth.items()]
+        best = max(net)
+        partner = next(islice(worth, net.index(best), None))
+        return [(price[cluster] - best, cluster, partner)]
+
+    def merge(self) -> None:
+        """Merge the best pair until no two clusters share a document, and attach the clusters to the trie."""
+        pairs = [pair for cluster in self.alive for pair in self.best_pair(cluster)]
+        heapify(pairs)
+        while pairs:
+            _, cluster, partner = heappop(pairs)
+            if cluster not in self.alive:
+                continue
+            if partner in self.alive:
+                self.remove(cluster)
+                self.remove(partner)
+                parts = cluster, partner
+                cluster = self.add(self.documents[cluster] & self.documents[partner])
+                self.parts[cluster] = parts
+            for pair in self.best_pair(cluster):
+                heappush(pairs, pair)
+        self.attach()
+
+    def attach(self) -> None:
+        """Attach the clusters to the trie; one that shares no more than the cluster around it needs no node."""
+        trie, common = self.trie, self.trie.documents[self.base]
+        stack = [(cluster, self.base) for cluster in reversed(self.alive)]
+        while stack:
+            cluster, parent = stack.pop()
+            if cluster < len(self.members):
+                trie.attach(self.members[cluster], parent)
+                continue
+            documents = common | self.documents[cluster]
+            if len(documents) > len(trie.documents[parent]):
+                node = trie.add(documents)
+                trie.attach(node, parent)
+                parent = node
+            stack += [(part, parent) for part in reversed(self.parts[cluster])]

@@ -1,0 +1,74 @@
+"""What a residency must tell: which part of the knowledge tree the engine still holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from ragorder.trie.tree import Node
+
+__all__ = ["Lease", "Residency"]
+
+
+class Lease:
+    """A request in flight.
+
+    `path` are its nodes; of `path[filled_from]` the engine had `first_missing` blocks to fill, of the nodes behind it
+    all. Beyond the documents it fills `suffix_blocks` whole blocks, and one more in part if `partial_blocks` is 1.
+    `previous_stamp` says when the last node that was held before had been used (0: it is in use).
+    """
+
+    __slots__ = (
+        "cached_documents",
+        "cached_tokens",
+        "filled_from",
+        "first_missing",
+        "open",
+        "partial_blocks",
+        "path",
+        "previous_stamp",
+        "stamp",
+        "suffix_blocks",
+    )
+
+    def __init__(
+        self,
+        path: Sequence[Node],
+        stamp: int,
+        suffix_blocks: int,
+        partial_blocks: int,
+        cached_documents: int,
+        cached_tokens: int,
+        previous_stamp: int,
+        filled_from: int,
+        first_missing: int,
+    ) -> None:
+        self.path = path
+        self.stamp = stamp
+        self.suffix_blocks = suffix_blocks
+        self.partial_blocks = partial_blocks
+        self.cached_documents = cached_documents
+        self.cached_tokens = cached_tokens
+        self.previous_stamp = previous_stamp
+        self.filled_from = filled_from
+        self.first_missing = first_missing
+        self.open = True
+
+
+class Residency(Protocol):
+    """Marks on the tree's nodes what the engine holds, and takes out of the tree what it no longer does.
+
+    The caller serialises all calls. Every lease ends with `release` or `cancel`; one that is forgotten counts as
+    served once newer requests need its room. Ending a lease a second time does nothing.
+    """
+
+    def lease(self, path: Sequence[Node], suffix_tokens: int) -> Lease:
+        """A request with these documents starts, `suffix_tokens` (question and answer) follow them. What it computes
+        counts as held at once; `Lease.cached_tokens` and `cached_documents` say how
+        much of it was held before."""
+
+    def release(self, lease: Lease, cached_tokens: int | None = None) -> None:
+        """The request is served. `cached_tokens` is what the engine says it reused, if it says."""
+
+    def cancel(self, lease: Lease) -> None:
+        """The request failed: what only it would have computed is not held."""

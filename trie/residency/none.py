@@ -1,0 +1,15 @@
+"""No residency: whatever was served counts as cached for ever, as in the paper (RAGCache++ section 3.4)."""
+
+from __future__ import annotations
+
+from ragorder.trie.residency.lru import LRUResidency
+from ragorder.trie.tree import KnowledgeTree
+
+__all__ = ["NoResidency"]
+
+
+class NoResidency(LRUResidency):
+    """An engine that never evicts; only `max_nodes` bounds the tree, least recently used sequences first."""
+
+    def __init__(self, tree: KnowledgeTree, max_nodes: int = 100_000) -> None:
+        super().__init__(tree, None, max_nodes)

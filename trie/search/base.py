@@ -1,0 +1,31 @@
+"""What a prefix search does: find the cached path that a request should extend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from ragorder.trie.tree import Key, KnowledgeTree, Node
+
+__all__ = ["Permits", "PrefixSearch", "ranks_on_path"]
+
+Permits = Callable[[Sequence[int]], bool]
+"""Whether an order may begin with these ranks."""
+
+
+class PrefixSearch(Protocol):
+    """Finds a path of the tree that holds only documents of the request."""
+
+    def find(self, tree: KnowledgeTree, ranks: Mapping[Key, int], permits: Permits | None = None) -> Node:
+        """The last node of the path (the root for none). `ranks` maps each document's key to its retrieval rank, in
+        rank order; `permits`, if given, limits the orders that are allowed."""
+
+
+def ranks_on_path(node: Node, ranks: Mapping[Key, int]) -> list[int]:
+    """The retrieval ranks of the documents from the root to the node."""
+    path = []
+    while node.parent is not None:
+        path.append(ranks[node.key])
+        node = node.parent
+    path.reverse()
+    return path

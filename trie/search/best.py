@@ -1,0 +1,50 @@
+"""Best-path prefix search: the path that saves most tokens, found by looking ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ragorder.trie.search.base import Permits, ranks_on_path
+from ragorder.trie.tree import Key, KnowledgeTree, Node
+
+__all__ = ["BestPathSearch"]
+
+
+class BestPathSearch:
+    """Depth-first search of all paths whose documents lie in the request; at most `budget` nodes are looked at.
+
+    The longest cached prefix in tokens wins, among equals the most recently used. A node of which the engine holds
+    only a part still counts with that part, but nothing below it does.
+    """
+
+    def __init__(self, budget: int = 1024) -> None:
+        self.budget = budget
+
+    def find(self, tree: KnowledgeTree, ranks: Mapping[Key, int], permits: Permits | None = None) -> Node:
+        best = tree.root
+        if best.missing or not best.children:
+            return best
+        best_end = best.end
+        children = best.children
+        stack = [children[key] for key in ranks if key in children]
+        stack.reverse()
+        width = len(ranks)
+        budget = self.budget
+        while stack and budget:
+            budget -= 1
+            node = stack.pop()
+            if permits is not None and not permits(ranks_on_path(node, ranks)):
+                continue
+            end = tree.cached_tokens(node) if node.missing else node.end
+            if end >= best_end and (end > best_end or node.stamp > best.stamp):
+                best = node
+                best_end = end
+            if node.missing:
+                continue
+            below = node.children
+            if below:
+                if len(below) <= width:
+                    stack += [child for key, child in below.items() if key in ranks]
+                else:
+                    stack += [below[key] for key in ranks if key in below]
+        return best

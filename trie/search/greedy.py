@@ -1,0 +1,35 @@
+"""Greedy prefix search: RAGCache++ Algorithm 1."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ragorder.trie.search.base import Permits, ranks_on_path
+from ragorder.trie.tree import Key, KnowledgeTree, Node
+
+__all__ = ["GreedySearch"]
+
+
+class GreedySearch:
+    """At each node take the cached child whose document ranks best, until none is left.
+
+    The paper's code walks a `set`, so that its result depends on the hash seed; here the candidates are tried in
+    retrieval order, as Algorithm 1 is written.
+    """
+
+    def find(self, tree: KnowledgeTree, ranks: Mapping[Key, int], permits: Permits | None = None) -> Node:
+        node = tree.root
+        while node.children and not node.missing:
+            children = node.children
+            if len(children) < len(ranks):
+                candidates = sorted((key for key in children if key in ranks), key=ranks.__getitem__)
+            else:
+                candidates = [key for key in ranks if key in children]
+            for key in candidates:
+                child = children[key]
+                if permits is None or permits(ranks_on_path(child, ranks)):
+                    node = child
+                    break
+            else:
+                break
+        return node

@@ -1,0 +1,26 @@
+"""What a tail policy does: place the documents beyond the cached prefix, for the requests to come."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from ragorder.trie.tree import Key
+
+__all__ = ["Tail", "Waiting"]
+
+Waiting = Sequence[frozenset[Key]]
+"""The document keys of each request that already waits, next first."""
+
+
+class Tail(Protocol):
+    """Orders the documents that extend the prefix.
+
+    All of a request's documents are given by key in rank order; a document is named by its rank.
+    """
+
+    def observe(self, keys: Sequence[Key]) -> None:
+        """A request for these documents arrived (called once a request, before `arrange`)."""
+
+    def arrange(self, keys: Sequence[Key], prefix: Sequence[int], rest: list[int], waiting: Waiting) -> list[int]:
+        """The ranks in `rest` (in rank order) in the order in which they are to follow `prefix`."""

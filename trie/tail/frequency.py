@@ -1,0 +1,43 @@
+"""Tail by popularity: documents that are asked for often come first, where they can be shared."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ragorder.trie.tail.base import Waiting
+from ragorder.trie.tree import Key
+
+__all__ = ["FrequencyTail"]
+
+_RESCALE = 1e200
+
+
+class FrequencyTail:
+    """The most frequently requested document first, ties in rank order.
+
+    A request counts half after `half_life` further requests. At most `max_documents` are counted; beyond that the
+    rarer half is forgotten.
+    """
+
+    def __init__(self, half_life: int = 300, max_documents: int = 16_384) -> None:
+        self.max_documents = max_documents
+        self._growth = 2.0 ** (1 / half_life)
+        # Instead of decaying every count, each new request weighs more than the one before.
+        self._weight = 1.0
+        self._counts: dict[Key, float] = {}
+
+    def observe(self, keys: Sequence[Key]) -> None:
+        self._weight = weight = self._weight * self._growth
+        counts = self._counts
+        for key in keys:
+            counts[key] = counts.get(key, 0.0) + weight
+        if len(counts) > self.max_documents:
+            kept = sorted(counts.items(), key=lambda item: -item[1])[: self.max_documents // 2]
+            self._counts = dict(kept)
+        if weight > _RESCALE:
+            self._counts = {key: count / weight for key, count in self._counts.items()}
+            self._weight = 1.0
+
+    def arrange(self, keys: Sequence[Key], prefix: Sequence[int], rest: list[int], waiting: Waiting) -> list[int]:
+        counts = self._counts
+        return sorted(rest, key=lambda rank: -counts.get(keys[rank], 0.0))

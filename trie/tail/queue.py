@@ -1,0 +1,41 @@
+"""Tail for the requests that already wait: the order that most of them can share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ragorder.trie.tail.base import Tail, Waiting
+from ragorder.trie.tree import Key
+
+__all__ = ["QueueTail"]
+
+
+class QueueTail:
+    """Next come the documents that most of the waiting requests want, among those that can still share the prefix.
+
+    Where no waiting request is left that can share, the fallback policy arranges the rest.
+    """
+
+    def __init__(self, fallback: Tail) -> None:
+        self.fallback = fallback
+
+    def observe(self, keys: Sequence[Key]) -> None:
+        self.fallback.observe(keys)
+
+    def arrange(self, keys: Sequence[Key], prefix: Sequence[int], rest: list[int], waiting: Waiting) -> list[int]:
+        rest = self.fallback.arrange(keys, prefix, rest, waiting)
+        placed = [keys[rank] for rank in prefix]
+        sharing = [wanted for wanted in waiting if wanted.issuperset(placed)]
+        arranged: list[int] = []
+        while sharing and rest:
+            wanted_by = [sum([keys[rank] in wanted for wanted in sharing]) for rank in rest]
+            most = max(wanted_by)
+            if not most:
+                break
+            if most == len(sharing):
+                arranged += [rank for rank, count in zip(rest, wanted_by, strict=True) if count == most]
+                rest = [rank for rank, count in zip(rest, wanted_by, strict=True) if count < most]
+            else:
+                key = keys[rest[wanted_by.index(most)]]
+                sharing = [wanted for wanted in sharing if key in wanted]
+        return arranged + rest

@@ -1,0 +1,20 @@
+"""Tail in retrieval order, as in RAGCache++ Algorithm 1, line 12."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ragorder.trie.tail.base import Waiting
+from ragorder.trie.tree import Key
+
+__all__ = ["RankTail"]
+
+
+class RankTail:
+    """The most relevant document first."""
+
+    def observe(self, keys: Sequence[Key]) -> None:
+        pass
+
+    def arrange(self, keys: Sequence[Key], prefix: Sequence[int], rest: list[int], waiting: Waiting) -> list[int]:
+        return rest

@@ -1,0 +1,86 @@
+"""The knowledge tree: document sequences that were served, as a trie (RAGCache++ section 3.2)."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+
+__all__ = ["Key", "KnowledgeTree", "Node"]
+
+Key = Hashable
+
+
+class Node:
+    """One document after one particular sequence of documents.
+
+    `end` is the prompt position in tokens where the document ends. A KV block belongs to the node in which its last
+    token lies: `blocks` of them, of which the engine no longer holds `missing`, counted from the tail. `stamp` is the
+    time of the last use and `leases` the number of requests in flight that use the node; a residency keeps all three.
+    """
+
+    __slots__ = ("blocks", "children", "end", "key", "leases", "missing", "parent", "stamp")
+
+    def __init__(self, key: Key, parent: Node | None, end: int, blocks: int) -> None:
+        self.key = key
+        self.parent = parent
+        self.children: dict[Key, Node] | None = None
+        self.end = end
+        self.blocks = blocks
+        self.missing = blocks
+        self.stamp = 0
+        self.leases = 0
+
+
+class KnowledgeTree:
+    """A trie over document keys below a root that stands for the system prompt of `prefix_tokens` tokens."""
+
+    def __init__(self, block_size: int, prefix_tokens: int = 0) -> None:
+        self.block_size = block_size
+        self.root = Node(None, None, prefix_tokens, prefix_tokens // block_size)
+        self.size = 0
+
+    def insert(self, keys: Sequence[Key], tokens: Sequence[int], order: Iterable[int]) -> list[Node]:
+        """The path of the documents `keys[i]` of `tokens[i]` tokens, for each i in `order`; the root comes first.
+
+        Nodes that did not exist are made, with every block missing.
+        """
+        block_size = self.block_size
+        node = self.root
+        path = [node]
+        for i in order:
+            key = keys[i]
+            children = node.children
+            if children is None:
+                children = node.children = {}
+                child = None
+            else:
+                child = children.get(key)
+            if child is None:
+                start = node.end
+                end = start + tokens[i]
+                child = children[key] = Node(key, node, end, end // block_size - start // block_size)
+                self.size += 1
+            path.append(child)
+            node = child
+        return path
+
+    def remove(self, node: Node) -> None:
+        """Take out a leaf. The root stays."""
+        parent = node.parent
+        if parent is not None and parent.children is not None:
+            del parent.children[node.key]
+            if not parent.children:
+                parent.children = None
+            self.size -= 1
+
+    def cached_tokens(self, node: Node) -> int:
+        """Tokens of the prompt up to the node that the engine holds, if it holds every ancestor whole."""
+        return (node.end // self.block_size - node.missing) * self.block_size
+
+    def walk(self) -> Iterator[Node]:
+        """Every node, the root first, parents before children."""
+        stack = [self.root]
+        while stack:
+            node = stack.pop()
+            yield node
+            if node.children:
+                stack.extend(node.children.values())
