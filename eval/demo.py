@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.columns import Columns
 from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
+from rich.table import Table
 from rich.text import Text
 
 from ragorder.eval.bench import PYDOCS, Bench, Capacity, Progress, run_traces
@@ -39,13 +39,11 @@ class DemoReport:
         before, after = max(pairs, key=lambda pair: pair[1].cached_documents - pair[0].cached_documents)
         colours = {document.id: colour for document, colour in zip(before.documents, _COLOURS, strict=False)}
         question = self.plain.trace.requests[before.number].question
+        side_by_side = Table.grid(expand=True)
+        side_by_side.add_row(_prompt("retrieval order", before, colours), _prompt("ragorder's order", after, colours))
         return Group(
             Text(f"\nRequest {before.number + 1}: {question}", style="bold"),
-            Columns(
-                [_prompt("retrieval order", before, colours), _prompt("our order", after, colours)],
-                equal=True,
-                expand=True,
-            ),
+            side_by_side,
         )
 
     def _what_is_real(self) -> str:
@@ -78,14 +76,15 @@ def run_demo(engine: str, model: Path | None, limit: int, waiting: int, progress
 
 
 def _prompt(title: str, served: Served, colours: dict[str, str]) -> Panel:
-    lines = Text("system prompt\n", style="dim green")
+    lines = Text("██ system prompt\n", style="green", overflow="ellipsis", no_wrap=True)
     for place, document in enumerate(served.documents):
         cached = place < served.cached_documents
         lines.append("██ " if cached else "░░ ", style="green" if cached else "red")
         lines.append(f"{document.id}\n", style=colours.get(document.id, "white"))
+    lines.append("░░ ", style="red")
     lines.append("question", style="dim")
     completion = served.completion
-    share = f"{completion.cached_tokens:,} of {completion.prompt_tokens:,} tokens cached"
+    lines.append(f"\n{completion.cached_tokens:,} of {completion.prompt_tokens:,} tokens cached", style="bold")
     if completion.ttft_s is not None:
-        share += f", first token after {completion.ttft_s * 1e3:,.0f} ms"
-    return Panel(lines, title=title, subtitle=share)
+        lines.append(f"\nfirst token after {completion.ttft_s * 1e3:,.0f} ms", style="bold")
+    return Panel(lines, title=title)

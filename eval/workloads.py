@@ -49,20 +49,20 @@ class Workload:
     in_flight: int = 1
 
 
-def make_workload(name: str, seed: int, *, top_k: int | None = None, requests: int | None = None) -> Workload:
-    """Draw a workload. `top_k` and `requests` replace its own number of documents a request and of requests.
+def make_workload(name: str, seed: int, *, top_k: int | None = None, requests: int = 0) -> Workload:
+    """Draw a workload. `top_k` replaces its own number of documents a request; at least `requests` are drawn.
 
     Raises WorkloadError for an unknown name, or for more documents a request than the workload can draw.
     """
     if name == "mix8":
-        rankings, corpus_size, in_flight = *_mixed(seed, requests or 1200, top_k or 5, streams=8), 8
+        rankings, corpus_size, in_flight = *_mixed(seed, max(requests, 1200), top_k or 5, streams=8), 8
     elif name == "zipf10":
-        rankings, corpus_size, in_flight = *_zipf(seed, requests or 1200, top_k or 10), 1
+        rankings, corpus_size, in_flight = *_zipf(seed, max(requests, 1200), top_k or 10), 1
     elif name == "geo":
-        rankings, corpus_size, in_flight = *_geo(seed, requests or 600, top_k or 5), 1
+        rankings, corpus_size, in_flight = *_geo(seed, max(requests, 600), top_k or 5), 1
     else:
         overlap, shuffle = _overlap(name)
-        drawn = _bursts(seed, requests or 600, top_k or 5, overlap, shuffle)
+        drawn = _bursts(seed, max(requests, 600), top_k or 5, overlap, shuffle)
         rankings, corpus_size, in_flight = *drawn, 1
     return Workload(name, [_document(number) for number in range(corpus_size)], rankings, in_flight)
 

@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 
 from ragorder.ordering import Ordering
 from ragorder.settings import Settings
-from ragorder.trie.backlog import plan_backlog
+from ragorder.trie.backlog import CachedPath
 from ragorder.trie.residency import Lease, LRUResidency, NoResidency, Residency
 from ragorder.trie.search import BestPathSearch, GreedySearch, PrefixSearch, ranks_on_path
 from ragorder.trie.tail import AutoTail, FrequencyTail, QueueTail, RankTail, Tail, Waiting
@@ -67,19 +67,12 @@ class Scope:
         permutation = guards.complete(prefix, self._complete(prefix, keys, waiting))
         return self._begin(request, permutation, cost, suffix_tokens)
 
-    def plan(self, requests: Sequence[Request[D]], window: int | None) -> list[tuple[int, list[int]]]:
-        """(request, permutation of its ranks) in serving order, planned in windows of so many requests (None: one)."""
-        size = window or max(1, len(requests))
-        planned = []
-        for first in range(0, len(requests), size):
-            batch = requests[first : first + size]
-            tokens = {
-                key: length for request in batch for key, length in zip(request.keys, request.tokens, strict=True)
-            }
-            for number, order in plan_backlog([request.keys for request in batch], tokens, self.tree, self.search):
-                ranks = batch[number].ranks
-                planned.append((first + number, [ranks[key] for key in order]))
-        return planned
+    def cached_path(self, request: Request[D]) -> CachedPath:
+        """The best cached path of a request."""
+        tree = self.tree
+        node = self.search.find(tree, request.ranks)
+        keys = tuple(request.keys[rank] for rank in ranks_on_path(node, request.ranks))
+        return CachedPath(keys, max(0, tree.cached_tokens(node) - tree.root.end), node.stamp)
 
     def start(self, request: Request[D], planned: list[int], suffix_tokens: int | None) -> Ordering[D]:
         """Count a planned request as in flight."""

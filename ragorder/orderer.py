@@ -14,6 +14,7 @@ from ragorder._scope import Request, Scope
 from ragorder.batch import Batch
 from ragorder.ordering import Ordering
 from ragorder.settings import Settings
+from ragorder.trie.backlog import plan_backlog
 
 __all__ = ["Orderer"]
 
@@ -106,8 +107,7 @@ class Orderer:
             raise ValueError(f"max_wait must not be negative, got {max_wait}")
         try:
             read = [self._read(documents) for documents in given]
-            with self._lock:
-                planned = self._scope(scope).plan(read, None if max_wait is None else max_wait + 1)
+            planned = self._plan(read, scope, len(read) if max_wait is None else max_wait + 1)
         except Exception as error:
             self._report(error)
             return Batch(range(len(given)), lambda place: _unordered(given[place], place))
@@ -124,6 +124,26 @@ class Orderer:
             return ordering
 
         return Batch([index for index, _ in planned], start)
+
+    def _plan(self, requests: list[Request[D]], scope: Hashable, window: int) -> list[tuple[int, list[int]]]:
+        """(request, permutation of its ranks) in serving order; nobody leaves their window of so many requests.
+
+        Planning may take seconds: the lock is held only to look at the tree, one request at a time.
+        """
+        planned = []
+        for first in range(0, len(requests), max(1, window)):
+            batch = requests[first : first + window]
+            cached = []
+            for request in batch:
+                with self._lock:
+                    cached.append(self._scope(scope).cached_path(request))
+            tokens = {
+                key: length for request in batch for key, length in zip(request.keys, request.tokens, strict=True)
+            }
+            for number, order in plan_backlog([request.keys for request in batch], tokens, cached):
+                ranks = batch[number].ranks
+                planned.append((first + number, [ranks[key] for key in order]))
+        return planned
 
     def _read(self, given: list[D]) -> Request[D]:
         keys: list[Hashable] = list(map(self._key, given))

@@ -3,61 +3,59 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from ragorder.trie.plan import plan
-from ragorder.trie.search import PrefixSearch
-from ragorder.trie.tree import Key, KnowledgeTree, Node
+from ragorder.trie.tree import Key
 
-__all__ = ["plan_backlog"]
+__all__ = ["CachedPath", "plan_backlog"]
 
 Planned = tuple[int, list[Key]]
 
 
-def plan_backlog(
-    requests: Sequence[Sequence[Key]], tokens: Mapping[Key, int], tree: KnowledgeTree, search: PrefixSearch
-) -> list[Planned]:
-    """(request, its documents in order) in serving order, for a cache that holds what the tree says.
+class CachedPath(NamedTuple):
+    """The best cached path of one request: its documents, how many tokens of them are held, when it was last used."""
 
-    Requests that gain more from a cached path than from their place in a plan from scratch are served first, before
-    what they need is evicted: least recently used paths first, those on one path together.
+    keys: tuple[Key, ...]
+    tokens: int
+    stamp: int
+
+
+def plan_backlog(
+    requests: Sequence[Sequence[Key]], tokens: Mapping[Key, int], cached: Sequence[CachedPath]
+) -> list[Planned]:
+    """(request, its documents in order) in serving order, for a cache that holds a path for each request.
+
+    Requests that gain more from their cached path than from their place in a plan from scratch are served first,
+    before what they need is evicted: least recently used paths first, those on one path together.
     """
     planned = plan(requests, tokens)
-    if not tree.root.children or tree.root.missing:
+    if not any(path.tokens for path in cached):
         return planned
-    on_path: dict[Node, list[int]] = {}
+    on_path: dict[CachedPath, list[int]] = {}
     rest: list[Planned] = []
     for place, (index, order) in enumerate(planned):
-        node = search.find(tree, {key: rank for rank, key in enumerate(requests[index])})
         before = rest[-1][1] if rest else []
         after = planned[place + 1][1] if place + 1 < len(planned) else []
         cost = _shared(before, order, tokens) + _shared(order, after, tokens) - _shared(before, after, tokens)
-        if tree.cached_tokens(node) - tree.root.end > cost:
-            on_path.setdefault(node, []).append(index)
+        if cached[index].tokens > cost:
+            on_path.setdefault(cached[index], []).append(index)
         else:
             rest.append((index, order))
-    return _extend_paths(on_path, requests, tokens) + rest
+    return _extend(on_path, requests, tokens) + rest
 
 
-def _extend_paths(
-    on_path: Mapping[Node, Sequence[int]], requests: Sequence[Sequence[Key]], tokens: Mapping[Key, int]
+def _extend(
+    on_path: Mapping[CachedPath, Sequence[int]], requests: Sequence[Sequence[Key]], tokens: Mapping[Key, int]
 ) -> list[Planned]:
     extended = []
-    for node in sorted(on_path, key=lambda node: node.stamp):
-        path = _keys(node)
-        placed = set(path)
-        indices = on_path[node]
+    for path in sorted(on_path, key=lambda path: path.stamp):
+        held = list(path.keys)
+        placed = set(held)
+        indices = on_path[path]
         beyond = plan([[key for key in requests[index] if key not in placed] for index in indices], tokens)
-        extended += [(indices[number], path + order) for number, order in beyond]
+        extended += [(indices[number], held + order) for number, order in beyond]
     return extended
-
-
-def _keys(node: Node) -> list[Key]:
-    keys = []
-    while node.parent is not None:
-        keys.append(node.key)
-        node = node.parent
-    keys.reverse()
-    return keys
 
 
 def _shared(one: Sequence[Key], other: Sequence[Key], tokens: Mapping[Key, int]) -> int:

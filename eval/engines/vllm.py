@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import random
 import time
@@ -13,9 +14,15 @@ from typing import Any
 
 from ragorder.eval.engines.base import Completion
 
-__all__ = ["VLLMEngine"]
+__all__ = ["VLLMEngine", "has_fast_bfloat16"]
 
 _SMALLEST_CPU_BLOCK = 32
+_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+}
 _WARM_UP_TOKENS = (16, 64, 256, 1024)
 
 
@@ -70,7 +77,7 @@ class VLLMEngine:
         self._requests = 0
         arguments: dict[str, Any] = {
             "model": str(model),
-            "dtype": dtype or _fastest_dtype(on_cpu),
+            "dtype": dtype or ("bfloat16" if has_fast_bfloat16() else "float32"),
             "enforce_eager": True,
             "block_size": block_size,
             # vLLM keeps one block of the pool for itself, as its null block.
@@ -144,10 +151,7 @@ class VLLMEngine:
 
 def _import_vllm(*, local: bool) -> tuple[Any, bool]:
     """The vllm module, quiet and in-process, and whether it runs on a CPU. vLLM reads the environment on import."""
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    _set_environment()
     if local:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:
@@ -160,6 +164,14 @@ def _import_vllm(*, local: bool) -> tuple[Any, bool]:
             name=error.name,
         ) from error
     return vllm, bool(current_platform.is_cpu())
+
+
+def _set_environment() -> None:
+    """In this process, and quiet. vLLM and torch read these variables once."""
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    if os.environ["VLLM_LOGGING_LEVEL"] == "ERROR":
+        logging.getLogger("vllm").setLevel(logging.ERROR)
 
 
 def _start(vllm: Any, arguments: dict[str, Any]) -> Any:
@@ -175,9 +187,10 @@ def _start(vllm: Any, arguments: dict[str, Any]) -> Any:
         torch.set_num_threads = set_num_threads
 
 
-def _fastest_dtype(on_cpu: bool) -> str:
+def has_fast_bfloat16() -> bool:
+    """Whether this machine computes in bfloat16 (a GPU, or a CPU with instructions for it). Needs torch."""
+    _set_environment()
     import torch
 
-    if on_cpu and not torch.cpu._is_avx512_bf16_supported() and not torch.cpu._is_amx_tile_supported():
-        return "float32"
-    return "bfloat16"
+    cpu = torch.cpu
+    return bool(torch.cuda.is_available() or cpu._is_avx512_bf16_supported() or cpu._is_amx_tile_supported())
