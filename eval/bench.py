@@ -49,8 +49,13 @@ class Capacity:
         raise ValueError(f"{text!r} is no capacity: give tokens (100000), a share of the corpus (5%) or unlimited")
 
     def resolve(self, corpus_tokens: int) -> int | None:
-        """In tokens; None: unlimited."""
-        return self.tokens if self.percent is None else int(corpus_tokens * self.percent / 100)
+        """In tokens; None: unlimited. Raises ValueError for a share that is less than a token."""
+        if self.percent is None:
+            return self.tokens
+        tokens = int(corpus_tokens * self.percent / 100)
+        if not tokens:
+            raise ValueError(f"{self.percent}% of {corpus_tokens:,} tokens is no cache: raise --capacity-tokens")
+        return tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,29 +34,29 @@ class PolicyError(ValueError):
 
 
 class Policy(Protocol):
-    """Orders documents. `predicts` says whether its orderings foretell the cached tokens."""
+    """Orders documents. An `Orderer` is one."""
 
-    predicts: bool
-
-    def order(self, documents: Documents, waiting: Sequence[Documents], suffix_tokens: int) -> Ordering[Document]:
+    def order(
+        self, documents: Documents, *, waiting: Sequence[Documents] = (), suffix_tokens: int | None = None
+    ) -> Ordering[Document]:
         """One request's documents; `waiting` are those of the requests behind it."""
 
-    def order_batch(self, requests: Sequence[Documents], suffix_tokens: int) -> Iterable[Ordering[Document]]:
+    def order_batch(
+        self, requests: Sequence[Documents], *, suffix_tokens: int | None = None
+    ) -> Iterable[Ordering[Document]]:
         """All requests of a run, in the order in which they are to be served."""
 
 
 def make_policy(name: str, *, engine: Engine, prompts: Prompts, seed: int = 0) -> Policy:
     """A fresh policy for one run on a fresh engine. Raises PolicyError."""
     if name in _ORDERERS:
-        return _Ours(
-            Orderer(
-                tokens=prompts.document_tokens,
-                capacity_tokens=engine.capacity_tokens,
-                block_size=engine.block_size,
-                prefix_tokens=prompts.prefix_tokens,
-                partial_blocks_first=engine.partial_blocks_first,
-                **_ORDERERS[name],
-            )
+        return Orderer(
+            tokens=prompts.document_tokens,
+            capacity_tokens=engine.capacity_tokens,
+            block_size=engine.block_size,
+            prefix_tokens=prompts.prefix_tokens,
+            partial_blocks_first=engine.partial_blocks_first,
+            **_ORDERERS[name],
         )
     if name in ("none", "retrieval"):
         return _Plain(lambda documents: list(range(len(documents))))
@@ -74,34 +74,23 @@ def make_policy(name: str, *, engine: Engine, prompts: Prompts, seed: int = 0) -
     raise PolicyError(f"unknown policy {name!r}: choose from {', '.join(POLICIES)}")
 
 
-class _Ours:
-    predicts = True
-
-    def __init__(self, orderer: Orderer) -> None:
-        self.orderer = orderer
-
-    def order(self, documents: Documents, waiting: Sequence[Documents], suffix_tokens: int) -> Ordering[Document]:
-        return self.orderer.order(documents, waiting=waiting, suffix_tokens=suffix_tokens)
-
-    def order_batch(self, requests: Sequence[Documents], suffix_tokens: int) -> Iterable[Ordering[Document]]:
-        return self.orderer.order_batch(requests, suffix_tokens=suffix_tokens)
-
-
 class _Plain:
     """A policy that is a function from documents to a permutation of their ranks; a batch is served as it came."""
-
-    predicts = False
 
     def __init__(self, permute: Callable[[Documents], list[int]]) -> None:
         self._permute = permute
 
-    def order(self, documents: Documents, waiting: Sequence[Documents], suffix_tokens: int) -> Ordering[Document]:
+    def order(
+        self, documents: Documents, *, waiting: Sequence[Documents] = (), suffix_tokens: int | None = None
+    ) -> Ordering[Document]:
         permutation = self._permute(documents)
         return Ordering([documents[rank] for rank in permutation], permutation)
 
-    def order_batch(self, requests: Sequence[Documents], suffix_tokens: int) -> Iterator[Ordering[Document]]:
+    def order_batch(
+        self, requests: Sequence[Documents], *, suffix_tokens: int | None = None
+    ) -> Iterator[Ordering[Document]]:
         for index, documents in enumerate(requests):
-            ordering = self.order(documents, (), suffix_tokens)
+            ordering = self.order(documents)
             ordering.index = index
             yield ordering
 

@@ -15,6 +15,7 @@ from ragorder.eval.engines.base import Completion, Engine
 from ragorder.eval.policies import Policy
 from ragorder.eval.prompts import Prompts
 from ragorder.eval.trace import Request, Trace
+from ragorder.orderer import Orderer
 from ragorder.ordering import Ordering
 
 __all__ = ["Run", "RunResult", "Served", "percentile", "run_interleaved"]
@@ -129,26 +130,29 @@ class Run:
             cached_ratio=round(cached_tokens / max(1, prompt_tokens), 6),
             prefix_documents_mean=round(fmean([each.cached_documents for each in self.served] or [0]), 4),
             displacement_mean=round(fmean(self._displacements or [0]), 4),
-            prediction_within_block=round(fmean(self._foretold or [1]), 4) if self._policy.predicts else None,
+            prediction_within_block=round(fmean(self._foretold or [1]), 4)
+            if isinstance(self._policy, Orderer)
+            else None,
             ttft_ms=_milliseconds([each.ttft_s for each in completions if each.ttft_s is not None]),
             order_us={"p50": round(percentile(order_us, 50), 2), "p99": round(percentile(order_us, 99), 2)},
         )
 
     def _one_by_one(self) -> Iterator[tuple[int, Ordering[Document]]]:
-        requests = self.trace.requests
+        requests, order = self.trace.requests, self._policy.order
         for number, request in enumerate(requests):
             waiting = [later.documents for later in requests[number + 1 : number + 1 + self.waiting]]
             suffix_tokens = self._suffix_tokens(request)
             start = time.thread_time_ns()
-            ordering = self._policy.order(request.documents, waiting, suffix_tokens)
+            ordering = order(request.documents, waiting=waiting, suffix_tokens=suffix_tokens)
             self._order_ns[number] += time.thread_time_ns() - start
             yield number, ordering
 
     def _plan(self) -> Iterator[tuple[int, Ordering[Document]]]:
         requests = self.trace.requests
         suffix_tokens = max((self._suffix_tokens(request) for request in requests), default=0)
+        documents = [request.documents for request in requests]
         start = time.thread_time_ns()
-        orderings = iter(self._policy.order_batch([request.documents for request in requests], suffix_tokens))
+        orderings = iter(self._policy.order_batch(documents, suffix_tokens=suffix_tokens))
         planning = (time.thread_time_ns() - start) // max(1, len(requests))
         while True:
             start = time.thread_time_ns()

@@ -73,7 +73,7 @@ def _overlap(name: str) -> tuple[float, bool]:
     match = re.fullmatch(r"ov(0(?:\.\d+)?|1(?:\.0+)?)", name)
     if match is None:
         raise WorkloadError(
-            f"unknown workload {name!r}: choose one of {', '.join(WORKLOADS)}, or ovX with X from 0 to 1"
+            f"unknown workload {name!r}: choose one of {', '.join(WORKLOADS)}, or ovX with X from 0 to 1; or pydocs"
         )
     return float(match[1]), True
 

@@ -81,12 +81,17 @@ class Scope:
             planned = self._guards.for_request(len(planned), request.groups).complete((), planned)
         return self._begin(request, planned, 0, suffix_tokens)
 
-    def settle(self, lease: Lease, served: bool, cached_tokens: int | None) -> None:
+    def settle(self, lease: Lease, served: bool, cached_tokens: float | None) -> None:
         """End a lease."""
+        try:
+            reported = None if cached_tokens is None else cached_tokens + 0.0
+        except TypeError as error:
+            reported = None
+            self._report(error)
         try:
             with self._lock:
                 if served:
-                    self.residency.release(lease, cached_tokens)
+                    self.residency.release(lease, reported)
                 else:
                     self.residency.cancel(lease)
         except Exception as error:
@@ -123,7 +128,9 @@ def _make_residency(settings: Settings, tree: KnowledgeTree) -> Residency:
 
 
 def _make_search(settings: Settings) -> PrefixSearch:
-    return GreedySearch() if settings.search == "greedy" else BestPathSearch(settings.search_budget)
+    return (
+        GreedySearch(settings.search_budget) if settings.search == "greedy" else BestPathSearch(settings.search_budget)
+    )
 
 
 def _make_tail(settings: Settings) -> Tail:

@@ -15,8 +15,9 @@ _CHARACTERS_PER_TOKEN = 4
 
 def content_key(id: str, text: str) -> str:
     """A short printable digest of a document's id and text; the same in every process."""
-    digest = blake2b(id.encode("utf-8", "surrogatepass"), digest_size=9)
-    digest.update(b"\0")
+    name = id.encode("utf-8", "surrogatepass")
+    digest = blake2b(len(name).to_bytes(8, "big"), digest_size=9)
+    digest.update(name)
     digest.update(text.encode("utf-8", "surrogatepass"))
     return b64encode(digest.digest()).decode("ascii")
 

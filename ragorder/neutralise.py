@@ -16,6 +16,9 @@ _COMMON_CONTROL_TOKENS = re.compile(
 )
 
 
+_PASSES = 8
+
+
 def repair_unicode(text: str) -> str:
     """The text with each lone surrogate, which no tokenizer and no wire format takes, replaced by U+FFFD."""
     if text.isascii():
@@ -24,7 +27,7 @@ def repair_unicode(text: str) -> str:
 
 
 def make_neutraliser(control_tokens: Iterable[str] | None = None) -> Callable[[str], str]:
-    """A function that breaks control tokens in a text by a space after their first character.
+    """A function that breaks control tokens in a text by a space after their first character, or else removes them.
 
     `control_tokens` are those of the served model's tokenizer; None stands for the common ones.
     """
@@ -37,9 +40,13 @@ def make_neutraliser(control_tokens: Iterable[str] | None = None) -> Callable[[s
 
     def neutralise(text: str) -> str:
         text = repair_unicode(text)
-        # A broken token can leave another one behind that overlapped it.
-        while pattern.search(text):
+        # A broken token can leave another one behind that overlapped it, or make one up with the space.
+        for _ in range(_PASSES):
+            if not pattern.search(text):
+                return text
             text = pattern.sub(_break, text)
+        while pattern.search(text):
+            text = pattern.sub("", text)
         return text
 
     return neutralise

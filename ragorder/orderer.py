@@ -6,7 +6,8 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
-from operator import attrgetter
+from dataclasses import dataclass
+from operator import attrgetter, index
 from threading import Lock
 from typing import Any, TypeVar
 
@@ -57,6 +58,7 @@ class Orderer:
         self.fallbacks = 0
         self._key = key or _document_key
         self._tokens = tokens or _document_tokens
+        self._check_tokens = tokens is not None
         self._group = group or _metadata_source
         self._by_group = self.settings.keep_groups
         self._lock = Lock()
@@ -80,6 +82,8 @@ class Orderer:
         try:
             request = self._read(given)
             backlog = [frozenset(map(self._key, others)) for others in waiting] if waiting else ()
+            if suffix_tokens is not None:
+                suffix_tokens = _length(suffix_tokens)
         except Exception as error:
             return self._fall_back(given, error)
         try:
@@ -107,23 +111,25 @@ class Orderer:
             raise ValueError(f"max_wait must not be negative, got {max_wait}")
         try:
             read = [self._read(documents) for documents in given]
+            if suffix_tokens is not None:
+                suffix_tokens = _length(suffix_tokens)
             planned = self._plan(read, scope, len(read) if max_wait is None else max_wait + 1)
         except Exception as error:
             self._report(error)
             return Batch(range(len(given)), lambda place: _unordered(given[place], place))
 
         def start(place: int) -> Ordering[D]:
-            index, permutation = planned[place]
+            number, permutation = planned[place]
             try:
                 with self._lock:
-                    ordering = self._scope(scope).start(read[index], permutation, suffix_tokens)
+                    ordering = self._scope(scope).start(read[number], permutation, suffix_tokens)
             except Exception as error:
                 self._forget(scope)
-                ordering = self._fall_back(given[index], error)
-            ordering.index = index
+                ordering = self._fall_back(given[number], error)
+            ordering.index = number
             return ordering
 
-        return Batch([index for index, _ in planned], start)
+        return Batch([number for number, _ in planned], start)
 
     def _plan(self, requests: list[Request[D]], scope: Hashable, window: int) -> list[tuple[int, list[int]]]:
         """(request, permutation of its ranks) in serving order; nobody leaves their window of so many requests.
@@ -152,7 +158,11 @@ class Orderer:
             keys = _number_repeats(keys)
             ranks = {key: rank for rank, key in enumerate(keys)}
         groups = list(map(self._group, given)) if self._by_group else ()
-        return Request(given, keys, ranks, list(map(self._tokens, given)), groups)
+        tokens = list(map(self._tokens, given))
+        if self._check_tokens and tokens:
+            tokens = list(map(index, tokens))
+            _length(min(tokens))
+        return Request(given, keys, ranks, tokens, groups)
 
     def _scope(self, name: Hashable) -> Scope:
         scope = self._scopes.get(name)
@@ -189,6 +199,21 @@ def _unordered(given: list[D], index: int = 0) -> Ordering[D]:
     return ordering
 
 
+def _length(tokens: Any) -> int:
+    length = index(tokens)
+    if length < 0:
+        raise ValueError(f"a length in tokens must not be negative, got {length}")
+    return length
+
+
+@dataclass(frozen=True, slots=True)
+class _Repeat:
+    """The key of a document that stands in a request once more."""
+
+    key: Hashable
+    number: int
+
+
 def _number_repeats(keys: list[Hashable]) -> list[Hashable]:
     """Tell the second and later occurrences of a document apart, so that each has a place of its own."""
     seen: dict[Hashable, int] = {}
@@ -196,5 +221,5 @@ def _number_repeats(keys: list[Hashable]) -> list[Hashable]:
     for key in keys:
         count = seen.get(key, 0)
         seen[key] = count + 1
-        numbered.append((key, count) if count else key)
+        numbered.append(_Repeat(key, count) if count else key)
     return numbered

@@ -43,7 +43,7 @@ class Ordering(Generic[D]):
         prefix_documents: int = 0,
         cached_tokens: int = 0,
         guard_cost_tokens: int = 0,
-        settle: Callable[[Any, bool, int | None], None] | None = None,
+        settle: Callable[[Any, bool, float | None], None] | None = None,
         lease: object = None,
     ) -> None:
         self.documents = documents
@@ -68,7 +68,7 @@ class Ordering(Generic[D]):
         moves = [abs(place - rank) for place, rank in enumerate(self.permutation)]
         return sum(moves) / len(moves) if moves else 0.0
 
-    def confirm(self, cached_tokens: int | None = None) -> None:
+    def confirm(self, cached_tokens: float | None = None) -> None:
         """The engine served the request. `cached_tokens` is what it reports as reused from its cache, if it does."""
         if self._settle is not None:
             self._settle(self._lease, True, cached_tokens)

@@ -12,7 +12,7 @@ from typing import Any
 from ragorder.document import Document
 from ragorder.neutralise import make_neutraliser
 from ragorder.ordering import Ordering
-from ragorder.tokens import SegmentTokenizer
+from ragorder.tokens import Frame, SegmentTokenizer
 
 __all__ = ["Prompt", "PromptBuilder", "Span"]
 
@@ -80,10 +80,11 @@ class PromptBuilder:
         self._align_to = align_to
         self._tokenizer = SegmentTokenizer(tokenizer) if tokenizer is not None else None
         self._neutralise = make_neutraliser(self._tokenizer.control_tokens() if self._tokenizer else None)
-        self._head, self._tail = self._tokenizer.frame(system) if self._tokenizer else (f"{system}\n\n", "\n")
+        frame = self._tokenizer.frame(system) if self._tokenizer else Frame(f"{system}\n\n", "\n", system_role=True)
+        self._head, self._tail, self._system_role = frame
         self._segment = lru_cache(cached_documents)(self._make_segment)
         self._filler = self._find_filler() if align_to is not None else 0
-        self._head_ids = self._encode_padded(self._head)
+        self._head, self._head_ids = self._pad(self._head)
 
     @property
     def prefix_tokens(self) -> int:
@@ -111,36 +112,39 @@ class PromptBuilder:
             token_ids += self._tokenizer.encode(question + self._tail)
         # Once more as a whole: two documents must not make up a control token between them.
         turn = self._neutralise("".join(text for text, _ in segments) + question)
-        messages = [{"role": "system", "content": self.system}] if self.system else []
-        messages.append({"role": "user", "content": turn})
-        return Prompt(self._head + turn + self._tail, messages, token_ids, spans)
+        return Prompt(self._head + turn + self._tail, self._messages(turn), token_ids, spans)
+
+    def _messages(self, turn: str) -> list[dict[str, str]]:
+        if not self.system:
+            return [{"role": "user", "content": turn}]
+        if not self._system_role:
+            return [{"role": "user", "content": f"{self.system}\n\n{turn}"}]
+        return [{"role": "system", "content": self.system}, {"role": "user", "content": turn}]
 
     def suffix_tokens(self, query: str) -> int:
         """Tokens behind the last document for a question, without the ranking note and the answer."""
-        text = self._neutralise(self._question_template.format(query=query)) + self._tail
+        text = self._question(query, (), ()) + self._tail
         return len(self._tokenizer.encode(text)) if self._tokenizer else -(-len(text) // 4)
 
     def _make_segment(self, id: str, text: str, title: str) -> tuple[str, tuple[int, ...]]:
         rendered = self._neutralise(self._document_template.format(id=id, text=text, title=title))
-        ids = self._encode_padded(rendered)
-        if self._tokenizer and self._align_to:
-            rendered += "\n" * (len(ids) - len(self._tokenizer.encode(rendered)))
-        return rendered, ids
+        return self._pad(rendered)
 
     def _question(self, query: str, ordered: Sequence[Document], ranking: Sequence[int]) -> str:
         question = self._question_template.format(query=query)
         if self._state_ranking and ordered:
             best_first = [document.id for _, document in sorted(zip(ranking, ordered, strict=True), key=itemgetter(0))]
             question = f"Documents from most to least relevant: {', '.join(best_first)}\n\n{question}"
-        return self._neutralise(question)
+        # Chat templates trim the end of a turn.
+        return self._neutralise(question).rstrip()
 
-    def _encode_padded(self, text: str) -> tuple[int, ...]:
+    def _pad(self, text: str) -> tuple[str, tuple[int, ...]]:
+        """The text and its tokens, filled up to whole blocks if that is wanted."""
         if self._tokenizer is None:
-            return ()
+            return text, ()
         ids = self._tokenizer.encode(text)
-        if self._align_to is not None:
-            ids += [self._filler] * (-len(ids) % self._align_to)
-        return tuple(ids)
+        missing = -len(ids) % self._align_to if self._align_to else 0
+        return text + "\n" * missing, (*ids, *[self._filler] * missing)
 
     def _find_filler(self) -> int:
         assert self._tokenizer is not None
@@ -157,7 +161,8 @@ def _parts(document: Document) -> tuple[str, str, str]:
 def _check_template(name: str, template: str, required: str) -> None:
     try:
         fields = {field for _, field, _, _ in Formatter().parse(template) if field is not None}
-    except ValueError as error:
+        template.format(**dict.fromkeys(_FIELDS[name] | fields, "text"))
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"{name}: {error}; write a literal brace twice") from None
     if required not in fields or not fields <= _FIELDS[name]:
         allowed = ", ".join(f"{{{field}}}" for field in sorted(_FIELDS[name]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from ragorder.guards import Guards
@@ -21,7 +21,7 @@ class Settings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="RAGORDER_", extra="forbid", frozen=True)
 
     capacity_tokens: int | None = Field(
-        262_144, ge=1, description="Tokens that the engine's KV cache holds; none: unlimited."
+        262_144, ge=1, description="Tokens that the engine's KV cache holds; none or unlimited: no bound."
     )
     block_size: int = Field(16, ge=1, description="Tokens in one KV block of the engine.")
     prefix_tokens: int = Field(0, ge=0, description="Tokens of the prompt in front of the first document.")
@@ -49,6 +49,11 @@ class Settings(BaseSettings):
         1024, ge=1, description="Scopes remembered; beyond that the least recently used is forgotten."
     )
     strict: bool = Field(False, description="Raise internal errors instead of falling back to retrieval order.")
+
+    @field_validator("capacity_tokens", mode="before")
+    @classmethod
+    def _unlimited(cls, value: object) -> object:
+        return None if value in ("none", "unlimited") else value
 
     @model_validator(mode="after")
     def _one_end(self) -> Self:

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
-__all__ = ["SegmentTokenizer"]
+__all__ = ["Frame", "SegmentTokenizer"]
 
 _SLOT = "@@ragorder-documents@@"
+
+
+class Frame(NamedTuple):
+    """What the chat template puts before and after the user's turn, the system prompt included; whether that has a role
+    of its own or opens the user's turn."""
+
+    before: str
+    after: str
+    system_role: bool
 
 
 class SegmentTokenizer:
@@ -32,24 +41,26 @@ class SegmentTokenizer:
             if added.special or (text[:1] in "<[" and text[-1:] in ">]"):
                 yield text
 
-    def frame(self, system: str) -> tuple[str, str]:
-        """What the chat template puts before and after the user's turn, the system prompt included.
+    def frame(self, system: str) -> Frame:
+        """The frame of a prompt. A tokenizer without a chat template frames with its begin-of-sequence token.
 
         Raises ValueError if the template does not show the user's text exactly once.
         """
         if not getattr(self._tokenizer, "chat_template", None):
             bos = getattr(self._tokenizer, "bos_token", None) or ""
-            return f"{bos}{system}\n\n", "\n"
+            return Frame(f"{bos}{system}\n\n", "\n", system_role=True)
         user = {"role": "user", "content": _SLOT}
+        system_role = True
         try:
             rendered = self._render([{"role": "system", "content": system}, user] if system else [user])
         except Exception:
             # Some templates (Gemma's, Mistral's first) know no system role.
+            system_role = False
             rendered = self._render([{"role": "user", "content": f"{system}\n\n{_SLOT}"}])
         before, slot, after = rendered.partition(_SLOT)
         if not slot or _SLOT in after:
             raise ValueError("the tokenizer's chat template must show the user's message exactly once")
-        return before, after
+        return Frame(before, after, system_role)
 
     def _render(self, messages: list[dict[str, str]]) -> str:
         rendered: str = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)

@@ -13,11 +13,12 @@ class Node:
     """One document after one particular sequence of documents.
 
     `end` is the prompt position in tokens where the document ends. A KV block belongs to the node in which its last
-    token lies: `blocks` of them, of which the engine no longer holds `missing`, counted from the tail. `stamp` is the
-    time of the last use and `leases` the number of requests in flight that use the node; a residency keeps all three.
+    token lies: `blocks` of them, of which the engine does not hold `missing`, counted from the tail, and fills
+    `provisional` only now, for requests in flight. `stamp` is the time of the last use and `leases` the number of
+    requests in flight that use the node. A residency keeps these four.
     """
 
-    __slots__ = ("blocks", "children", "end", "key", "leases", "missing", "parent", "stamp")
+    __slots__ = ("blocks", "children", "end", "key", "leases", "missing", "parent", "provisional", "stamp")
 
     def __init__(self, key: Key, parent: Node | None, end: int, blocks: int) -> None:
         self.key = key
@@ -26,6 +27,7 @@ class Node:
         self.end = end
         self.blocks = blocks
         self.missing = blocks
+        self.provisional = 0
         self.stamp = 0
         self.leases = 0
 
@@ -66,10 +68,12 @@ class KnowledgeTree:
     def remove(self, node: Node) -> None:
         """Take out a leaf. The root stays."""
         parent = node.parent
-        if parent is not None and parent.children is not None:
-            del parent.children[node.key]
-            if not parent.children:
+        if parent is not None:
+            siblings = parent.children
+            if siblings is None or len(siblings) == 1:
                 parent.children = None
+            else:
+                del siblings[node.key]
             self.size -= 1
 
     def cached_tokens(self, node: Node) -> int:

@@ -120,7 +120,7 @@ class _Capacity(click.ParamType[Any]):
 @click.option(
     "--json",
     "output",
-    type=click.File("w", encoding="utf-8"),
+    type=click.File("w", encoding="utf-8", lazy=False),
     metavar="FILE|-",
     help="Write the results as JSON; with - the table goes to standard error.",
 )
@@ -138,7 +138,7 @@ def bench(
 
     The simulated engine counts cached tokens exactly and has no clock; vllm measures time to first token as well.
     """
-    from ragorder.eval.bench import DEFAULT_POLICIES, Bench, as_json, run_bench
+    from ragorder.eval.bench import DEFAULT_POLICIES, PYDOCS, Bench, as_json, run_bench
     from ragorder.eval.corpora import CorpusError
     from ragorder.eval.policies import PolicyError
     from ragorder.eval.retrieval import make_retriever
@@ -149,6 +149,8 @@ def bench(
         raise click.UsageError("--embedding-model goes with --retriever dense")
     if not workloads and not corpora:
         workloads = ("paper-shuf",)
+    if not corpora and PYDOCS not in workloads and (retriever != "run" or options["order"] != "data"):
+        raise click.UsageError("--retriever and --order are about a corpus: give --corpus, or --workload pydocs")
     try:
         wanted = Bench(
             workloads=workloads,
@@ -159,7 +161,7 @@ def bench(
         )
         with progress_bar() as progress:
             results = run_bench(wanted, progress)
-    except (CorpusError, PolicyError, WorkloadError, ImportError, ValueError) as error:
+    except (CorpusError, PolicyError, WorkloadError, ImportError, OSError, ValueError) as error:
         raise click.ClickException(str(error)) from None
     to_stdout = output is not None and output.name == "<stdout>"
     print_results(results, stderr=to_stdout)

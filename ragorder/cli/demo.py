@@ -42,6 +42,6 @@ def demo(engine: str, model: Path | None, limit: int, waiting: int) -> None:
     try:
         with progress_bar() as progress:
             report = run_demo(engine, model, limit, waiting, progress)
-    except (ImportError, ValueError) as error:
+    except (ImportError, OSError, ValueError) as error:
         raise click.ClickException(str(error)) from None
     report.print()

@@ -6,6 +6,7 @@ import json
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from math import isfinite
 from typing import IO, Any
 
 import click
@@ -38,10 +39,17 @@ class _Request:
 @click.option(
     "-o", "--output", type=click.File("w", encoding="utf-8"), default="-", help="Where the orders go. [default: -]"
 )
-@click.option("--capacity-tokens", type=int, help="Tokens that the engine's KV cache holds.")
+@click.option("--capacity-tokens", help="Tokens that the engine's KV cache holds, or unlimited.")
 @click.option("--block-size", type=int, help="Tokens in one KV block of the engine.")
 @click.option("--prefix-tokens", type=int, help="Tokens of the prompt in front of the first document.")
 @click.option("--suffix-tokens", type=int, help="Tokens of question and answer.")
+@click.option(
+    "--document-tokens",
+    type=click.IntRange(min=0),
+    default=256,
+    show_default=True,
+    help="Length of a document that comes with neither text nor tokens.",
+)
 @click.option("--search", help="How the cached prefix is found: best or greedy.")
 @click.option("--tail", help="How the other documents are placed: auto, rank, frequency or queue.")
 @click.option("--residency", help="How evictions of the engine are followed: lru or none.")
@@ -63,7 +71,13 @@ class _Request:
     help="With --batch: places that a request may be served later than it came.",
 )
 def order(
-    requests: IO[bytes], output: IO[str], waiting: int, batch: bool, max_wait: int | None, **options: Any
+    requests: IO[bytes],
+    output: IO[str],
+    document_tokens: int,
+    waiting: int,
+    batch: bool,
+    max_wait: int | None,
+    **options: Any,
 ) -> None:
     """Order the documents of each request in REQUESTS (a file of JSON lines, or - for standard input).
 
@@ -72,8 +86,8 @@ def order(
     "documents" (ids, as they belong into the prompt), "permutation" (their retrieval ranks, from 0), "index" (the
     number of the request), "prefix_documents" and "cached_tokens" (what the engine is expected to hold of it).
 
-    Each option can also be given in the environment, as RAGORDER_CAPACITY_TOKENS and so on. Every order counts as
-    served.
+    What describes the engine, the prompt and the guards can also be given in the environment, as
+    RAGORDER_CAPACITY_TOKENS and so on. Every order counts as served.
     """
     if max_wait is not None and not batch:
         raise click.UsageError("--max-wait goes with --batch")
@@ -84,7 +98,7 @@ def order(
         field = ".".join(str(part) for part in problem["loc"])
         raise click.UsageError(f"--{field.replace('_', '-')}: {problem['msg']}" if field else problem["msg"]) from None
     orderer = Orderer(settings)
-    read = _read(requests)
+    read = _read(requests, document_tokens)
     ordered = _in_batches(orderer, read, max_wait) if batch else _one_by_one(orderer, read, waiting)
     for request, ordering in ordered:
         ordering.confirm()
@@ -96,12 +110,18 @@ def _one_by_one(
     orderer: Orderer, requests: Iterator[_Request], waiting: int
 ) -> Iterator[tuple[_Request, Ordering[Document]]]:
     backlog: deque[_Request] = deque()
-    for request in requests:
-        backlog.append(request)
-        if len(backlog) > waiting:
-            yield _order_first(orderer, backlog)
+    failure: LineError | None = None
+    try:
+        for request in requests:
+            backlog.append(request)
+            if len(backlog) > waiting:
+                yield _order_first(orderer, backlog)
+    except LineError as error:
+        failure = error
     while backlog:
         yield _order_first(orderer, backlog)
+    if failure:
+        raise failure
 
 
 def _order_first(orderer: Orderer, backlog: deque[_Request]) -> tuple[_Request, Ordering[Document]]:
@@ -134,7 +154,7 @@ def _as_json(request: _Request, ordering: Ordering[Document]) -> dict[str, Any]:
     }
 
 
-def _read(lines: IO[bytes]) -> Iterator[_Request]:
+def _read(lines: IO[bytes], unknown_tokens: int) -> Iterator[_Request]:
     name = getattr(lines, "name", "-")
     name = "<stdin>" if name in ("-", 0) else name
     number = 0
@@ -146,7 +166,7 @@ def _read(lines: IO[bytes]) -> Iterator[_Request]:
             return LineError(f"{name}:{line_number}: {problem}")
 
         try:
-            fields = json.loads(line)
+            fields = json.loads(line, parse_constant=_refuse, parse_float=_finite)
         except (ValueError, RecursionError) as error:
             raise fail(f"no JSON ({error}); a request looks like {_EXAMPLE}") from None
         if not isinstance(fields, dict) or not isinstance(fields.get("documents"), list):
@@ -154,20 +174,31 @@ def _read(lines: IO[bytes]) -> Iterator[_Request]:
         scope = fields.get("scope")
         if scope is not None and not isinstance(scope, str):
             raise fail('"scope" must be a string')
-        documents = [_document(entry, place, fail) for place, entry in enumerate(fields["documents"])]
+        documents = [_document(entry, place, unknown_tokens, fail) for place, entry in enumerate(fields["documents"])]
         echo = {field: value for field, value in fields.items() if field != "documents"}
         yield _Request(number, documents, scope, echo)
         number += 1
 
 
-def _document(entry: Any, place: int, fail: Callable[[str], LineError]) -> Document:
+def _document(entry: Any, place: int, unknown_tokens: int, fail: Callable[[str], LineError]) -> Document:
     fields = {"id": entry} if isinstance(entry, str) else entry
     if not isinstance(fields, dict) or "id" not in fields:
         raise fail(f'documents[{place}] must be an id or an object with an "id"')
-    metadata = fields.get("metadata") or {}
-    if not isinstance(metadata, dict):
+    text, tokens, metadata = fields.get("text"), fields.get("tokens"), fields.get("metadata")
+    if metadata is not None and not isinstance(metadata, dict):
         raise fail(f"documents[{place}].metadata must be an object")
+    if text is None and tokens is None:
+        tokens = unknown_tokens
     try:
-        return Document(fields["id"], fields.get("text") or "", fields.get("tokens"), metadata=metadata)
+        return Document(fields["id"], "" if text is None else text, tokens, metadata=metadata or {})
     except (TypeError, ValueError) as error:
         raise fail(f"documents[{place}]: {error}") from None
+
+
+def _refuse(constant: str) -> float:
+    raise ValueError(f"{constant} is no JSON number")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    return number if isfinite(number) else _refuse(text)

@@ -13,45 +13,36 @@ __all__ = ["Lease", "Residency"]
 class Lease:
     """A request in flight.
 
-    `path` are its nodes; of `path[filled_from]` the engine had `first_missing` blocks to fill, of the nodes behind it
-    all. Beyond the documents it fills `suffix_blocks` whole blocks, and one more in part if `partial_blocks` is 1.
-    `previous_stamp` says when the last node that was held before had been used (0: it is in use).
+    `path` are its nodes; of them `cached_documents` documents and `cached_tokens` tokens, system prompt included, were
+    held when it started. Behind the documents it fills `suffix_blocks` whole blocks, and one more in part if
+    `partial_blocks` is 1. `previous_stamp` says when the last node that was held had been used (0: it is in use).
     """
 
     __slots__ = (
         "cached_documents",
         "cached_tokens",
-        "filled_from",
-        "first_missing",
         "open",
         "partial_blocks",
         "path",
         "previous_stamp",
-        "stamp",
         "suffix_blocks",
     )
 
     def __init__(
         self,
         path: Sequence[Node],
-        stamp: int,
         suffix_blocks: int,
         partial_blocks: int,
         cached_documents: int,
         cached_tokens: int,
         previous_stamp: int,
-        filled_from: int,
-        first_missing: int,
     ) -> None:
         self.path = path
-        self.stamp = stamp
         self.suffix_blocks = suffix_blocks
         self.partial_blocks = partial_blocks
         self.cached_documents = cached_documents
         self.cached_tokens = cached_tokens
         self.previous_stamp = previous_stamp
-        self.filled_from = filled_from
-        self.first_missing = first_missing
         self.open = True
 
 
@@ -67,7 +58,7 @@ class Residency(Protocol):
         counts as held at once; `Lease.cached_tokens` and `cached_documents` say how
         much of it was held before."""
 
-    def release(self, lease: Lease, cached_tokens: int | None = None) -> None:
+    def release(self, lease: Lease, cached_tokens: float | None = None) -> None:
         """The request is served. `cached_tokens` is what the engine says it reused, if it says."""
 
     def cancel(self, lease: Lease) -> None:

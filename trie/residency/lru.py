@@ -14,6 +14,17 @@ __all__ = ["LRUResidency"]
 _MAX_IN_FLIGHT = 1024
 
 
+class _Use:
+    """A served request in the order of use: its deepest node, and the blocks behind it that are still held."""
+
+    __slots__ = ("node", "stamp", "suffix_blocks")
+
+    def __init__(self, node: Node, stamp: int, suffix_blocks: int) -> None:
+        self.node = node
+        self.stamp = stamp
+        self.suffix_blocks = suffix_blocks
+
+
 class LRUResidency:
     """Least recently used first, a request's tail before its head, block by block, as vLLM frees them.
 
@@ -22,8 +33,8 @@ class LRUResidency:
     request did not fill is of no use to others: with `partial_blocks_first` it is taken before any other (vLLM 0.32);
     else it waits its turn (earlier versions).
 
-    The order of use is a log with one entry a served request (deepest node, stamp, suffix blocks), oldest first. A
-    node that was used again since bears a newer stamp than the entry, and is passed over.
+    The order of use is a log with one entry a served request, oldest first. A node that was used again since bears a
+    newer stamp than the entry, and is passed over.
     """
 
     def __init__(
@@ -40,7 +51,7 @@ class LRUResidency:
         self.used_blocks = 0
         self.evicted_blocks = 0
         self._clock = 0
-        self._log: deque[tuple[Node, int, int]] = deque()
+        self._log: deque[_Use] = deque()
         self._log_limit = 1024
         self._in_flight: deque[Lease] = deque()
 
@@ -50,9 +61,9 @@ class LRUResidency:
         documents_end = path[-1].end
         documents_blocks = documents_end // block_size
         held_end = documents_blocks * block_size
-        held = first_missing = previous_stamp = 0
+        held = previous_stamp = 0
         for node in path:
-            if node.missing:
+            if node.missing or not node.stamp:
                 break
             held += 1
             previous_stamp = 0 if node.leases else node.stamp
@@ -60,28 +71,17 @@ class LRUResidency:
             node.stamp = stamp
         new_blocks = 0
         if held < len(path):
-            first_missing = path[held].missing
-            held_end = (path[held].end // block_size - first_missing) * block_size
+            held_end = (path[held].end // block_size - path[held].missing) * block_size
             for node in path[held:]:
-                new_blocks += node.missing
+                node.provisional = missing = node.missing
+                new_blocks += missing
                 node.missing = 0
                 node.leases += 1
                 node.stamp = stamp
         suffix_blocks = (documents_end + suffix_tokens) // block_size - documents_blocks
         partial_blocks = 1 if (documents_end + suffix_tokens) % block_size else 0
         self.used_blocks += new_blocks + suffix_blocks + partial_blocks
-        cached_documents = held - 1 if held else 0
-        lease = Lease(
-            path,
-            stamp,
-            suffix_blocks,
-            partial_blocks,
-            cached_documents,
-            held_end,
-            previous_stamp,
-            held,
-            first_missing,
-        )
+        lease = Lease(path, suffix_blocks, partial_blocks, held - 1 if held else 0, held_end, previous_stamp)
         in_flight = self._in_flight
         in_flight.append(lease)
         while not in_flight[0].open:
@@ -92,24 +92,28 @@ class LRUResidency:
             self._make_room()
         return lease
 
-    def release(self, lease: Lease, cached_tokens: int | None = None) -> None:
+    def release(self, lease: Lease, cached_tokens: float | None = None) -> None:
         if not lease.open:
             return
         if cached_tokens is not None and cached_tokens <= lease.cached_tokens - self.tree.block_size:
             # The engine evicts in order of use: what was used before the lost blocks is lost as well.
-            while self._log and self._log[0][1] <= lease.previous_stamp:
+            while self._log and self._log[0].stamp <= lease.previous_stamp:
                 self._evict_oldest(maxsize)
         lease.open = False
         self._clock = stamp = self._clock + 1
         path = lease.path
         for node in path:
             node.leases -= 1
+            node.provisional = 0
             node.stamp = stamp
         suffix_blocks = lease.suffix_blocks
         if self.partial_blocks_first:
             self.used_blocks -= lease.partial_blocks
         else:
             suffix_blocks += lease.partial_blocks
+        if self.capacity_blocks == maxsize:
+            self.used_blocks -= suffix_blocks
+            suffix_blocks = 0
         self._append(path[-1], stamp, suffix_blocks)
         lease.path = ()
 
@@ -119,29 +123,28 @@ class LRUResidency:
         lease.open = False
         self._clock = stamp = self._clock + 1
         self.used_blocks -= lease.suffix_blocks + lease.partial_blocks
-        for node in lease.path:
+        path = lease.path
+        for node in path:
             node.leases -= 1
-        last = self._take_back(lease)
-        above: Node | None = last
-        while above is not None:
-            above.stamp = stamp
-            above = above.parent
-        self._append(last, stamp, 0)
+            node.stamp = stamp
+        kept = len(path)
+        while kept > 1 and self._take_back(path[kept - 1]):
+            kept -= 1
+        if kept == 1:
+            self._take_back(path[0])
+        self._append(path[kept - 1], stamp, 0)
         lease.path = ()
 
-    def _take_back(self, lease: Lease) -> Node:
-        """Undo what only this lease filled, from the tail; the deepest node that stays."""
-        tree, path = self.tree, lease.path
-        for place in range(len(path) - 1, lease.filled_from - 1, -1):
-            node = path[place]
-            if node.leases or node.children or node.stamp != lease.stamp:
-                return node
-            node.missing = lease.first_missing if place == lease.filled_from else node.blocks
-            self.used_blocks -= node.missing
-            if node.missing < node.blocks:
-                return node
-            tree.remove(node)
-        return path[max(0, lease.filled_from - 1)]
+    def _take_back(self, node: Node) -> bool:
+        """Give up what only failed requests would have filled; whether that leaves nothing of the node."""
+        if node.leases or node.children or (node.blocks and not node.provisional):
+            return False
+        self.used_blocks -= node.provisional
+        node.missing, node.provisional = node.provisional, 0
+        if node.missing < node.blocks:
+            return False
+        self.tree.remove(node)
+        return True
 
     def _make_room(self) -> None:
         while (excess := self.used_blocks - self.capacity_blocks) > 0 or self.tree.size > self.max_nodes:
@@ -152,31 +155,33 @@ class LRUResidency:
 
     def _evict_oldest(self, blocks: int) -> None:
         """Give up at most so many blocks of the least recently used request, from its tail."""
-        node, stamp, suffix_blocks = self._log.popleft()
-        if suffix_blocks > blocks:
-            self._log.appendleft((node, stamp, suffix_blocks - blocks))
-            self._free(blocks)
-            return
-        tree = self.tree
-        left = blocks - suffix_blocks
-        while node.stamp == stamp and not node.leases:
-            held = node.blocks - node.missing
-            if held > left or not left:
-                node.missing += left
-                left = 0
-                self._log.appendleft((node, stamp, 0))
-                break
-            left -= held
-            node.missing += held
-            if node.parent is None:
-                break
-            tree.remove(node)
-            node = node.parent
-        self._free(blocks - left)
-
-    def _free(self, blocks: int) -> None:
-        self.used_blocks -= blocks
-        self.evicted_blocks += blocks
+        use = self._log[0]
+        left = blocks - use.suffix_blocks
+        if left < 0:
+            use.suffix_blocks = -left
+            left = 0
+        else:
+            use.suffix_blocks = 0
+            node, stamp, remove = use.node, use.stamp, self.tree.remove
+            while node.stamp == stamp and not node.leases:
+                held = node.blocks - node.missing
+                if held > left:
+                    node.missing += left
+                    use.node = node
+                    left = 0
+                    break
+                left -= held
+                parent = node.parent
+                if parent is None:
+                    node.missing = node.blocks
+                    self._log.popleft()
+                    break
+                remove(node)
+                node = parent
+            else:
+                self._log.popleft()
+        self.used_blocks -= blocks - left
+        self.evicted_blocks += blocks - left
 
     def _finish_oldest(self) -> bool:
         while self._in_flight:
@@ -188,8 +193,7 @@ class LRUResidency:
 
     def _append(self, leaf: Node, stamp: int, suffix_blocks: int) -> None:
         log = self._log
-        log.append((leaf, stamp, suffix_blocks))
+        log.append(_Use(leaf, stamp, suffix_blocks))
         if len(log) > self._log_limit:
-            bounded = self.capacity_blocks < maxsize
-            self._log = deque(e for e in log if e[0].stamp == e[1] or (bounded and e[2]))
+            self._log = deque(use for use in log if use.suffix_blocks or use.node.stamp == use.stamp)
             self._log_limit = 2 * len(self._log) + 1024

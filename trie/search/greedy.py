@@ -13,12 +13,18 @@ __all__ = ["GreedySearch"]
 class GreedySearch:
     """At each node take the cached child whose document ranks best, until none is left.
 
+    Under guards at most `budget` orders are checked.
+
     The paper's code walks a `set`, so that its result depends on the hash seed; here the candidates are tried in
     retrieval order, as Algorithm 1 is written.
     """
 
+    def __init__(self, budget: int = 1024) -> None:
+        self.budget = budget
+
     def find(self, tree: KnowledgeTree, ranks: Mapping[Key, int], permits: Permits | None = None) -> Node:
         node = tree.root
+        budget = self.budget
         while node.children and not node.missing:
             children = node.children
             if len(children) < len(ranks):
@@ -27,9 +33,14 @@ class GreedySearch:
                 candidates = [key for key in ranks if key in children]
             for key in candidates:
                 child = children[key]
-                if permits is None or permits(ranks_on_path(child, ranks)):
-                    node = child
-                    break
+                if permits is not None:
+                    if not budget:
+                        return node
+                    budget -= 1
+                    if not permits(ranks_on_path(child, ranks)):
+                        continue
+                node = child
+                break
             else:
                 break
         return node

@@ -1,0 +1,130 @@
+"""Fixtures that several test files share: tokenizers and a model made on the spot, a real engine, blocked imports."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+from hypothesis import settings
+
+# A test of a property takes as long as it takes: on a busy machine a deadline fails at random.
+settings.register_profile("ragorder", deadline=None)
+settings.load_profile("ragorder")
+
+TEXTS = [
+    "The cat sleeps on the warm windowsill in the afternoon, and hunts at night.",
+    "Interest rates were raised by the central bank on Tuesday. Question: by how much?",
+    "A recursive descent parser consumes tokens from left to right: it never looks back.",
+    "[d1]\nd2, d3, d4: documents from most to least relevant\n\nd5 d6 d7 d8 d9",
+]
+NO_SYSTEM_ROLE = (
+    "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}<|im_start|>model\n"
+)
+TRIMMING = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] | trim }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TOKENIZERS = ("chatml", "plain", "no-system", "trimming")
+
+Python = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The smallest model with a tokenizer and a chat template."""
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    from ragorder.eval.tiny_model import make_model
+
+    folder = tmp_path_factory.mktemp("models") / "smallest"
+    return make_model(folder, texts=TEXTS, layers=1, hidden_size=64, vocab_size=600, max_position_embeddings=2048)
+
+
+@pytest.fixture(scope="session")
+def tokenizers(model_folder: Path) -> dict[str, Any]:
+    """Tokenizers by name: a usual chat template, none at all, one that refuses a system role, one that trims."""
+    from transformers import AutoTokenizer
+
+    loaded = {name: AutoTokenizer.from_pretrained(model_folder) for name in TOKENIZERS}
+    loaded["plain"].chat_template = None
+    loaded["plain"].bos_token = "<|endoftext|>"  # noqa: S105
+    loaded["no-system"].chat_template = NO_SYSTEM_ROLE
+    loaded["trimming"].chat_template = TRIMMING
+    return loaded
+
+
+@pytest.fixture(params=TOKENIZERS)
+def tokenizer(request: pytest.FixtureRequest, tokenizers: dict[str, Any]) -> Any:
+    """Each tokenizer in turn."""
+    return tokenizers[request.param]
+
+
+@pytest.fixture(scope="session")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Python:
+    """Runs this Python in a process of its own, in an empty folder; `blocked` modules cannot be imported there."""
+    hook = tmp_path_factory.mktemp("hook")
+    (hook / "sitecustomize.py").write_text(
+        "import os, sys\n"
+        "class Block:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.partition('.')[0] in os.environ.get('BLOCKED', '').split(','):\n"
+        "            raise ModuleNotFoundError(f'No module named {name!r}', name=name)\n"
+        "sys.meta_path.insert(0, Block())\n",
+        "utf-8",
+    )
+    empty = tmp_path_factory.mktemp("empty")
+
+    def run(
+        *arguments: str | Path,
+        blocked: tuple[str, ...] = (),
+        cwd: Path = empty,
+        input: str | bytes | None = None,
+        path: tuple[str | Path, ...] = (),
+        timeout: int = 120,
+        **environment: str,
+    ) -> subprocess.CompletedProcess[str]:
+        folders = os.pathsep.join(map(str, [hook, *path]))
+        done = subprocess.run(
+            [sys.executable, *map(str, arguments)],
+            cwd=cwd,
+            input=input.encode() if isinstance(input, str) else input,
+            capture_output=True,
+            timeout=timeout,
+            check=False,
+            env=os.environ | {"BLOCKED": ",".join(blocked), "PYTHONPATH": folders, "COLUMNS": "200"} | environment,
+        )
+        output = [stream.decode("utf-8", "replace") for stream in (done.stdout, done.stderr)]
+        return subprocess.CompletedProcess(done.args, done.returncode, *output)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def vllm_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model that the real engine serves: small, with a tokenizer for the words of the synthetic workloads."""
+    pytest.importorskip("vllm")
+    from ragorder.eval.tiny_model import make_model
+    from ragorder.eval.workloads import make_workload
+
+    texts = [document.text for document in make_workload("paper-shuf", 0, requests=1).documents[:40]]
+    folder = tmp_path_factory.mktemp("models") / "served"
+    return make_model(folder, texts=texts, layers=2, hidden_size=256, vocab_size=2048, max_position_embeddings=4096)
+
+
+@pytest.fixture(scope="session")
+def vllm_engine(vllm_model: Path) -> Iterator[Any]:
+    """One real vLLM for the session: 64 blocks of 32 tokens, the room of about three prompts."""
+    from ragorder.eval.engines.vllm import VLLMEngine
+
+    engine = VLLMEngine(vllm_model, block_size=32, capacity_tokens=64 * 32, max_model_len=2048)
+    engine.warm_up()
+    yield engine
+    engine.close()

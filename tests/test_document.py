@@ -1,0 +1,142 @@
+"""A document is an id and a text: checked when it is made, never changed, known by its content."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import math
+import pickle
+import sys
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ragorder import Document
+
+# Any string that Python holds, lone surrogates included.
+strings = st.text(st.characters(exclude_categories=()))
+
+
+class TestFields:
+    def test_an_id_is_enough(self) -> None:
+        document = Document("a")
+        assert (document.id, document.text, document.tokens, document.score) == ("a", "", None, None)
+        assert dict(document.metadata) == {}
+
+    def test_all_fields_are_kept_as_given(self) -> None:
+        metadata = {"source": "wiki", "tags": ["x"]}
+        document = Document("a", "text", 7, 0.5, metadata)
+        assert (document.id, document.text, document.tokens, document.score) == ("a", "text", 7, 0.5)
+        assert document.metadata is metadata
+
+    @given(id=strings, text=strings)
+    def test_any_string_is_an_id_and_a_text(self, id: str, text: str) -> None:
+        document = Document(id, text)
+        assert (document.id, document.text) == (id, text)
+        assert document.key.isascii()
+
+    def test_documents_do_not_share_their_default_metadata(self) -> None:
+        assert Document("a").metadata is not Document("a").metadata
+
+    @pytest.mark.parametrize("metadata", [{"tags": ["a"]}, {"nested": {"b": {1, 2}}}, MappingProxyType({"x": [1]})])
+    def test_metadata_may_hold_what_cannot_be_hashed(self, metadata: Any) -> None:
+        document = Document("a", "text", metadata=metadata)
+        assert hash(document) == hash(Document("a", "text"))
+        assert document == Document("a", "text"), "metadata does not tell documents apart"
+
+
+class TestValidation:
+    @pytest.mark.parametrize(("id", "kind"), [(1, "int"), (None, "NoneType"), (b"a", "bytes"), (["a"], "list")])
+    def test_an_id_that_is_no_string_is_refused_and_told_how_to_become_one(self, id: Any, kind: str) -> None:
+        with pytest.raises(TypeError, match=rf"Document\.id must be a string, got {kind}: pass str\(id\)"):
+            Document(id, "text")
+
+    @pytest.mark.parametrize(("text", "kind"), [(None, "NoneType"), (3, "int"), (b"x", "bytes")])
+    def test_a_text_that_is_no_string_is_refused(self, text: Any, kind: str) -> None:
+        with pytest.raises(TypeError, match=rf"Document\.text must be a string, got {kind}: pass text=''"):
+            Document("a", text)
+
+    @pytest.mark.parametrize(("tokens", "kind"), [(1.0, "float"), ("7", "str"), (True, "bool"), (math.nan, "float")])
+    def test_tokens_must_be_an_integer(self, tokens: Any, kind: str) -> None:
+        with pytest.raises(TypeError, match=rf"Document\.tokens must be an integer or None, got {kind}"):
+            Document("a", "text", tokens)
+
+    def test_tokens_must_not_be_negative(self) -> None:
+        with pytest.raises(ValueError, match=r"Document\.tokens must not be negative, got -1"):
+            Document("a", "text", -1)
+
+    def test_zero_tokens_are_allowed(self) -> None:
+        assert Document("a", "text", 0).token_count == 0
+
+
+class TestFrozen:
+    @pytest.mark.parametrize("field", ["id", "text", "tokens", "score", "metadata", "key", "token_count"])
+    def test_no_field_can_be_set(self, field: str) -> None:
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(Document("a", "text"), field, "other")
+
+    def test_no_field_can_be_added(self) -> None:
+        with pytest.raises((AttributeError, TypeError)):
+            Document("a").rank = 1  # type: ignore[attr-defined]
+
+    def test_a_changed_copy_has_the_key_of_its_content(self) -> None:
+        old = Document("a", "old text", metadata={"source": "s"})
+        new = dataclasses.replace(old, text="new text, and longer")
+        assert new.key == Document("a", "new text, and longer").key != old.key
+        assert new.token_count == Document("a", "new text, and longer").token_count
+
+    @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda d: pickle.loads(pickle.dumps(d))])  # noqa: S301
+    def test_copies_are_equal_and_have_the_same_key(self, duplicate: Any) -> None:
+        document = Document("a", "text", 3, metadata={"tags": ["x"]})
+        made = duplicate(document)
+        assert made == document
+        assert (made.key, made.token_count, made.metadata) == (document.key, 3, {"tags": ["x"]})
+
+
+class TestKey:
+    def test_the_same_content_has_the_same_key(self) -> None:
+        assert Document("a", "text", 5, 0.1, {"x": 1}).key == Document("a", "text", 9, 0.9, {"y": 2}).key
+
+    def test_another_id_is_another_document(self) -> None:
+        assert Document("a", "text").key != Document("b", "text").key
+
+    def test_changed_text_under_an_old_id_is_another_document(self) -> None:
+        assert Document("a", "text").key != Document("a", "text.").key
+
+    @given(st.lists(st.tuples(strings, strings), min_size=2, max_size=2, unique=True))
+    def test_different_contents_have_different_keys(self, contents: list[tuple[str, str]]) -> None:
+        (id, text), (other_id, other_text) = contents
+        assert Document(id, text).key != Document(other_id, other_text).key
+
+    def test_the_seam_between_id_and_text_counts(self) -> None:
+        assert Document("ab", "c").key != Document("a", "bc").key
+        assert Document("a\0b", "c").key != Document("a", "b\0c").key
+
+    @pytest.mark.parametrize("seed", ["0", "1", "4711"])
+    def test_is_the_same_in_another_process(self, python: Any, seed: str) -> None:
+        contents = [["a", "text"], ["ü", "Zürich 🙂"], ["\ud800", "lone \udfff surrogate"], ["", ""]]
+        script = (
+            "import json, sys\nfrom ragorder import Document\n"
+            "print(json.dumps([Document(*content).key for content in json.loads(sys.stdin.read())]))"
+        )
+        done = python("-c", script, input=json.dumps(contents), PYTHONHASHSEED=seed)
+        assert json.loads(done.stdout) == [Document(*content).key for content in contents], done.stderr
+
+    @pytest.mark.parametrize(("id", "text"), [("\ud800", ""), ("", "\udfff"), ("\ud800", "\udc00")])
+    def test_lone_surrogates_have_a_key_of_their_own(self, id: str, text: str) -> None:
+        assert Document(id, text).key != Document(id.replace("\ud800", "?"), text.replace("\udfff", "?") + "!").key
+        assert Document(id, text).key == Document(id, text).key
+
+
+class TestTokenCount:
+    @pytest.mark.parametrize(("text", "tokens"), [("", 0), ("a", 1), ("abcd", 1), ("abcde", 2), ("x" * 400, 100)])
+    def test_is_estimated_at_four_characters_a_token_rounded_up(self, text: str, tokens: int) -> None:
+        assert Document("a", text).token_count == tokens
+
+    @given(tokens=st.integers(0, sys.maxsize), text=strings)
+    def test_is_what_was_given_where_it_was_given(self, tokens: int, text: str) -> None:
+        assert Document("a", text, tokens).token_count == tokens

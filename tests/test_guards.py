@@ -1,0 +1,201 @@
+"""Quality guards: which orders they allow, and how an order is completed within them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from itertools import pairwise, permutations
+from time import perf_counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ragorder.guards import Guards
+
+Groups = list[str | None]
+
+GUARDS = st.builds(
+    lambda ends, max_displacement, keep_groups: Guards(*ends, max_displacement, keep_groups),
+    st.tuples(st.integers(0, 7), st.just(0)) | st.tuples(st.just(0), st.integers(0, 7)),
+    st.none() | st.integers(0, 6),
+    st.booleans(),
+)
+GROUPS = st.lists(st.sampled_from([None, "x", "y"]), max_size=6)
+
+
+def allowed(guards: Guards, groups: Groups, order: Sequence[int]) -> bool:
+    """What the guards promise, said once more."""
+    count = len(order)
+    first, last = min(guards.keep_first, count), min(guards.keep_last, count)
+    if list(order[:first]) != list(range(first)):
+        return False
+    if list(reversed(order))[:last] != list(range(last)):
+        return False
+    free = list(order[first : count - last])
+    in_rank_order = sorted(free)
+    limit = guards.max_displacement
+    if limit is not None and any(abs(free.index(rank) - in_rank_order.index(rank)) > limit for rank in free):
+        return False
+    if guards.keep_groups:
+        for group in {*groups} - {None}:
+            members = [rank for rank in free if groups[rank] == group]
+            if members != sorted(members):
+                return False
+    return True
+
+
+def allowed_orders(guards: Guards, groups: Groups) -> list[tuple[int, ...]]:
+    return [order for order in permutations(range(len(groups))) if allowed(guards, groups, order)]
+
+
+@settings(deadline=None)
+@given(GUARDS, GROUPS)
+def test_permits_exactly_the_beginnings_of_allowed_orders(guards: Guards, groups: Groups) -> None:
+    request = guards.for_request(len(groups), groups)
+    beginnings = {order[:length] for order in allowed_orders(guards, groups) for length in range(len(order) + 1)}
+    for length in range(len(groups) + 1):
+        for ranks in permutations(range(len(groups)), length):
+            assert request.permits(ranks) == (ranks in beginnings), ranks
+
+
+@settings(max_examples=300, deadline=None)
+@given(GUARDS, GROUPS, st.data())
+def test_completes_to_the_allowed_order_that_follows_the_preferred_one_most_closely(
+    guards: Guards, groups: Groups, data: st.DataObject
+) -> None:
+    """At each place stands the most preferred document that may stand there."""
+    orders = allowed_orders(guards, groups)
+    begun = data.draw(st.sampled_from(orders))[: data.draw(st.integers(0, len(groups)))]
+    behind = data.draw(st.permutations([rank for rank in range(len(groups)) if rank not in begun]))
+    preferred = [*begun, *behind]
+    completed = guards.for_request(len(groups), groups).complete(begun, preferred)
+    closest = min((order for order in orders if order[: len(begun)] == begun), key=lambda o: [*map(preferred.index, o)])
+    assert tuple(completed) == closest
+
+
+@given(GUARDS, GROUPS, st.data())
+def test_an_order_that_is_allowed_is_taken_as_it_is(guards: Guards, groups: Groups, data: st.DataObject) -> None:
+    preferred = data.draw(st.sampled_from(allowed_orders(guards, groups)))
+    begun = preferred[: data.draw(st.integers(0, len(preferred)))]
+    assert guards.for_request(len(groups), groups).complete(begun, preferred) == list(preferred)
+
+
+@given(
+    GUARDS,
+    st.lists(st.sampled_from([None, *"vwxyz"]), max_size=40).flatmap(
+        lambda groups: st.tuples(st.just(groups), st.permutations(range(len(groups))))
+    ),
+)
+def test_the_completed_order_satisfies_every_guard(
+    guards: Guards, groups_and_preferred: tuple[Groups, list[int]]
+) -> None:
+    groups, preferred = groups_and_preferred
+    request = guards.for_request(len(groups), groups)
+    completed = request.complete((), preferred)
+    assert sorted(completed) == list(range(len(groups)))
+    assert allowed(guards, groups, completed)
+    assert all(request.permits(completed[:length]) for length in range(len(completed) + 1))
+
+
+@given(GUARDS, GROUPS)
+def test_retrieval_order_is_allowed_unless_documents_are_kept_last(guards: Guards, groups: Groups) -> None:
+    request = guards.for_request(len(groups), groups)
+    in_rank_order = list(range(len(groups)))
+    if not guards.keep_last:
+        assert request.permits(in_rank_order)
+        assert request.complete((), in_rank_order) == in_rank_order
+
+
+def test_the_default_guards_nothing() -> None:
+    assert not Guards()
+    request = Guards().for_request(4, [])
+    assert all(request.permits(order) for order in permutations(range(4)))
+    assert request.complete((), [3, 1, 0, 2]) == [3, 1, 0, 2]
+
+
+@pytest.mark.parametrize(
+    "guards", [Guards(keep_first=1), Guards(keep_last=1), Guards(max_displacement=0), Guards(keep_groups=True)]
+)
+def test_any_guard_is_a_guard(guards: Guards) -> None:
+    assert guards
+
+
+@pytest.mark.parametrize(
+    ("guards", "expected"),
+    [
+        (Guards(keep_first=2), [0, 1, 5, 4, 3, 2]),
+        (Guards(keep_last=2), [5, 4, 3, 2, 1, 0]),
+        (Guards(keep_last=1), [5, 4, 3, 2, 1, 0]),
+        (Guards(keep_first=6), [0, 1, 2, 3, 4, 5]),
+        (Guards(keep_first=9), [0, 1, 2, 3, 4, 5]),
+        (Guards(keep_last=9), [5, 4, 3, 2, 1, 0]),
+        (Guards(max_displacement=0), [0, 1, 2, 3, 4, 5]),
+        (Guards(max_displacement=1), [1, 0, 3, 2, 5, 4]),
+        (Guards(max_displacement=2), [2, 3, 0, 1, 5, 4]),
+        (Guards(keep_groups=True), [2, 4, 0, 1, 3, 5]),
+        (Guards(keep_first=1, max_displacement=1), [0, 2, 1, 4, 3, 5]),
+    ],
+    ids=str,
+)
+def test_worst_rank_first_as_far_as_the_guards_allow(guards: Guards, expected: list[int]) -> None:
+    groups: Groups = ["x", "x", "y", "x", "y", "x"]
+    assert guards.for_request(6, groups).complete((), [5, 4, 3, 2, 1, 0]) == expected
+
+
+def test_documents_kept_last_end_with_the_best_next_to_the_question() -> None:
+    assert Guards(keep_last=3).for_request(5, []).complete((), [0, 1, 2, 3, 4]) == [3, 4, 2, 1, 0]
+
+
+def test_documents_without_a_group_are_free() -> None:
+    request = Guards(keep_groups=True).for_request(4, [None, None, None, None])
+    assert request.complete((), [3, 2, 1, 0]) == [3, 2, 1, 0]
+
+
+def test_displacement_counts_among_the_documents_that_are_not_kept_last() -> None:
+    request = Guards(keep_last=2, max_displacement=1).for_request(6, [])
+    assert request.complete((), [5, 4, 3, 2, 1, 0]) == [3, 2, 5, 4, 1, 0]
+
+
+@pytest.mark.parametrize("count", [0, 1])
+@pytest.mark.parametrize("guards", [Guards(3, 0, 1, True), Guards(0, 3, 1, True)], ids=str)
+def test_no_documents_and_one(guards: Guards, count: int) -> None:
+    request = guards.for_request(count, ["x"] * count)
+    assert request.permits(range(count))
+    assert request.complete((), range(count)) == list(range(count))
+
+
+@pytest.mark.parametrize(
+    "guards",
+    [
+        Guards(keep_first=5_000),
+        Guards(keep_last=5_000),
+        Guards(max_displacement=0),
+        Guards(max_displacement=3),
+        Guards(max_displacement=5_000),
+        Guards(keep_groups=True),
+        Guards(keep_first=3, max_displacement=100, keep_groups=True),
+        Guards(keep_last=3, max_displacement=100, keep_groups=True),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("group_count", [1, 100, 10_000])
+def test_ten_thousand_documents(guards: Guards, group_count: int) -> None:
+    groups: Groups = [f"group {rank % group_count}" for rank in range(10_000)]
+    preferred = list(range(10_000))
+    random.Random(0).shuffle(preferred)
+    start = perf_counter()
+    request = guards.for_request(10_000, groups)
+    completed = request.complete((), preferred)
+    assert request.permits(completed)
+    assert perf_counter() - start < 2
+    assert sorted(completed) == list(range(10_000))
+    free = completed[guards.keep_first : 10_000 - guards.keep_last]
+    offset = guards.keep_first + guards.keep_last
+    limit = 10_000 if guards.max_displacement is None else guards.max_displacement
+    assert all(abs(rank - place) <= limit for place, rank in enumerate(free, offset))
+    if guards.keep_groups:
+        by_group: dict[str | None, list[int]] = {}
+        for rank in free:
+            by_group.setdefault(groups[rank], []).append(rank)
+        assert all(one < other for members in by_group.values() for one, other in pairwise(members))

@@ -1,0 +1,294 @@
+"""Prefix searches: which cached path a request extends."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import permutations
+from time import perf_counter
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ragorder.trie.residency import LRUResidency
+from ragorder.trie.search import BestPathSearch, GreedySearch, PrefixSearch, ranks_on_path
+from ragorder.trie.search.base import Permits
+from ragorder.trie.tree import Key, KnowledgeTree, Node
+
+BLOCK = 16
+shared = settings(suppress_health_check=[HealthCheck.differing_executors])
+"""For properties that several classes inherit: each runs them on another implementation."""
+
+KEYS = "abcdefg"
+REQUESTS = st.lists(st.sampled_from(KEYS), unique=True, max_size=6)
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> KnowledgeTree:
+    """What is left of some served requests in a cache of some size; zero to five requests are still in flight."""
+    lengths = {key: draw(st.integers(0, 60)) for key in KEYS}
+    tree = KnowledgeTree(BLOCK, draw(st.integers(0, 40)))
+    blocks = draw(st.none() | st.integers(1, 60))
+    residency = LRUResidency(tree, None if blocks is None else blocks * BLOCK)
+    for number, documents in enumerate(draw(st.lists(REQUESTS, max_size=25))):
+        path = tree.insert(documents, [lengths[key] for key in documents], range(len(documents)))
+        lease = residency.lease(path, suffix_tokens=20)
+        if number >= 5 or draw(st.booleans()):
+            residency.release(lease)
+    return tree
+
+
+def tree_of(*sequences: str, tokens: Mapping[str, int] | None = None, prefix_tokens: int = 16) -> KnowledgeTree:
+    """A tree that holds these sequences whole, used in this order."""
+    tree = KnowledgeTree(BLOCK, prefix_tokens)
+    residency = LRUResidency(tree, None)
+    for documents in sequences:
+        lengths = [(tokens or {}).get(key, 32) for key in documents]
+        residency.release(residency.lease(tree.insert(documents, lengths, range(len(documents))), 20))
+    return tree
+
+
+def ranks_of(documents: Sequence[str]) -> dict[Key, int]:
+    return {key: rank for rank, key in enumerate(documents)}
+
+
+def find(
+    search: PrefixSearch, tree: KnowledgeTree, documents: Sequence[str], permits: Permits | None = None
+) -> list[str]:
+    """The documents of the path that is found."""
+    ranks = ranks_of(documents)
+    return [documents[rank] for rank in ranks_on_path(search.find(tree, ranks, permits), ranks)]
+
+
+def near(limit: int) -> Permits:
+    return lambda ranks: all(abs(place - rank) <= limit for place, rank in enumerate(ranks))
+
+
+def all_paths(tree: KnowledgeTree, documents: Sequence[str], permits: Permits | None) -> list[Node]:
+    """Brute force: the last node of every cached order of some of the documents."""
+    found = [tree.root]
+    for length in range(1, len(documents) + 1):
+        for ranks in permutations(range(len(documents)), length):
+            node: Node | None = tree.root
+            for rank in ranks:
+                node = (node.children or {}).get(documents[rank]) if node and not node.missing else None
+            if node is not None and (permits is None or permits(ranks)):
+                found.append(node)
+    return found
+
+
+def held_tokens(tree: KnowledgeTree, node: Node) -> int:
+    return tree.cached_tokens(node) if node.missing else node.end
+
+
+def algorithm_1(tree: KnowledgeTree, documents: Sequence[str]) -> list[str]:
+    """RAGCache++ Algorithm 1, line by line, without the tail of line 12."""
+    ordered: list[str] = []
+    remaining = list(documents)
+    node = tree.root
+    while remaining:
+        found = False
+        for document in remaining:
+            child = (node.children or {}).get(document)
+            if child is not None:
+                ordered.append(document)
+                remaining.remove(document)
+                node = child
+                found = True
+                break
+        if not found:
+            break
+    return ordered
+
+
+class SearchContract:
+    """What every search does."""
+
+    search: PrefixSearch
+
+    def test_an_empty_tree_has_only_its_root(self) -> None:
+        tree = KnowledgeTree(BLOCK, 16)
+        assert self.search.find(tree, ranks_of("abc")) is tree.root
+
+    def test_a_request_without_documents_ends_at_the_root(self) -> None:
+        tree = tree_of("abc")
+        assert self.search.find(tree, {}) is tree.root
+
+    def test_finds_the_same_documents_in_another_order(self) -> None:
+        assert find(self.search, tree_of("abc"), "cxba") == ["a", "b", "c"]
+
+    def test_unknown_documents_end_at_the_root(self) -> None:
+        assert find(self.search, tree_of("abc", "bca"), "xyz") == []
+
+    def test_takes_no_path_through_a_document_that_was_not_asked_for(self) -> None:
+        assert find(self.search, tree_of("abc"), "acx") == ["a"]
+
+    @shared
+    @given(trees(), REQUESTS)
+    def test_the_path_holds_only_documents_of_the_request_each_once(
+        self, tree: KnowledgeTree, documents: list[str]
+    ) -> None:
+        path = find(self.search, tree, documents)
+        assert len(set(path)) == len(path)
+        assert set(path) <= set(documents)
+
+    @shared
+    @given(trees(), REQUESTS)
+    def test_finds_a_node_of_the_tree_below_nodes_held_whole(self, tree: KnowledgeTree, documents: list[str]) -> None:
+        node = self.search.find(tree, ranks_of(documents))
+        assert node in list(tree.walk())
+        above = node.parent
+        while above is not None:
+            assert not above.missing
+            above = above.parent
+
+    @shared
+    @given(trees(), REQUESTS)
+    def test_is_deterministic_and_changes_nothing(self, tree: KnowledgeTree, documents: list[str]) -> None:
+        before = [(node, node.missing, node.stamp, node.leases, list(node.children or {})) for node in tree.walk()]
+        ranks = ranks_of(documents)
+        assert self.search.find(tree, ranks) is self.search.find(tree, ranks)
+        assert ranks == ranks_of(documents)
+        assert before == [
+            (node, node.missing, node.stamp, node.leases, list(node.children or {})) for node in tree.walk()
+        ]
+
+    @shared
+    @given(trees(), REQUESTS, st.integers(0, 3))
+    def test_the_path_is_permitted(self, tree: KnowledgeTree, documents: list[str], limit: int) -> None:
+        permits = near(limit)
+        ranks = ranks_of(documents)
+        assert permits(ranks_on_path(self.search.find(tree, ranks, permits), ranks))
+
+    def test_nothing_permitted_ends_at_the_root(self) -> None:
+        tree = tree_of("abc", "bca")
+        assert self.search.find(tree, ranks_of("abc"), lambda ranks: False) is tree.root
+
+    def test_goes_round_what_is_not_permitted(self) -> None:
+        tree = tree_of("abc", "bac")
+        assert find(self.search, tree, "abc", lambda ranks: ranks[0] != 0) == ["b", "a", "c"]
+
+    def test_what_lies_below_a_node_that_is_not_held_whole_is_not_found(self) -> None:
+        tree = tree_of("abcd")
+        node = next(node for node in tree.walk() if node.key == "b")
+        node.missing = 1
+        path = find(self.search, tree, "abcd")
+        assert path == ["a", "b"]
+
+    def test_without_the_system_prompt_nothing_is_held(self) -> None:
+        tree = tree_of("abcd", prefix_tokens=64)
+        tree.root.missing = 1
+        assert self.search.find(tree, ranks_of("abcd")) is tree.root
+
+    def test_one_deep_path(self) -> None:
+        documents = [f"d{number}" for number in range(10_000)]
+        tree = KnowledgeTree(BLOCK)
+        residency = LRUResidency(tree, None)
+        residency.release(residency.lease(tree.insert(documents, [1] * 10_000, range(10_000)), 20))
+        start = perf_counter()
+        node = self.search.find(tree, ranks_of(documents[::-1]))
+        assert perf_counter() - start < 10
+        assert node.end >= 1_000
+
+    def test_ranks_on_path_are_those_of_the_request(self) -> None:
+        tree = tree_of("abc")
+        ranks = ranks_of("cab")
+        assert ranks_on_path(self.search.find(tree, ranks), ranks) == [1, 2, 0]
+        assert ranks_on_path(tree.root, ranks) == []
+
+
+class TestGreedy(SearchContract):
+    search = GreedySearch()
+
+    @given(trees(), REQUESTS)
+    def test_is_algorithm_1(self, tree: KnowledgeTree, documents: list[str]) -> None:
+        expected = [] if tree.root.missing else algorithm_1(tree, documents)
+        assert find(self.search, tree, documents) == expected
+
+    def test_takes_the_best_ranked_child_even_into_a_dead_end(self) -> None:
+        tree = tree_of("bcd", "a")
+        assert find(self.search, tree, "abcd") == ["a"]
+
+    @pytest.mark.parametrize("children", [2, 30])
+    def test_rank_decides_among_few_children_and_among_many(self, children: int) -> None:
+        tree = tree_of(*[chr(ord("z") - number) for number in range(26)][:children], "c", "b")
+        assert find(self.search, tree, "bca") == ["b"]
+
+
+class TestBest(SearchContract):
+    search = BestPathSearch()
+
+    @given(trees(), REQUESTS)
+    def test_saves_as_many_tokens_as_any_path(self, tree: KnowledgeTree, documents: list[str]) -> None:
+        node = self.search.find(tree, ranks_of(documents))
+        paths = [tree.root] if tree.root.missing else all_paths(tree, documents, None)
+        assert held_tokens(tree, node) == max(held_tokens(tree, path) for path in paths)
+        assert tree.cached_tokens(node) == max(tree.cached_tokens(path) for path in paths)
+
+    @given(trees(), REQUESTS, st.integers(0, 3))
+    def test_saves_as_many_tokens_as_any_permitted_path(
+        self, tree: KnowledgeTree, documents: list[str], limit: int
+    ) -> None:
+        node = self.search.find(tree, ranks_of(documents), near(limit))
+        paths = [tree.root] if tree.root.missing else all_paths(tree, documents, near(limit))
+        assert held_tokens(tree, node) == max(held_tokens(tree, path) for path in paths)
+
+    @given(trees(), REQUESTS)
+    def test_among_equals_takes_the_most_recently_used(self, tree: KnowledgeTree, documents: list[str]) -> None:
+        node = self.search.find(tree, ranks_of(documents))
+        if not tree.root.missing:
+            equals = [
+                path for path in all_paths(tree, documents, None) if held_tokens(tree, path) == held_tokens(tree, node)
+            ]
+            assert node.stamp == max(path.stamp for path in equals)
+
+    @given(trees(), REQUESTS)
+    def test_saves_at_least_what_greedy_saves(self, tree: KnowledgeTree, documents: list[str]) -> None:
+        ranks = ranks_of(documents)
+        greedy = GreedySearch().find(tree, ranks)
+        assert tree.cached_tokens(self.search.find(tree, ranks)) >= tree.cached_tokens(greedy)
+
+    def test_looks_beyond_the_first_child_that_matches(self) -> None:
+        assert find(self.search, tree_of("bcd", "a"), "abcd") == ["b", "c", "d"]
+
+    def test_counts_tokens_and_not_documents(self) -> None:
+        tree = tree_of("ab", "c", tokens={"a": 16, "b": 16, "c": 64})
+        assert find(self.search, tree, "abc") == ["c"]
+
+    @pytest.mark.parametrize(("sequences", "found"), [(("ab", "cd"), "cd"), (("cd", "ab"), "ab")])
+    def test_of_two_equal_paths_the_most_recently_used_is_extended(
+        self, sequences: tuple[str, str], found: str
+    ) -> None:
+        assert "".join(find(self.search, tree_of(*sequences), "abcd")) == found
+        assert "".join(find(self.search, tree_of(*sequences), "dcba")) == found
+
+    def test_the_held_part_of_a_document_counts(self) -> None:
+        tree = tree_of("a", "b", tokens={"a": 64, "b": 48})
+        by_key = {node.key: node for node in tree.walk()}
+        by_key["a"].missing = 2
+        assert find(self.search, tree, "ab") == ["b"]
+        by_key["b"].missing = 2
+        assert find(self.search, tree, "ab") == ["a"]
+
+    @pytest.mark.parametrize("budget", [1, 2, 7, 50])
+    def test_looks_at_no_more_nodes_than_its_budget(self, budget: int) -> None:
+        tree = tree_of(*["".join(order) for order in permutations("abcde")])
+        looked_at: list[tuple[int, ...]] = []
+
+        def permits(ranks: Sequence[int]) -> bool:
+            looked_at.append(tuple(ranks))
+            return True
+
+        node = BestPathSearch(budget).find(tree, ranks_of("abcdex"), permits)
+        assert len(looked_at) == len(set(looked_at)) == budget
+        assert tuple(ranks_on_path(node, ranks_of("abcdex"))) in looked_at
+
+    def test_a_budget_of_one_looks_at_the_best_ranked_document(self) -> None:
+        assert find(BestPathSearch(1), tree_of("abc", "cab"), "cab") == ["c"]
+
+    @given(trees(), REQUESTS, st.integers(1, 10))
+    def test_a_smaller_budget_never_saves_more(self, tree: KnowledgeTree, documents: list[str], budget: int) -> None:
+        ranks = ranks_of(documents)
+        saved = tree.cached_tokens(BestPathSearch(budget).find(tree, ranks))
+        assert saved <= tree.cached_tokens(BestPathSearch(budget + 1).find(tree, ranks))
+        assert saved <= tree.cached_tokens(self.search.find(tree, ranks))

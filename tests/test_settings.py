@@ -1,0 +1,187 @@
+"""Settings: keyword arguments first, then the environment, then the defaults; what is wrong is named."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Any, get_args
+
+import pytest
+from pydantic import ValidationError
+
+from ragorder import Document, Orderer, Settings
+
+FIELDS = {
+    "capacity_tokens": 4096,
+    "block_size": 32,
+    "prefix_tokens": 5,
+    "suffix_tokens": 7,
+    "search": "greedy",
+    "tail": "queue",
+    "residency": "none",
+    "partial_blocks_first": False,
+    "search_budget": 17,
+    "keep_first": 2,
+    "keep_last": 3,
+    "max_displacement": 4,
+    "keep_groups": True,
+    "max_nodes": 99,
+    "max_scopes": 9,
+    "strict": True,
+}
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in os.environ:
+        if name.upper().startswith("RAGORDER_"):
+            monkeypatch.delenv(name)
+
+
+def problem(**options: Any) -> str:
+    """What is said about wrong settings."""
+    with pytest.raises(ValidationError) as caught:
+        Settings(**options)
+    return str(caught.value)
+
+
+class TestSources:
+    def test_this_file_knows_every_field(self) -> None:
+        assert set(FIELDS) == set(Settings.model_fields)
+
+    def test_every_field_is_described(self) -> None:
+        assert [name for name, field in Settings.model_fields.items() if not field.description] == []
+
+    @pytest.mark.parametrize(("name", "value"), FIELDS.items())
+    def test_every_field_is_a_keyword(self, name: str, value: Any) -> None:
+        assert getattr(Settings(**{name: value}), name) == value
+        assert getattr(Settings(), name) != value, "the default would prove nothing"
+
+    @pytest.mark.parametrize(("name", "value"), FIELDS.items())
+    def test_every_field_is_read_from_the_environment(
+        self, name: str, value: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv(f"RAGORDER_{name.upper()}", str(value))
+        assert getattr(Settings(), name) == value
+
+    def test_a_keyword_wins_over_the_environment(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("RAGORDER_BLOCK_SIZE", "64")
+        assert Settings(block_size=8).block_size == 8
+
+    def test_other_variables_are_left_alone(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("BLOCK_SIZE", "64")
+        monkeypatch.setenv("RAGORDER_HOME", "/elsewhere")
+        assert Settings().block_size == 16
+
+    def test_the_orderer_reads_the_environment_as_well(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("RAGORDER_KEEP_FIRST", "1")
+        assert Orderer().settings.keep_first == 1
+
+    def test_unlimited_capacity_is_none(self) -> None:
+        assert Settings(capacity_tokens=None).capacity_tokens is None
+
+    def test_unlimited_capacity_is_none_in_the_environment(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("RAGORDER_CAPACITY_TOKENS", "none")
+        assert Settings().capacity_tokens is None
+
+
+class TestValidation:
+    @pytest.mark.parametrize("name", ["capacity", "blocksize", "polcy", "keep_firsts", "lock"])
+    def test_an_unknown_name_is_named(self, name: str) -> None:
+        assert re.search(rf"^{name}$", problem(**{name: 1}), re.MULTILINE)
+
+    def test_an_unknown_name_given_to_the_orderer_is_named(self) -> None:
+        with pytest.raises(ValidationError, match="blocksize"):
+            Orderer(blocksize=16)
+
+    @pytest.mark.parametrize(
+        ("name", "choices"),
+        [
+            ("search", ("best", "greedy")),
+            ("tail", ("auto", "rank", "frequency", "queue")),
+            ("residency", ("lru", "none")),
+        ],
+    )
+    def test_an_unknown_policy_names_the_field_and_the_choices(self, name: str, choices: tuple[str, ...]) -> None:
+        said = problem(**{name: "bset"})
+        assert name in said
+        assert all(repr(choice) in said for choice in choices)
+        assert get_args(Settings.model_fields[name].annotation) == choices
+
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [
+            ("capacity_tokens", 0),
+            ("capacity_tokens", -5),
+            ("capacity_tokens", "many"),
+            ("block_size", 0),
+            ("block_size", 1.5),
+            ("prefix_tokens", -1),
+            ("suffix_tokens", -1),
+            ("search_budget", 0),
+            ("keep_first", -1),
+            ("keep_last", -1),
+            ("max_displacement", -1),
+            ("max_nodes", 0),
+            ("max_scopes", 0),
+            ("keep_groups", "perhaps"),
+            ("strict", None),
+        ],
+    )
+    def test_a_wrong_value_names_the_field(self, name: str, value: Any) -> None:
+        assert re.search(rf"^{name}$", problem(**{name: value}), re.MULTILINE)
+
+    def test_a_wrong_value_in_the_environment_names_the_field(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("RAGORDER_BLOCK_SIZE", "big")
+        assert "block_size" in problem()
+
+    @pytest.mark.parametrize("name", ["keep_first", "keep_last", "max_displacement", "prefix_tokens", "suffix_tokens"])
+    def test_zero_is_a_value(self, name: str) -> None:
+        assert getattr(Settings(**{name: 0}), name) == 0
+
+
+class TestGuards:
+    def test_top_documents_are_kept_at_one_end_only(self) -> None:
+        said = problem(keep_first=1, keep_last=1)
+        assert "keep_first and keep_last exclude each other: keep the top documents at one end" in said
+
+    def test_one_from_the_environment_excludes_the_other_as_well(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("RAGORDER_KEEP_FIRST", "2")
+        assert "exclude each other" in problem(keep_last=1)
+
+    def test_they_carry_what_the_settings_say(self) -> None:
+        guards = Settings(keep_last=2, max_displacement=3, keep_groups=True).guards
+        assert (guards.keep_first, guards.keep_last, guards.max_displacement, guards.keep_groups) == (0, 2, 3, True)
+
+    def test_there_are_none_by_default(self) -> None:
+        assert not Settings().guards
+
+    def test_a_displacement_of_zero_is_a_guard(self) -> None:
+        assert Settings(max_displacement=0).guards
+
+
+class TestUse:
+    @pytest.mark.parametrize(("name", "value"), FIELDS.items())
+    def test_are_frozen(self, name: str, value: Any) -> None:
+        settings = Settings()
+        with pytest.raises(ValidationError, match="frozen"):
+            setattr(settings, name, value)
+        assert getattr(settings, name) == getattr(Settings(), name)
+
+    def test_are_given_whole_or_by_name_but_not_both(self) -> None:
+        with pytest.raises(TypeError, match="either settings or options, not both: block_size, strict"):
+            Orderer(Settings(), strict=True, block_size=8)
+
+    def test_given_whole_they_are_used_as_they_are(self) -> None:
+        settings = Settings(block_size=8)
+        assert Orderer(settings).settings is settings
+
+    @pytest.mark.parametrize("search", ["best", "greedy"])
+    @pytest.mark.parametrize("tail", ["auto", "rank", "frequency", "queue"])
+    @pytest.mark.parametrize("residency", ["lru", "none"])
+    def test_every_combination_of_policies_orders(self, search: str, tail: str, residency: str) -> None:
+        orderer = Orderer(search=search, tail=tail, residency=residency, strict=True)
+        documents = [Document(name, "text " * 40) for name in "abc"]
+        orderer.order(documents).confirm()
+        ordered = orderer.order([documents[2], documents[0], documents[1]]).documents
+        assert [document.id for document in ordered] == ["a", "b", "c"]

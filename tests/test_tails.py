@@ -1,0 +1,241 @@
+"""Tail policies: in which order the documents follow the cached prefix."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from time import perf_counter
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ragorder.trie.tail import AutoTail, FrequencyTail, QueueTail, RankTail, Tail
+
+shared = settings(suppress_health_check=[HealthCheck.differing_executors])
+"""For properties that several classes inherit: each runs them on another implementation."""
+
+KEYS = "abcdefgh"
+REQUESTS = st.permutations(KEYS).flatmap(lambda keys: st.integers(0, len(keys)).map(lambda n: keys[:n]))
+HISTORIES = st.lists(REQUESTS, max_size=12)
+QUEUES = st.lists(st.frozensets(st.sampled_from([*KEYS, "x", "y"])), max_size=6)
+
+
+def arrange(
+    tail: Tail,
+    keys: Sequence[str],
+    waiting: Sequence[str | frozenset[str]] = (),
+    prefix: Sequence[int] = (),
+    history: Sequence[Sequence[str]] = (),
+) -> str:
+    """The documents behind the prefix, after these requests and for these waiting ones."""
+    for earlier in history:
+        tail.observe(earlier)
+    rest = [rank for rank in range(len(keys)) if rank not in prefix]
+    return "".join(keys[rank] for rank in tail.arrange(keys, prefix, rest, [frozenset(wanted) for wanted in waiting]))
+
+
+class TailContract:
+    """What every tail does."""
+
+    make: Callable[[], Tail]
+
+    @shared
+    @given(HISTORIES, REQUESTS, QUEUES, st.data())
+    def test_gives_a_permutation_of_the_rest(
+        self, history: list[list[str]], keys: list[str], waiting: list[frozenset[str]], data: st.DataObject
+    ) -> None:
+        prefix = data.draw(st.permutations(range(len(keys)))) if keys else []
+        prefix = prefix[: data.draw(st.integers(0, len(keys)))]
+        tail = type(self).make()
+        for earlier in [*history, keys]:
+            tail.observe(earlier)
+        rest = [rank for rank in range(len(keys)) if rank not in prefix]
+        assert sorted(tail.arrange(keys, prefix, list(rest), waiting)) == rest
+
+    @shared
+    @given(HISTORIES, REQUESTS, QUEUES)
+    def test_is_deterministic(self, history: list[list[str]], keys: list[str], waiting: list[frozenset[str]]) -> None:
+        one, other = (arrange(type(self).make(), keys, waiting, (), [*history, keys]) for _ in range(2))
+        assert one == other
+
+    @shared
+    @given(HISTORIES, REQUESTS, QUEUES)
+    def test_arranging_changes_no_later_arrangement(
+        self, history: list[list[str]], keys: list[str], waiting: list[frozenset[str]]
+    ) -> None:
+        tail = type(self).make()
+        first = arrange(tail, keys, waiting, (), [*history, keys])
+        assert arrange(tail, keys, waiting) == first
+
+    def test_nothing_to_arrange(self) -> None:
+        assert arrange(type(self).make(), "", ["ab"]) == ""
+        assert arrange(type(self).make(), "ab", ["ab"], prefix=[1, 0]) == ""
+
+    def test_without_history_and_queue_rank_order_is_kept(self) -> None:
+        assert arrange(type(self).make(), "dbca", prefix=[2], history=["dbca"]) == "dba"
+
+    def test_ten_thousand_documents(self) -> None:
+        keys = [f"d{number}" for number in range(10_000)]
+        tail = type(self).make()
+        start = perf_counter()
+        tail.observe(keys)
+        arranged = tail.arrange(keys, [], list(range(10_000)), [frozenset(keys[::2]), frozenset(keys[::3])])
+        assert perf_counter() - start < 2
+        assert sorted(arranged) == list(range(10_000))
+
+
+class TestRank(TailContract):
+    make = RankTail
+
+    @given(HISTORIES, REQUESTS, QUEUES)
+    def test_keeps_rank_order_whatever_happens(
+        self, history: list[list[str]], keys: list[str], waiting: list[frozenset[str]]
+    ) -> None:
+        assert arrange(RankTail(), keys, waiting, (), history) == "".join(keys)
+
+
+class TestFrequency(TailContract):
+    make = FrequencyTail
+
+    def test_the_most_frequently_requested_document_comes_first(self) -> None:
+        assert arrange(FrequencyTail(), "abc", history=["c", "b", "c"]) == "cba"
+
+    def test_ties_keep_rank_order(self) -> None:
+        assert arrange(FrequencyTail(), "xbya", history=["ab", "ab"]) == "baxy"
+
+    @given(HISTORIES, REQUESTS)
+    def test_is_the_order_of_decayed_counts(self, history: list[list[str]], keys: list[str]) -> None:
+        counts = dict.fromkeys(KEYS, 0.0)
+        for number, request in enumerate(history):
+            for key in request:
+                counts[key] += 0.5 ** ((len(history) - 1 - number) / 3)
+        arranged = arrange(FrequencyTail(half_life=3), keys, history=history)
+        for before, after in pairwise(arranged):
+            same = math.isclose(counts[before], counts[after], rel_tol=1e-9)
+            assert same or counts[before] > counts[after]
+
+    @pytest.mark.parametrize(("requests_between", "first"), [(9, "a"), (11, "b")])
+    def test_a_request_counts_half_after_the_half_life(self, requests_between: int, first: str) -> None:
+        """Two requests for `a`, then others, then one for `b`."""
+        tail = FrequencyTail(half_life=10)
+        history = ["a", "a", *["z"] * (requests_between - 1), "b"]
+        assert arrange(tail, "ba" if first == "a" else "ab", history=history)[0] == first
+
+    def test_counts_do_not_overflow(self) -> None:
+        tail = FrequencyTail(half_life=1)
+        for _ in range(5_000):
+            tail.observe("a")
+            tail.observe("b")
+        assert arrange(tail, "xab", history=["ab", "a"]) == "abx"
+        assert all(math.isfinite(count) for count in tail._counts.values())
+
+    def test_counts_a_bounded_number_of_documents(self) -> None:
+        tail = FrequencyTail(max_documents=100)
+        for number in range(5_000):
+            tail.observe(["popular", f"rare {number}"])
+            assert len(tail._counts) <= 100
+        assert tail.arrange(["rare 0", "rare 1", "popular"], [], [0, 1, 2], ()) == [2, 0, 1]
+
+    def test_one_request_with_more_documents_than_are_counted(self) -> None:
+        tail = FrequencyTail(max_documents=10)
+        tail.observe([str(number) for number in range(1_000)])
+        assert len(tail._counts) <= 10
+
+    def test_the_queue_does_not_matter(self) -> None:
+        assert arrange(FrequencyTail(), "abc", ["c", "c"], history=["b"]) == "bac"
+
+
+class WithQueue(TailContract):
+    """What the tails that look at the waiting requests do while there are some."""
+
+    def test_what_all_waiting_requests_want_comes_first(self) -> None:
+        assert arrange(type(self).make(), "abcde", ["dbx", "bdy", "bd"]) == "bdace"
+
+    def test_then_what_most_of_them_want(self) -> None:
+        assert arrange(type(self).make(), "abcde", ["ec", "ecd", "ea"]) == "ecdab"
+
+    def test_who_cannot_share_the_prefix_is_not_asked(self) -> None:
+        assert arrange(type(self).make(), "abc", ["c", "c", "c", "ab"], prefix=[0]) == "bc"
+
+    def test_who_cannot_share_what_was_just_placed_is_no_longer_asked(self) -> None:
+        """`a` is wanted by three of five; of these two want `b` as well. That the others want `c` does not help."""
+        assert arrange(type(self).make(), "cba", ["ab", "ab", "a", "c", "c"]) == "abc"
+
+    def test_what_nobody_wants_comes_last_in_the_order_of_the_fallback(self) -> None:
+        assert arrange(type(self).make(), "abcd", ["d"]) == "dabc"
+
+    def test_a_queue_that_wants_nothing_of_it_changes_nothing(self) -> None:
+        assert arrange(type(self).make(), "abc", ["x", "", "xy"]) == "abc"
+
+    @shared
+    @given(HISTORIES, REQUESTS, QUEUES, st.data())
+    def test_what_all_that_can_still_share_want_precedes_the_rest(
+        self, history: list[list[str]], keys: list[str], waiting: list[frozenset[str]], data: st.DataObject
+    ) -> None:
+        prefix = list(range(data.draw(st.integers(0, len(keys)))))
+        placed = {keys[rank] for rank in prefix}
+        sharing = [wanted for wanted in waiting if placed <= wanted]
+        arranged = arrange(type(self).make(), keys, waiting, prefix, history)
+        if sharing:
+            wanted_by_all = set(arranged).intersection(*sharing)
+            assert set(arranged[: len(wanted_by_all)]) == wanted_by_all
+
+    @shared
+    @given(HISTORIES, REQUESTS, QUEUES)
+    def test_each_document_is_one_that_most_of_those_who_share_all_before_it_want(
+        self, history: list[list[str]], keys: list[str], waiting: list[frozenset[str]]
+    ) -> None:
+        arranged = arrange(type(self).make(), keys, waiting, (), history)
+        for place, key in enumerate(arranged):
+            sharing = [wanted for wanted in waiting if wanted.issuperset(arranged[:place])]
+            wanted_by = {other: sum(other in wanted for wanted in sharing) for other in arranged[place:]}
+            assert wanted_by[key] == max(wanted_by.values())
+
+
+class TestQueue(WithQueue):
+    @staticmethod
+    def make() -> Tail:
+        return QueueTail(RankTail())
+
+    @given(HISTORIES, REQUESTS)
+    def test_falls_back_without_a_queue(self, history: list[list[str]], keys: list[str]) -> None:
+        frequency = arrange(FrequencyTail(), keys, history=history)
+        assert arrange(QueueTail(FrequencyTail()), keys, history=history) == frequency
+        assert arrange(QueueTail(RankTail()), keys, history=history) == "".join(keys)
+
+    def test_the_fallback_arranges_what_is_wanted_equally(self) -> None:
+        assert arrange(QueueTail(FrequencyTail()), "abcd", ["bcd"], history=["d", "c", "d"]) == "dcba"
+
+
+class TestAuto(WithQueue):
+    make = AutoTail
+
+    def test_the_most_popular_document_comes_first(self) -> None:
+        assert arrange(AutoTail(), "abc", history=["c"] * 20 + ["abc"]) == "cab"
+
+    def test_documents_about_as_popular_keep_rank_order(self) -> None:
+        assert arrange(AutoTail(), "abc", history=["c", "cb", "abc"]) == "abc"
+
+    @given(st.dictionaries(st.sampled_from(KEYS), st.integers(0, 200)), st.permutations(KEYS))
+    def test_without_a_queue_orders_by_classes_of_popularity(self, popularity: dict[str, int], keys: list[str]) -> None:
+        history = [[key] for key, count in popularity.items() for _ in range(count)] + [keys]
+        counts = dict.fromkeys(KEYS, 0.0)
+        for number, request in enumerate(history):
+            for key in request:
+                counts[key] += 0.5 ** ((len(history) - 1 - number) / 300)
+        arranged = arrange(AutoTail(), keys, history=history)
+        rank = {key: place for place, key in enumerate(keys)}
+        for place, before in enumerate(arranged):
+            for after in arranged[place + 1 :]:
+                assert counts[after] < 8.001 * counts[before], "eight times more popular: comes first"
+                assert rank[before] < rank[after] or counts[before] > counts[after], "moved ahead only if more popular"
+
+    @given(HISTORIES, REQUESTS, QUEUES.filter(bool))
+    def test_with_a_queue_is_the_queue_tail(
+        self, history: list[list[str]], keys: list[str], waiting: list[frozenset[str]]
+    ) -> None:
+        """In short histories all documents are of one class, and the fallback is rank order."""
+        few = [*history[:6], keys]
+        assert arrange(AutoTail(), keys, waiting, (), few) == arrange(QueueTail(RankTail()), keys, waiting, (), few)
