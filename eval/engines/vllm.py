@@ -6,9 +6,11 @@ import gc
 import logging
 import os
 import random
+import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -179,12 +181,24 @@ def _start(vllm: Any, arguments: dict[str, Any]) -> Any:
 
     set_num_threads = torch.set_num_threads
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _hidden("llvmlite.binding.ffi"):
             warnings.simplefilter("ignore", FutureWarning)
             return vllm.LLMEngine.from_engine_args(vllm.EngineArgs(**arguments))
     finally:
         # On a CPU vLLM replaces it with a function that does nothing, for the whole process.
         torch.set_num_threads = set_num_threads
+
+
+@contextmanager
+def _hidden(name: str) -> Iterator[None]:
+    """Leave a module out of `sys.modules`: vLLM asks everything in every module for its `vars()`, and llvmlite (which
+    bm25s brings along) has an object there that answers with a function."""
+    module = sys.modules.pop(name, None)
+    try:
+        yield
+    finally:
+        if module is not None:
+            sys.modules[name] = module
 
 
 def has_fast_bfloat16() -> bool:
