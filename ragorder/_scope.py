@@ -45,7 +45,7 @@ class Scope:
     def __init__(self, settings: Settings, lock: Lock, report: Callable[[Exception], None]) -> None:
         self._lock = lock
         self._report = report
-        self._guards = settings.guards
+        self._guards = settings.guards or None
         self._suffix_tokens = settings.suffix_tokens
         self.tree = KnowledgeTree(settings.block_size, settings.prefix_tokens)
         self.residency = _make_residency(settings, self.tree)
@@ -57,7 +57,7 @@ class Scope:
         tree, keys, ranks = self.tree, request.keys, request.ranks
         self.tail.observe(keys)
         node = self.search.find(tree, ranks)
-        if not self._guards:
+        if self._guards is None:
             permutation = self._complete(ranks_on_path(node, ranks), keys, waiting)
             return self._begin(request, permutation, 0, suffix_tokens)
         guards = self._guards.for_request(len(keys), request.groups)
@@ -77,7 +77,7 @@ class Scope:
     def start(self, request: Request[D], planned: list[int], suffix_tokens: int | None) -> Ordering[D]:
         """Count a planned request as in flight."""
         self.tail.observe(request.keys)
-        if self._guards:
+        if self._guards is not None:
             planned = self._guards.for_request(len(planned), request.groups).complete((), planned)
         return self._begin(request, planned, 0, suffix_tokens)
 

@@ -124,6 +124,8 @@ def vllm_engine(vllm_model: Path) -> Iterator[Any]:
     """One real vLLM for the session: 64 blocks of 32 tokens, the room of about three prompts."""
     from ragorder.eval.engines.vllm import VLLMEngine
 
+    # bm25s brings llvmlite along, over which vLLM used to stumble when it started after it.
+    pytest.importorskip("bm25s")
     engine = VLLMEngine(vllm_model, block_size=32, capacity_tokens=64 * 32, max_model_len=2048)
     engine.warm_up()
     yield engine

@@ -25,8 +25,7 @@ class BestPathSearch:
         if best.missing or not best.children:
             return best
         best_end = best.end
-        children = best.children
-        stack = [children[key] for key in ranks if key in children]
+        stack = list(filter(None, map(best.children.get, ranks)))
         stack.reverse()
         width = len(ranks)
         budget = self.budget
@@ -46,5 +45,5 @@ class BestPathSearch:
                 if len(below) <= width:
                     stack += [child for key, child in below.items() if key in ranks]
                 else:
-                    stack += [below[key] for key in ranks if key in below]
+                    stack += filter(None, map(below.get, ranks))
         return best
