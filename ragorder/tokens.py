@@ -21,9 +21,15 @@ class Frame(NamedTuple):
 
 
 class SegmentTokenizer:
-    """Wraps a Hugging Face tokenizer (`transformers.PreTrainedTokenizerBase`). Thread-safe."""
+    """Wraps a Hugging Face tokenizer (`transformers.PreTrainedTokenizerBase`). Thread-safe.
+
+    Raises TypeError for anything else.
+    """
 
     def __init__(self, tokenizer: Any) -> None:
+        if not hasattr(tokenizer, "encode") or not hasattr(tokenizer, "added_tokens_decoder"):
+            kind = type(tokenizer).__name__
+            raise TypeError(f"tokenizer must be one of transformers, got {kind}: use AutoTokenizer.from_pretrained")
         self._tokenizer = tokenizer
         self._lock = Lock()
 

@@ -630,3 +630,8 @@ def test_eight_threads_build_the_same_prompts_as_one(tokenizer: Any) -> None:
     shared = PromptBuilder(SYSTEM, tokenizer=tokenizer, align_to=8, cached_documents=10)
     with ThreadPoolExecutor(8) as threads:
         assert list(threads.map(lambda request: shared.build(*request), requests)) == expected
+
+
+def test_a_tokenizer_of_another_kind_is_refused() -> None:
+    with pytest.raises(TypeError, match="AutoTokenizer"):
+        PromptBuilder(SYSTEM, tokenizer=str.split)
