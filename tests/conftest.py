@@ -12,10 +12,10 @@ from typing import Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 
 # A test of a property takes as long as it takes: on a busy machine a deadline fails at random.
-settings.register_profile("ragorder", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("ragorder", deadline=None)
 settings.load_profile("ragorder")
 
 TEXTS = [

@@ -167,7 +167,7 @@ class TestFolder:
             pytest.skip(f"needs {DATA / name}")
         start = time.process_time()
         corpus = load_folder(DATA / name)
-        assert time.process_time() - start < 5
+        assert time.process_time() - start < 1.5
         assert corpus.name == name
         assert all(len(ranking) == 20 for ranking in corpus.rankings)
         assert all(document.tokens for document in corpus.documents)

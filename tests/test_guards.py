@@ -188,7 +188,7 @@ def test_ten_thousand_documents(guards: Guards, group_count: int) -> None:
     request = guards.for_request(10_000, groups)
     completed = request.complete((), preferred)
     assert request.permits(completed)
-    assert perf_counter() - start < 10  # a quadratic walk takes minutes
+    assert perf_counter() - start < 2
     assert sorted(completed) == list(range(10_000))
     free = completed[guards.keep_first : 10_000 - guards.keep_last]
     offset = guards.keep_first + guards.keep_last

@@ -559,7 +559,7 @@ class TestTenThousandDocuments:
         for retrieved in (LARGE, shuffled, shuffled[:9_000]):
             start = perf_counter()
             ordering = orderer.order(retrieved, waiting=waiting)
-            assert perf_counter() - start < 10  # a quadratic walk takes minutes
+            assert perf_counter() - start < 2
             check_permutation(ordering, retrieved)
             ordering.confirm()
 
@@ -574,7 +574,7 @@ class TestTenThousandDocuments:
         for retrieved in (LARGE, LARGE, LARGE[::-1]):
             start = perf_counter()
             ordering = orderer.order(retrieved)
-            assert perf_counter() - start < 10  # a quadratic walk takes minutes
+            assert perf_counter() - start < 2
             check_permutation(ordering, retrieved)
             ordering.confirm()
 
@@ -582,7 +582,7 @@ class TestTenThousandDocuments:
         orderer = strict(capacity_tokens=1_000_000)
         start = perf_counter()
         orderings = list(orderer.order_batch([LARGE, LARGE[::-1], LARGE[::2]]))
-        assert perf_counter() - start < 10  # a quadratic walk takes minutes
+        assert perf_counter() - start < 6
         assert orderings[1].prefix_documents >= 5_000
 
 

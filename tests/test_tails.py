@@ -82,7 +82,7 @@ class TailContract:
         start = perf_counter()
         tail.observe(keys)
         arranged = tail.arrange(keys, [], list(range(10_000)), [frozenset(keys[::2]), frozenset(keys[::3])])
-        assert perf_counter() - start < 10  # a quadratic walk takes minutes
+        assert perf_counter() - start < 2
         assert sorted(arranged) == list(range(10_000))
 
 
