@@ -105,9 +105,11 @@ def run_traces(bench: Bench, progress: Progress = _silent) -> Iterator[list[Run]
         yield from _compare(bench, source, progress)
 
 
-def as_json(results: Sequence[RunResult], engine: dict[str, object] | None = None) -> dict[str, object]:
+def as_json(bench: Bench, results: Sequence[RunResult]) -> dict[str, object]:
     """The results in the published schema, with the environment that they were measured in."""
-    environment = describe_environment() | (engine or {})
+    environment = describe_environment()
+    if bench.engine == "vllm":
+        environment["model"] = str(bench.model or "random weights")
     return {"schema": _SCHEMA, "environment": environment, "runs": [result.as_json() for result in results]}
 
 

@@ -166,5 +166,5 @@ def bench(
     to_stdout = output is not None and output.name == "<stdout>"
     print_results(results, stderr=to_stdout)
     if output is not None:
-        json.dump(as_json(results), output, indent=1)
+        json.dump(as_json(wanted, results), output, indent=1)
         output.write("\n")
