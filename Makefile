@@ -93,5 +93,5 @@ endif
 
 $(VENV)/.dev: pyproject.toml $(VENV)/.vllm
 	@echo "Installing what the tests need"
-	$(PIP) install -e '.[retrieval,eval,dev]'
+	$(PIP) install -e '.[retrieval,live,eval,dev]'
 	@touch $@

@@ -1,0 +1,162 @@
+"""A vLLM server of one's own: started on free ports, with KV events, and gone with all its processes afterwards."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from contextlib import suppress
+from pathlib import Path
+from typing import Self
+
+from ragorder.eval.engines.vllm import has_fast_bfloat16
+
+__all__ = ["VLLMServer"]
+
+_ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_SERVER_DEV_MODE": "1",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+}
+_TOPIC = "kv-events"
+
+
+class VLLMServer:
+    """`python -m vllm.entrypoints.openai.api_server` on 127.0.0.1, serving `model` under the name "served".
+
+    The pool holds `blocks` blocks of `block_size` tokens. `base_url` is the server's root; `events_endpoint`,
+    `replay_endpoint` and `events_topic` say where its KV events are. A stopped server starts again on the same ports.
+    Development routes (`/reset_prefix_cache`) are on: this is for measurements and tests, not for serving.
+
+    Raises RuntimeError, with the end of the server's log, if it does not come up.
+    """
+
+    model_name = "served"
+    events_topic = _TOPIC
+
+    def __init__(
+        self,
+        model: Path,
+        *,
+        blocks: int,
+        block_size: int = 32,
+        max_model_len: int = 2048,
+        max_num_seqs: int = 64,
+        prefix_caching: bool = True,
+        replay_steps: int = 10_000,
+    ) -> None:
+        port, replay = _free_ports(2)
+        folder = Path(tempfile.mkdtemp(prefix="ragorder-vllm-"))
+        self.base_url = f"http://127.0.0.1:{port}"
+        # vLLM would bind a TCP endpoint on every interface of the machine.
+        self.events_endpoint = f"ipc://{folder}/events"
+        self.replay_endpoint = f"tcp://127.0.0.1:{replay}"
+        self.block_size = block_size
+        self.capacity_tokens = blocks * block_size
+        self._log = folder / "server.log"
+        self._process: subprocess.Popen[bytes] | None = None
+        kv_events = {
+            "enable_kv_cache_events": True,
+            "publisher": "zmq",
+            "endpoint": self.events_endpoint,
+            "replay_endpoint": self.replay_endpoint,
+            "buffer_steps": replay_steps,
+            "topic": _TOPIC,
+        }
+        options = {
+            "model": model,
+            "served-model-name": self.model_name,
+            "host": "127.0.0.1",
+            "port": port,
+            "dtype": "bfloat16" if has_fast_bfloat16() else "float32",
+            "block-size": block_size,
+            # vLLM keeps one block of the pool for itself, as its null block.
+            "num-gpu-blocks-override": blocks + 1,
+            "kv-cache-memory-bytes": 1 << 26,
+            "max-model-len": max_model_len,
+            "max-num-batched-tokens": max(max_model_len, 8192),
+            "max-num-seqs": max_num_seqs,
+            "kv-events-config": json.dumps(kv_events),
+        }
+        flags = ["enforce-eager", "enable-prompt-tokens-details", "disable-uvicorn-access-log"]
+        flags += ["enable-prefix-caching" if prefix_caching else "no-enable-prefix-caching"]
+        self._command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+        self._command += [f"--{name}={value}" for name, value in options.items()] + [f"--{flag}" for flag in flags]
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def start(self, timeout_s: float = 240) -> None:
+        """Start the server and wait until it answers."""
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(  # noqa: S603
+                self._command,
+                env=os.environ | _ENVIRONMENT,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                # A group of its own: the engine's processes outlive a server that is killed alone.
+                start_new_session=True,
+            )
+        deadline = time.monotonic() + timeout_s
+        while not self._answers():
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                self.kill()
+                tail = self._log.read_text("utf-8", "replace")[-3000:]
+                raise RuntimeError(f"vLLM did not come up:\n{tail}")
+            time.sleep(0.1)
+
+    def reset(self) -> None:
+        """Empty the prefix cache."""
+        request = urllib.request.Request(f"{self.base_url}/reset_prefix_cache", method="POST")  # noqa: S310
+        with urllib.request.urlopen(request, timeout=30):  # noqa: S310
+            pass
+
+    def stop(self, timeout_s: float = 30) -> None:
+        """End the server politely, then for good."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeout_s)
+        self.kill()
+
+    def kill(self) -> None:
+        """SIGKILL the whole process group, as a machine that dies would."""
+        if self._process is None:
+            return
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._process = None
+
+    def _answers(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.base_url}/health", timeout=5):  # noqa: S310
+                return True
+        except (urllib.error.URLError, OSError):
+            return False
+
+
+def _free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on now; taken together, so that they differ."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+    finally:
+        for each in sockets:
+            each.close()
