@@ -4,17 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from threading import Lock
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from ragorder.ordering import Ordering
 from ragorder.settings import Settings
 from ragorder.trie.backlog import CachedPath
-from ragorder.trie.residency import Lease, LRUResidency, NoResidency, Residency
+from ragorder.trie.residency import (
+    EngineBlocks,
+    EventsResidency,
+    FeedbackResidency,
+    Lease,
+    LRUResidency,
+    NoResidency,
+    Residency,
+    TokenIds,
+)
 from ragorder.trie.search import BestPathSearch, GreedySearch, PrefixSearch, ranks_on_path
 from ragorder.trie.tail import AutoTail, FrequencyTail, QueueTail, RankTail, Tail, Waiting
 from ragorder.trie.tree import Key, KnowledgeTree
 
-__all__ = ["Request", "Scope"]
+__all__ = ["Contents", "Request", "Scope"]
 
 D = TypeVar("D")
 
@@ -22,7 +31,7 @@ D = TypeVar("D")
 class Request(Generic[D]):
     """A request's documents in rank order, with what the tree must know of each. Keys are distinct."""
 
-    __slots__ = ("documents", "groups", "keys", "ranks", "tokens")
+    __slots__ = ("documents", "groups", "keys", "ranks", "token_ids", "tokens")
 
     def __init__(
         self,
@@ -31,30 +40,48 @@ class Request(Generic[D]):
         ranks: Mapping[Key, int],
         tokens: Sequence[int],
         groups: Sequence[Hashable | None],
+        token_ids: Sequence[TokenIds] = (),
     ) -> None:
         self.documents = documents
         self.keys = keys
         self.ranks = ranks
         self.tokens = tokens
         self.groups = groups
+        self.token_ids = token_ids
+
+
+class Contents(NamedTuple):
+    """What the engine holds, block by block, and how this orderer's prompts begin."""
+
+    blocks: EngineBlocks
+    prefix_ids: TokenIds
 
 
 class Scope:
     """What one (model, template, tenant) has in the engine's cache. The caller holds `lock` but for `settle`."""
 
-    def __init__(self, settings: Settings, lock: Lock, report: Callable[[Exception], None]) -> None:
+    def __init__(
+        self,
+        name: Hashable,
+        settings: Settings,
+        lock: Lock,
+        report: Callable[[Exception], None],
+        contents: Contents | None = None,
+    ) -> None:
         self._lock = lock
         self._report = report
         self._guards = settings.guards or None
         self._suffix_tokens = settings.suffix_tokens
         self.tree = KnowledgeTree(settings.block_size, settings.prefix_tokens)
-        self.residency = _make_residency(settings, self.tree)
+        self.mirror = _make_mirror(name, settings, self.tree, contents)
+        self.residency: Residency = FeedbackResidency(self.mirror) if settings.feedback else self.mirror
         self.search = _make_search(settings)
         self.tail = _make_tail(settings)
 
     def order(self, request: Request[D], waiting: Waiting, suffix_tokens: int | None) -> Ordering[D]:
         """Order one request and count it as in flight."""
         tree, keys, ranks = self.tree, request.keys, request.ranks
+        self.residency.refresh()
         self.tail.observe(keys)
         node = self.search.find(tree, ranks)
         if self._guards is None:
@@ -70,32 +97,42 @@ class Scope:
     def cached_path(self, request: Request[D]) -> CachedPath:
         """The best cached path of a request."""
         tree = self.tree
+        self.residency.refresh()
         node = self.search.find(tree, request.ranks)
         keys = tuple(request.keys[rank] for rank in ranks_on_path(node, request.ranks))
         return CachedPath(keys, max(0, tree.cached_tokens(node) - tree.root.end), node.stamp)
 
     def start(self, request: Request[D], planned: list[int], suffix_tokens: int | None) -> Ordering[D]:
         """Count a planned request as in flight."""
+        self.residency.refresh()
         self.tail.observe(request.keys)
         if self._guards is not None:
             planned = self._guards.for_request(len(planned), request.groups).complete((), planned)
         return self._begin(request, planned, 0, suffix_tokens)
 
-    def settle(self, lease: Lease, served: bool, cached_tokens: float | None) -> None:
+    def settle(self, lease: Lease, served: bool, cached_tokens: float | None, total_tokens: float | None) -> None:
         """End a lease."""
         try:
-            reported = None if cached_tokens is None else cached_tokens + 0.0
-        except TypeError as error:
-            reported = None
+            if cached_tokens is not None:
+                cached_tokens += 0.0
+            if total_tokens is not None:
+                total_tokens = float(int(total_tokens))
+        except (TypeError, ValueError, OverflowError) as error:
+            cached_tokens = total_tokens = None
             self._report(error)
         try:
             with self._lock:
                 if served:
-                    self.residency.release(lease, reported)
+                    self.residency.release(lease, cached_tokens, total_tokens)
                 else:
                     self.residency.cancel(lease)
         except Exception as error:
             self._report(error)
+
+    def close(self) -> None:
+        """The scope is forgotten."""
+        if isinstance(self.mirror, EventsResidency):
+            self.mirror.close()
 
     def _complete(self, prefix: list[int], keys: Sequence[Key], waiting: Waiting) -> list[int]:
         if len(prefix) == len(keys):
@@ -108,7 +145,11 @@ class Scope:
         self, request: Request[D], permutation: list[int], guard_cost_tokens: int, suffix_tokens: int | None
     ) -> Ordering[D]:
         path = self.tree.insert(request.keys, request.tokens, permutation)
-        lease = self.residency.lease(path, self._suffix_tokens if suffix_tokens is None else suffix_tokens)
+        suffix_tokens = self._suffix_tokens if suffix_tokens is None else suffix_tokens
+        token_ids = request.token_ids
+        if token_ids:
+            token_ids = [token_ids[rank] for rank in permutation]
+        lease = self.residency.lease(path, suffix_tokens, token_ids)
         documents = request.documents
         return Ordering(
             [documents[rank] for rank in permutation],
@@ -121,10 +162,14 @@ class Scope:
         )
 
 
-def _make_residency(settings: Settings, tree: KnowledgeTree) -> Residency:
+def _make_mirror(name: Hashable, settings: Settings, tree: KnowledgeTree, contents: Contents | None) -> LRUResidency:
     if settings.residency == "none":
         return NoResidency(tree, settings.max_nodes)
-    return LRUResidency(tree, settings.capacity_tokens, settings.max_nodes, settings.partial_blocks_first)
+    mirrored = tree, settings.capacity_tokens, settings.max_nodes, settings.partial_blocks_first
+    # What salt the requests of a scope with another name carry, nobody knows: its blocks cannot be told apart.
+    if contents is not None and (name is None or (isinstance(name, str) and name)):
+        return EventsResidency(*mirrored, blocks=contents.blocks, prefix_ids=contents.prefix_ids, salt=name)
+    return LRUResidency(*mirrored)
 
 
 def _make_search(settings: Settings) -> PrefixSearch:

@@ -9,13 +9,17 @@ from contextlib import suppress
 from dataclasses import dataclass
 from operator import attrgetter, index
 from threading import Lock
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from ragorder._scope import Request, Scope
+from ragorder._scope import Contents, Request, Scope
 from ragorder.batch import Batch
 from ragorder.ordering import Ordering
 from ragorder.settings import Settings
 from ragorder.trie.backlog import plan_backlog
+from ragorder.trie.residency import EngineBlocks
+
+if TYPE_CHECKING:
+    from ragorder.prompt import PromptBuilder
 
 __all__ = ["Orderer"]
 
@@ -39,6 +43,11 @@ class Orderer:
     (length in the prompt, in tokens) are given; `group` names the group of a document for `keep_groups` (by default
     its metadata's "source").
 
+    `Orderer.for_vllm` asks a live server instead. What it does can be done by hand: `token_ids` (a document's tokens in
+    the prompt) and `prefix_ids` (the tokens in front of the documents) let the orderer find its documents among the
+    `blocks` of an engine, which somebody keeps up to date (`ragorder.adapters.kv_events`). A scope that is a string is
+    then the `cache_salt` that its requests are sent with, and None is for requests without one.
+
     Raises pydantic.ValidationError for settings that are wrong. Ordering itself never raises: after an internal error
     the documents stay in retrieval order, `fallbacks` counts it, and the first one is logged.
     """
@@ -50,6 +59,9 @@ class Orderer:
         key: Callable[[Any], Hashable] | None = None,
         tokens: Callable[[Any], int] | None = None,
         group: Callable[[Any], Hashable | None] | None = None,
+        token_ids: Callable[[Any], Sequence[int]] | None = None,
+        prefix_ids: Sequence[int] = (),
+        blocks: EngineBlocks | None = None,
         **options: Any,
     ) -> None:
         if settings is not None and options:
@@ -61,8 +73,45 @@ class Orderer:
         self._check_tokens = tokens is not None
         self._group = group or _metadata_source
         self._by_group = self.settings.keep_groups
+        self._token_ids = token_ids if blocks is not None else None
+        self._contents = Contents(blocks, prefix_ids) if blocks is not None else None
+        self.events: Any = None
         self._lock = Lock()
         self._scopes: OrderedDict[Hashable, Scope] = OrderedDict()
+
+    @classmethod
+    def for_vllm(
+        cls,
+        base_url: str,
+        *,
+        builder: PromptBuilder | None = None,
+        settings: Settings | None = None,
+        api_key: str | None = None,
+        **options: Any,
+    ) -> Self:
+        """An orderer for the vLLM server at `base_url`, which knows what its cache holds.
+
+        Block size and capacity come from the server's `/metrics`, unless they are given. With `builder`, with
+        `events_endpoint` and better with `replay_endpoint` in the settings, the server's KV events keep the residency
+        exact (`events` is their subscriber). Whatever of this is missing is warned of once, and the residency mirrors
+        a least recently used cache instead. Close it, or use it in a `with` block.
+
+        Raises ImportError naming the extra to install.
+        """
+        from ragorder.adapters.connect import connect
+
+        return connect(cls, base_url, builder=builder, settings=settings or Settings(**options), api_key=api_key)
+
+    def close(self) -> None:
+        """Stop following the engine's events. The orderer goes on with the mirror."""
+        if self.events is not None:
+            self.events.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def order(
         self,
@@ -162,14 +211,15 @@ class Orderer:
         if self._check_tokens and tokens:
             tokens = list(map(index, tokens))
             _length(min(tokens))
-        return Request(given, keys, ranks, tokens, groups)
+        token_ids = list(map(self._token_ids, given)) if self._token_ids is not None else ()
+        return Request(given, keys, ranks, tokens, groups, token_ids)
 
     def _scope(self, name: Hashable) -> Scope:
         scope = self._scopes.get(name)
         if scope is None:
-            scope = self._scopes[name] = Scope(self.settings, self._lock, self._report)
+            scope = self._scopes[name] = Scope(name, self.settings, self._lock, self._report, self._contents)
             if len(self._scopes) > self.settings.max_scopes:
-                self._scopes.popitem(last=False)
+                self._scopes.popitem(last=False)[1].close()
         elif len(self._scopes) > 1:
             self._scopes.move_to_end(name)
         return scope
@@ -177,7 +227,9 @@ class Orderer:
     def _forget(self, scope: Hashable) -> None:
         """An error may have left the scope's tree half changed: start it anew."""
         with suppress(TypeError), self._lock:
-            self._scopes.pop(scope, None)
+            forgotten = self._scopes.pop(scope, None)
+            if forgotten is not None:
+                forgotten.close()
 
     def _fall_back(self, given: list[D], error: Exception) -> Ordering[D]:
         self._report(error)

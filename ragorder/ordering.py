@@ -43,7 +43,7 @@ class Ordering(Generic[D]):
         prefix_documents: int = 0,
         cached_tokens: int = 0,
         guard_cost_tokens: int = 0,
-        settle: Callable[[Any, bool, float | None], None] | None = None,
+        settle: Callable[[Any, bool, float | None, float | None], None] | None = None,
         lease: object = None,
     ) -> None:
         self.documents = documents
@@ -68,12 +68,13 @@ class Ordering(Generic[D]):
         moves = [abs(place - rank) for place, rank in enumerate(self.permutation)]
         return sum(moves) / len(moves) if moves else 0.0
 
-    def confirm(self, cached_tokens: float | None = None) -> None:
-        """The engine served the request. `cached_tokens` is what it reports as reused from its cache, if it does."""
+    def confirm(self, cached_tokens: float | None = None, total_tokens: float | None = None) -> None:
+        """The engine served the request. If it reports them, `cached_tokens` are those that it reused from its cache,
+        and `total_tokens` those of prompt and answer together."""
         if self._settle is not None:
-            self._settle(self._lease, True, cached_tokens)
+            self._settle(self._lease, True, cached_tokens, total_tokens)
 
     def discard(self) -> None:
         """The request failed or was never sent: do not count on what it would have left in the cache."""
         if self._settle is not None:
-            self._settle(self._lease, False, None)
+            self._settle(self._lease, False, None, None)

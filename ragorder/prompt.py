@@ -96,6 +96,15 @@ class PromptBuilder:
         text, ids = self._segment(*_parts(document))
         return len(ids) if self._tokenizer else -(-len(text) // 4)
 
+    @property
+    def prefix_ids(self) -> Sequence[int]:
+        """The tokens in front of the first document (none without a tokenizer)."""
+        return self._head_ids
+
+    def document_ids(self, document: Document) -> Sequence[int]:
+        """The tokens of the document in the prompt (none without a tokenizer): for `Orderer(token_ids=…)`."""
+        return self._segment(*_parts(document))[1]
+
     def build(self, query: str, documents: Ordering[Document] | Sequence[Document]) -> Prompt:
         """The prompt for a question and its documents, in the order given."""
         ordered = documents.documents if isinstance(documents, Ordering) else list(documents)

@@ -32,6 +32,7 @@ class Settings(BaseSettings):
         "auto", description="How the documents beyond the cached prefix are placed."
     )
     residency: Literal["lru", "none"] = Field("lru", description="How evictions of the engine are followed.")
+    feedback: bool = Field(True, description="Whether the cached tokens that the engine reports correct the residency.")
     partial_blocks_first: bool = Field(
         True, description="Whether the engine reuses blocks that were not filled before all others, as vLLM does."
     )
@@ -43,6 +44,12 @@ class Settings(BaseSettings):
         None, ge=0, description="Positions by which a document may move from its rank."
     )
     keep_groups: bool = Field(False, description="Documents of one group keep their order among themselves.")
+
+    events_endpoint: str | None = Field(
+        None, description="ZMQ endpoint of the engine's KV events (tcp://host:5557), for Orderer.for_vllm."
+    )
+    replay_endpoint: str | None = Field(None, description="ZMQ endpoint where lost KV events are asked for again.")
+    events_topic: str = Field("", description="Topic of the KV events; empty: any.")
 
     max_nodes: int = Field(100_000, ge=1, description="Nodes of one scope's tree, whatever the capacity.")
     max_scopes: int = Field(

@@ -81,7 +81,7 @@ def check_permutation(ordering: Ordering[Any], retrieved: Sequence[Any]) -> None
 
 
 def check_tree(orderer: Orderer, scope: object = None, *, idle: bool = True) -> None:
-    residency = orderer._scopes[scope].residency
+    residency = orderer._scopes[scope].mirror
     tree = residency.tree
     nodes = list(tree.walk())
     assert tree.size == len(nodes) - 1
@@ -289,7 +289,7 @@ class TestOrdering:
         orderer.order([])
         scope = orderer._scopes[None]
         path = scope.tree.insert([document.key for document in documents("abc")], [32] * 3, range(3))
-        scope.residency.lease(path, 20)
+        scope.mirror.lease(path, 20)
         ordering = orderer.order(documents("dcba"))
         assert (ids(ordering), ordering.guard_cost_tokens) == (expected, cost)
 
@@ -670,8 +670,8 @@ class TestMemory:
                 sizes.append(
                     {
                         "nodes": scope.tree.size,
-                        "log": len(scope.residency._log),
-                        "in flight": len(scope.residency._in_flight),
+                        "log": len(scope.mirror._log),
+                        "in flight": len(scope.mirror._in_flight),
                         "counts": len(scope.tail.fallback._counts),
                     }
                 )
@@ -688,7 +688,7 @@ class TestMemory:
         for retrieved in self.requests(5_000, 40_000):
             orderer.order(retrieved).confirm()
             assert orderer._scopes[None].tree.size <= 500
-        assert len(orderer._scopes[None].residency._log) <= 4_096
+        assert len(orderer._scopes[None].mirror._log) <= 4_096
 
     def test_holds_on_to_no_documents(self) -> None:
         class Heavy:
@@ -873,7 +873,7 @@ class TestBatch:
         assert batch[-1] is once[2] and batch[1] is once[1]
         assert batch[:2] == once[:2] and batch[::-1] == once[::-1] and batch[5:] == []
         assert once[0] in batch
-        assert len(orderer._scopes[None].residency._in_flight) == 3
+        assert len(orderer._scopes[None].mirror._in_flight) == 3
         for place in (3, -4):
             with pytest.raises(IndexError):
                 batch[place]

@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from ragorder.eval.engines.sim import SimEngine
 from ragorder.eval.workloads import make_workload
-from ragorder.trie.residency import Lease, LRUResidency, NoResidency
+from ragorder.trie.residency import FeedbackResidency, Lease, LRUResidency, NoResidency
 from ragorder.trie.search import BestPathSearch, ranks_on_path
 from ragorder.trie.tree import KnowledgeTree, Node
 
@@ -471,6 +471,7 @@ class Mirrored:
         self.engine = SimEngine(capacity_tokens=capacity_tokens, in_flight=in_flight, output_tokens=self.output_tokens)
         self.tree = KnowledgeTree(BLOCK, PREFIX)
         self.residency = LRUResidency(self.tree, capacity_tokens, partial_blocks_first=False)
+        self.corrected = FeedbackResidency(self.residency)
         self.search = BestPathSearch()
         self._running: deque[tuple[Lease, int]] = deque()
         self._questions = 0
@@ -485,7 +486,7 @@ class Mirrored:
         """Foretold and true cached tokens of a request."""
         while len(self._running) >= self.in_flight:
             lease, cached_tokens = self._running.popleft()
-            self.residency.release(lease, cached_tokens if self.feedback else None)
+            self.corrected.release(lease, cached_tokens if self.feedback else None)
         ranks = {document: rank for rank, document in enumerate(documents)}
         prefix = ranks_on_path(self.search.find(self.tree, ranks), ranks)
         order = prefix + [rank for rank in range(len(documents)) if rank not in prefix]
@@ -600,7 +601,7 @@ class TestFeedback:
         assert right == [feedback] * 3
 
     def test_what_was_used_before_the_lost_blocks_is_lost_as_well(self) -> None:
-        residency = LRUResidency(KnowledgeTree(BLOCK, PREFIX), None)
+        residency = FeedbackResidency(LRUResidency(KnowledgeTree(BLOCK, PREFIX), None))
         for documents in ("ab", "cd", "ef", "gh"):
             serve(residency, documents)
         lease = start(residency, "ef")
@@ -612,7 +613,7 @@ class TestFeedback:
 
     @pytest.mark.parametrize("reported", [None, 0, 10**9])
     def test_what_was_foretold_and_more_changes_nothing(self, reported: int | None) -> None:
-        residency = LRUResidency(KnowledgeTree(BLOCK, PREFIX), None)
+        residency = FeedbackResidency(LRUResidency(KnowledgeTree(BLOCK, PREFIX), None))
         serve(residency, "ab")
         lease = start(residency, "cd")
         exact = lease.cached_tokens if reported == 0 else reported
@@ -620,7 +621,7 @@ class TestFeedback:
         assert sorted(paths(residency.tree)) == ["", "a", "ab", "c", "cd"]
 
     def test_less_than_a_block_too_few_is_a_matter_of_tokenization(self) -> None:
-        residency = LRUResidency(KnowledgeTree(BLOCK, PREFIX), None)
+        residency = FeedbackResidency(LRUResidency(KnowledgeTree(BLOCK, PREFIX), None))
         serve(residency, "ab")
         serve(residency, "cd")
         lease = start(residency, "cd")

@@ -80,9 +80,9 @@ class KnowledgeTree:
         """Tokens of the prompt up to the node that the engine holds, if it holds every ancestor whole."""
         return (node.end // self.block_size - node.missing) * self.block_size
 
-    def walk(self) -> Iterator[Node]:
-        """Every node, the root first, parents before children."""
-        stack = [self.root]
+    def walk(self, top: Node | None = None) -> Iterator[Node]:
+        """Every node from `top` (None: the root) down, parents before children."""
+        stack = [top or self.root]
         while stack:
             node = stack.pop()
             yield node

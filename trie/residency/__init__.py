@@ -1,7 +1,19 @@
 """Residency: which part of the knowledge tree the engine still holds."""
 
-from ragorder.trie.residency.base import Lease, Residency
+from ragorder.trie.residency.base import Lease, Residency, TokenIds
+from ragorder.trie.residency.blocks import EngineBlocks
+from ragorder.trie.residency.events import EventsResidency
+from ragorder.trie.residency.feedback import FeedbackResidency
 from ragorder.trie.residency.lru import LRUResidency
 from ragorder.trie.residency.none import NoResidency
 
-__all__ = ["LRUResidency", "Lease", "NoResidency", "Residency"]
+__all__ = [
+    "EngineBlocks",
+    "EventsResidency",
+    "FeedbackResidency",
+    "LRUResidency",
+    "Lease",
+    "NoResidency",
+    "Residency",
+    "TokenIds",
+]

@@ -7,11 +7,13 @@ from typing import Protocol
 
 from ragorder.trie.tree import Node
 
-__all__ = ["Lease", "Residency"]
+__all__ = ["Lease", "Residency", "TokenIds"]
+
+TokenIds = Sequence[int]
 
 
 class Lease:
-    """A request in flight.
+    """A request in flight since `stamp`.
 
     `path` are its nodes; of them `cached_documents` documents and `cached_tokens` tokens, system prompt included, were
     held when it started. Behind the documents it fills `suffix_blocks` whole blocks, and one more in part if
@@ -25,12 +27,14 @@ class Lease:
         "partial_blocks",
         "path",
         "previous_stamp",
+        "stamp",
         "suffix_blocks",
     )
 
     def __init__(
         self,
         path: Sequence[Node],
+        stamp: int,
         suffix_blocks: int,
         partial_blocks: int,
         cached_documents: int,
@@ -38,6 +42,7 @@ class Lease:
         previous_stamp: int,
     ) -> None:
         self.path = path
+        self.stamp = stamp
         self.suffix_blocks = suffix_blocks
         self.partial_blocks = partial_blocks
         self.cached_documents = cached_documents
@@ -53,13 +58,17 @@ class Residency(Protocol):
     served once newer requests need its room. Ending a lease a second time does nothing.
     """
 
-    def lease(self, path: Sequence[Node], suffix_tokens: int) -> Lease:
-        """A request with these documents starts, `suffix_tokens` (question and answer) follow them. What it computes
-        counts as held at once; `Lease.cached_tokens` and `cached_documents` say how
-        much of it was held before."""
+    def refresh(self) -> None:
+        """Take in what was learnt of the engine since the last call. Called before the tree is searched."""
 
-    def release(self, lease: Lease, cached_tokens: float | None = None) -> None:
-        """The request is served. `cached_tokens` is what the engine says it reused, if it says."""
+    def lease(self, path: Sequence[Node], suffix_tokens: int, token_ids: Sequence[TokenIds] = ()) -> Lease:
+        """A request with these documents starts, `suffix_tokens` (question and answer) follow them. What it computes
+        counts as held at once; `Lease.cached_tokens` and `cached_documents` say how much of it was held before.
+        `token_ids` are those of each document of the path, if they are known."""
+
+    def release(self, lease: Lease, cached_tokens: float | None = None, total_tokens: float | None = None) -> None:
+        """The request is served. `cached_tokens` is what the engine says it reused, and `total_tokens` the length of
+        prompt and answer, if it says."""
 
     def cancel(self, lease: Lease) -> None:
         """The request failed: what only it would have computed is not held."""

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from sys import maxsize
+from typing import Self
 
-from ragorder.trie.residency.base import Lease
+from ragorder.trie.residency.base import Lease, TokenIds
 from ragorder.trie.tree import KnowledgeTree, Node
 
 __all__ = ["LRUResidency"]
 
 _MAX_IN_FLIGHT = 1024
+_MAX_TOKENS = 1 << 32
 
 
 class _Use:
@@ -23,6 +25,12 @@ class _Use:
         self.node = node
         self.stamp = stamp
         self.suffix_blocks = suffix_blocks
+
+    def standing(self) -> Self:
+        """The same, with what was given up before its turn passed over."""
+        while not self.node.stamp and self.node.parent is not None:
+            self.node = self.node.parent
+        return self
 
 
 class LRUResidency:
@@ -50,12 +58,16 @@ class LRUResidency:
         self.partial_blocks_first = partial_blocks_first
         self.used_blocks = 0
         self.evicted_blocks = 0
+        self._remove = self._evict = tree.remove
         self._clock = 0
         self._log: deque[_Use] = deque()
         self._log_limit = 1024
         self._in_flight: deque[Lease] = deque()
 
-    def lease(self, path: Sequence[Node], suffix_tokens: int) -> Lease:
+    def refresh(self) -> None:
+        """Nothing is learnt behind the mirror's back."""
+
+    def lease(self, path: Sequence[Node], suffix_tokens: int, token_ids: Sequence[TokenIds] = ()) -> Lease:
         block_size = self.tree.block_size
         self._clock = stamp = self._clock + 1
         documents_end = path[-1].end
@@ -81,7 +93,7 @@ class LRUResidency:
         suffix_blocks = (documents_end + suffix_tokens) // block_size - documents_blocks
         partial_blocks = 1 if (documents_end + suffix_tokens) % block_size else 0
         self.used_blocks += new_blocks + suffix_blocks + partial_blocks
-        lease = Lease(path, suffix_blocks, partial_blocks, held - 1 if held else 0, held_end, previous_stamp)
+        lease = Lease(path, stamp, suffix_blocks, partial_blocks, held - 1 if held else 0, held_end, previous_stamp)
         in_flight = self._in_flight
         in_flight.append(lease)
         while not in_flight[0].open:
@@ -92,14 +104,12 @@ class LRUResidency:
             self._make_room()
         return lease
 
-    def release(self, lease: Lease, cached_tokens: float | None = None) -> None:
+    def release(self, lease: Lease, cached_tokens: float | None = None, total_tokens: float | None = None) -> None:
         if not lease.open:
             return
-        if cached_tokens is not None and cached_tokens <= lease.cached_tokens - self.tree.block_size:
-            # The engine evicts in order of use: what was used before the lost blocks is lost as well.
-            while self._log and self._log[0].stamp <= lease.previous_stamp:
-                self._evict_oldest(maxsize)
         lease.open = False
+        if total_tokens is not None:
+            self._correct_suffix(lease, total_tokens)
         self._clock = stamp = self._clock + 1
         path = lease.path
         for node in path:
@@ -116,6 +126,15 @@ class LRUResidency:
             suffix_blocks = 0
         self._append(path[-1], stamp, suffix_blocks)
         lease.path = ()
+
+    def _correct_suffix(self, lease: Lease, total_tokens: float) -> None:
+        """Count what really stands behind the documents. The last token of an answer is not computed upon."""
+        block_size = self.tree.block_size
+        kept_tokens = max(lease.path[-1].end, min(int(total_tokens), _MAX_TOKENS) - 1)
+        suffix_blocks = kept_tokens // block_size - lease.path[-1].end // block_size
+        partial_blocks = 1 if kept_tokens % block_size else 0
+        self.used_blocks += suffix_blocks + partial_blocks - lease.suffix_blocks - lease.partial_blocks
+        lease.suffix_blocks, lease.partial_blocks = suffix_blocks, partial_blocks
 
     def cancel(self, lease: Lease) -> None:
         if not lease.open:
@@ -135,6 +154,33 @@ class LRUResidency:
         self._append(path[kept - 1], stamp, 0)
         lease.path = ()
 
+    def forget_used_before(self, stamp: int) -> None:
+        """The engine has evicted whatever was last used at that time or earlier."""
+        while self._log and self._log[0].stamp <= stamp:
+            self._evict_oldest(maxsize)
+
+    def lose(self, node: Node, kept_blocks: int) -> None:
+        """The engine holds only the first `kept_blocks` of a node that no request uses, and nothing below it."""
+        below = list(self.tree.walk(node))
+        for each in reversed(below[1:]):
+            self._give_up(each, each.blocks - each.missing)
+        self._give_up(node, max(0, node.blocks - node.missing - kept_blocks))
+
+    def find(self, node: Node, held_blocks: int) -> None:
+        """The engine holds the first `held_blocks` of a node, and all above it."""
+        found = held_blocks - node.blocks + node.missing
+        if found > 0:
+            self.used_blocks += found
+            node.missing -= found
+
+    def _give_up(self, node: Node, blocks: int) -> None:
+        """Mark a node's last blocks as not held. A node of which nothing is left leaves the tree; stamp 0 says so."""
+        self.used_blocks -= blocks
+        node.missing += blocks
+        if node.missing == node.blocks and node.parent is not None and not node.children:
+            self._remove(node)
+            node.stamp = 0
+
     def _take_back(self, node: Node) -> bool:
         """Give up what only failed requests would have filled; whether that leaves nothing of the node."""
         if node.leases or node.children or (node.blocks and not node.provisional):
@@ -143,7 +189,7 @@ class LRUResidency:
         node.missing, node.provisional = node.provisional, 0
         if node.missing < node.blocks:
             return False
-        self.tree.remove(node)
+        self._remove(node)
         return True
 
     def _make_room(self) -> None:
@@ -155,14 +201,14 @@ class LRUResidency:
 
     def _evict_oldest(self, blocks: int) -> None:
         """Give up at most so many blocks of the least recently used request, from its tail."""
-        use = self._log[0]
+        use = self._log[0].standing()
         left = blocks - use.suffix_blocks
         if left < 0:
             use.suffix_blocks = -left
             left = 0
         else:
             use.suffix_blocks = 0
-            node, stamp, remove = use.node, use.stamp, self.tree.remove
+            node, stamp, evict = use.node, use.stamp, self._evict
             while node.stamp == stamp and not node.leases:
                 held = node.blocks - node.missing
                 if held > left:
@@ -176,7 +222,7 @@ class LRUResidency:
                     node.missing = node.blocks
                     self._log.popleft()
                     break
-                remove(node)
+                evict(node)
                 node = parent
             else:
                 self._log.popleft()
@@ -195,5 +241,5 @@ class LRUResidency:
         log = self._log
         log.append(_Use(leaf, stamp, suffix_blocks))
         if len(log) > self._log_limit:
-            self._log = deque(use for use in log if use.suffix_blocks or use.node.stamp == use.stamp)
+            self._log = deque(use for use in log if use.suffix_blocks or use.standing().node.stamp == use.stamp)
             self._log_limit = 2 * len(self._log) + 1024

@@ -1,0 +1,130 @@
+"""An OpenAI-compatible server over HTTP: every call is bounded in time, every failure is one line."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+if TYPE_CHECKING:
+    import httpx
+
+__all__ = ["AddressError", "Server", "ServerError", "live_extra", "printable"]
+
+
+class ServerError(RuntimeError):
+    """The server gave no answer that can be used.
+
+    The message names its URL, without credentials, and what to change; `status` is the HTTP status, if there was one.
+    """
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class AddressError(ServerError):
+    """This is no URL of a server, or no key that can be sent to one."""
+
+
+class Server:
+    """A server at `base_url` (with or without /v1). `api_key` goes along as Bearer token, a URL's own user and
+    password as basic authentication.
+
+    An answer that is not there after `timeout_s` seconds, an unreachable server and any HTTP error raise ServerError;
+    a malformed `base_url` or `api_key` raises AddressError, and a missing httpx ImportError.
+    """
+
+    def __init__(self, base_url: str, *, timeout_s: float, api_key: str | None = None) -> None:
+        try:
+            import httpx
+        except ImportError as error:
+            raise live_extra(error) from error
+        self._httpx = httpx
+        url = self._parse(base_url)
+        self.root = str(url.copy_with(username=None, password=None, query=None, fragment=None)).rstrip("/")
+        self.root = self.root.removesuffix("/v1").rstrip("/")
+        self.host = url.host
+        self._timeout_s = timeout_s
+        api_key = (api_key or "").strip()
+        if not (api_key.isascii() and api_key.isprintable()):
+            raise AddressError("the API key has characters that no HTTP header takes: is it the right one?")
+        basic = (url.username, url.password) if url.userinfo and not api_key else None
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._client = httpx.Client(auth=basic, headers=headers, timeout=timeout_s, follow_redirects=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._client.close()
+
+    def get(self, path: str) -> str:
+        """The text at a path."""
+        return self._call("GET", path).decode("utf-8", "replace")
+
+    def get_json(self, path: str) -> Any:
+        """The JSON at a path."""
+        return self._json(path, self._call("GET", path))
+
+    def post_json(self, path: str, body: dict[str, Any]) -> Any:
+        """The answer, in JSON, to a request in JSON."""
+        return self._json(path, self._call("POST", path, body))
+
+    def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> bytes:
+        httpx, where = self._httpx, f"{self.root}{path}"
+        late = f"{where} did not answer within {self._timeout_s:g} s: allow more time, or see what keeps the server"
+        deadline = time.monotonic() + self._timeout_s
+        chunks = []
+        try:
+            with self._client.stream(method, where, json=body) as response:
+                # The client's timeout is for the next byte, not for the last one.
+                for chunk in response.iter_bytes():
+                    chunks.append(chunk)
+                    if time.monotonic() > deadline:
+                        raise ServerError(late)
+        except httpx.TimeoutException:
+            raise ServerError(late) from None
+        except httpx.ConnectError as error:
+            message = f"{self.root} cannot be reached ({error}): check host and port, and that the server is up"
+            raise ServerError(message) from None
+        except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
+            # The text of such an error may quote a header or a URL, and with it a key.
+            message = f"{where} gave no answer in HTTP ({type(error).__name__}): check the port, and http or https"
+            raise ServerError(message) from None
+        if response.status_code in (401, 403):
+            message = f"{where} refuses with HTTP {response.status_code}: give the server's key (RAGORDER_API_KEY)"
+            raise ServerError(message, response.status_code)
+        if not response.is_success:
+            raise ServerError(f"{where} answers with HTTP {response.status_code}", response.status_code)
+        return b"".join(chunks)
+
+    def _json(self, path: str, content: bytes) -> Any:
+        try:
+            return json.loads(content)
+        except (ValueError, RecursionError):
+            message = f"{self.root}{path} does not answer in JSON: give the address of an OpenAI-compatible server"
+            raise ServerError(message, 200) from None
+
+    def _parse(self, base_url: str) -> httpx.URL:
+        # Everything in front of an @ may be a password, even where the rest is no URL.
+        shown = printable(re.sub(r"^(\w+://)?.*@", r"\1", base_url.partition("?")[0]))
+        try:
+            url = self._httpx.URL(base_url.strip())
+        except (self._httpx.InvalidURL, ValueError):
+            url = None
+        if url is None or url.scheme not in ("http", "https") or not url.host or not 0 < (url.port or 80) < 65536:
+            raise AddressError(f"{shown!r} is no URL of a server: write http://HOST:PORT")
+        return url
+
+
+def live_extra(error: ImportError) -> ImportError:
+    """The error to raise where a package that talks to servers is missing."""
+    return ImportError(f"talking to a server needs {error.name}: pip install 'ragorder[live]'", name=error.name)
+
+
+def printable(text: str) -> str:
+    """The text with everything that a terminal would act upon escaped."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)

@@ -1,0 +1,318 @@
+"""KV events: what a vLLM server says of its cache, block by block, over ZMQ."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Generator, Iterable
+from dataclasses import dataclass
+from itertools import chain
+from threading import Event, Thread
+from typing import Any, NamedTuple, Self
+
+from ragorder.trie.residency import EngineBlocks
+
+__all__ = ["EventCounters", "KVEventSubscriber"]
+
+_logger = logging.getLogger("ragorder")
+
+_POLL_MS = 100
+_REPLAY_TIMEOUT_S = 5.0
+_FIRST_BACK_OFF_S = 0.1
+_LONGEST_BACK_OFF_S = 5.0
+_REMEMBERED_BATCHES = 4096
+_END = (-1).to_bytes(8, "big", signed=True)
+# Events come as maps; from SGLang and from older vLLM as arrays in this order.
+_FIELDS = {
+    "BlockStored": ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium"),
+    "BlockRemoved": ("block_hashes", "medium"),
+    "AllBlocksCleared": (),
+}
+
+
+@dataclass(slots=True)
+class EventCounters:
+    """What happened on the wire.
+
+    `gaps` are losses of batches, `replays` requests to hear them again, `start_overs` times when the engine's first
+    events could not be heard any more, `restarts` engines that came anew, `silences` servers that did not answer,
+    `garbage` messages and events that could not be read, `orphans` stored blocks whose beginning was never seen.
+    """
+
+    batches: int = 0
+    stored: int = 0
+    removed: int = 0
+    cleared: int = 0
+    gaps: int = 0
+    replays: int = 0
+    start_overs: int = 0
+    restarts: int = 0
+    silences: int = 0
+    garbage: int = 0
+    orphans: int = 0
+
+
+class _Batch(NamedTuple):
+    number: int
+    payload: bytes
+
+
+class KVEventSubscriber:
+    """Keeps `blocks` as the engine at `endpoint` says, on a thread of its own, until it is closed.
+
+    With a `replay_endpoint` it starts late without loss, fills gaps, and asks every `check_interval_s` seconds without
+    news whether it missed any, and whether the engine is still the same one. Without, a gap empties `blocks`, and a
+    restart shows only where events are counted anew. A server that does not answer is asked again, less and less often.
+
+    No message does any harm: what cannot be read is counted. Raises ImportError naming the extra to install, and
+    ValueError for an endpoint that is none.
+    """
+
+    def __init__(
+        self,
+        blocks: EngineBlocks,
+        endpoint: str,
+        replay_endpoint: str | None = None,
+        *,
+        topic: str = "",
+        check_interval_s: float = 1.0,
+    ) -> None:
+        self._zmq, self._decode = _import()
+        self.blocks = blocks
+        self.counters = EventCounters()
+        self._topic = topic.encode()
+        self._replay_endpoint = replay_endpoint
+        self._check_interval_s = check_interval_s
+        self._next = 0
+        self._recent: OrderedDict[int, int] = OrderedDict()
+        self._synchronised = Event()
+        self._stop = Event()
+        self._context = self._zmq.Context()
+        try:
+            self._socket = self._connect(self._zmq.SUB, endpoint)
+            self._socket.setsockopt(self._zmq.SUBSCRIBE, self._topic)
+            if replay_endpoint is not None:
+                self._connect(self._zmq.DEALER, replay_endpoint).close(linger=0)
+        except self._zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise ValueError(f"no ZMQ endpoint ({error}): give one like tcp://127.0.0.1:5557") from None
+        self._thread = Thread(target=self._run, name="ragorder-kv-events", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def synchronised(self) -> bool:
+        """Whether `blocks` is, as far as anybody can tell, what the engine holds."""
+        return self._synchronised.is_set()
+
+    def wait_until_synchronised(self, timeout_s: float | None = None) -> bool:
+        """Wait until it is; whether it came to that in time."""
+        return self._synchronised.wait(timeout_s)
+
+    def close(self) -> None:
+        """End the thread and close the sockets. Closing twice is fine."""
+        self._stop.set()
+        self._thread.join()
+
+    def _connect(self, kind: int, endpoint: str) -> Any:
+        zmq = self._zmq
+        socket = self._context.socket(kind)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.RCVHWM, 100_000)
+        socket.setsockopt(zmq.RECONNECT_IVL, 100)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, int(1000 * _LONGEST_BACK_OFF_S))
+        socket.connect(endpoint)
+        return socket
+
+    def _run(self) -> None:
+        try:
+            while not self._stop.is_set():
+                try:
+                    self._synchronise()
+                    self._listen()
+                except Exception as error:
+                    # The message of an error may quote tokens: only its type is logged.
+                    _logger.debug("KV events: %s", type(error).__name__)
+                    self.counters.garbage += 1
+                    self._stop.wait(_FIRST_BACK_OFF_S)
+        finally:
+            self._context.destroy(linger=0)
+
+    def _synchronise(self) -> None:
+        """Ask for all that was missed, again and again until the server answers."""
+        wait_s = _FIRST_BACK_OFF_S
+        while self._replay_endpoint is not None and not self.synchronised and not self._stop.is_set():
+            if self._catch_up():
+                return
+            self._stop.wait(wait_s)
+            wait_s = min(2 * wait_s, _LONGEST_BACK_OFF_S)
+
+    def _listen(self) -> None:
+        """Follow the engine until it falls silent."""
+        news = time.monotonic()
+        while not self._stop.is_set():
+            if self._socket.poll(_POLL_MS):
+                self._take(self._socket.recv_multipart())
+                news = time.monotonic()
+            elif self._replay_endpoint is not None and time.monotonic() - news >= self._check_interval_s:
+                self._catch_up()
+                news = time.monotonic()
+            if self._replay_endpoint is not None and not self.synchronised:
+                return
+
+    def _take(self, frames: list[bytes]) -> None:
+        """One message from the engine."""
+        batch = self._read(frames)
+        if batch is None or self._is_repeated(batch):
+            return
+        if batch.number == self._next and (self._next or self._replay_endpoint is not None):
+            self._apply(self.blocks, batch)
+        elif self._replay_endpoint is None:
+            self._lose_track(same_engine=batch.number >= self._next)
+            self._start_over([batch])
+        elif batch.number > self._next:
+            self.counters.gaps += 1
+            if self._catch_up() and not self._is_repeated(batch):
+                # No replay knows of it: it never came from this engine.
+                self.counters.garbage += 1
+        else:
+            self._catch_up()
+
+    def _catch_up(self) -> bool:
+        """Hear what was missed, and whether this is still the same engine. False: the server does not answer."""
+        self.counters.replays += 1
+        known = self._next - 1
+        told = self._replay(max(0, known))
+        try:
+            first = next(told, None)
+            if known < 0:
+                self._start_over(chain([first] if first else [], told))
+            elif first is not None and self._is_repeated(first):
+                for batch in told:
+                    if batch.number == self._next:
+                        self._apply(self.blocks, batch)
+            else:
+                # Something else is at this number, or nothing: another engine. A later number: too much was missed.
+                told.close()
+                self._lose_track(same_engine=first is not None and first.number > known)
+                self._start_over(self._replay(0))
+        except TimeoutError:
+            self.counters.silences += 1
+            self._synchronised.clear()
+            return False
+        finally:
+            told.close()
+        self._synchronised.set()
+        return True
+
+    def _lose_track(self, *, same_engine: bool) -> None:
+        """What was heard so far counts no more: too much was missed, or the engine is another one."""
+        if not self._next:
+            return
+        self._next = 0
+        if same_engine:
+            self.counters.gaps += 1
+        else:
+            self.counters.restarts += 1
+            self.blocks.replace(self.blocks.afresh(same_engine=False), same_engine=False)
+
+    def _start_over(self, told: Iterable[_Batch]) -> None:
+        """Take what is told for all there is."""
+        blocks = self.blocks.afresh(same_engine=True)
+        self._recent.clear()
+        try:
+            for number, batch in enumerate(told):
+                self.counters.start_overs += number == 0 and batch.number > 0
+                self._apply(blocks, batch)
+        except TimeoutError:
+            self._next = 0
+            raise
+        self.blocks.replace(blocks, same_engine=True)
+        self._synchronised.set()
+
+    def _replay(self, first: int) -> Generator[_Batch, None, None]:
+        """The batches from this number on, as the server still has them. Raises TimeoutError if it does not answer."""
+        socket = self._connect(self._zmq.DEALER, self._replay_endpoint or "")
+        try:
+            socket.send_multipart([b"", first.to_bytes(8, "big")])
+            deadline = time.monotonic() + _REPLAY_TIMEOUT_S
+            while not self._stop.is_set() and time.monotonic() < deadline:
+                if not socket.poll(_POLL_MS):
+                    continue
+                frames = socket.recv_multipart()
+                if frames[-2:-1] == [_END]:
+                    return
+                batch = self._read(frames[1:])
+                if batch is not None:
+                    yield batch
+                    deadline = time.monotonic() + _REPLAY_TIMEOUT_S
+            raise TimeoutError
+        finally:
+            socket.close(linger=0)
+
+    def _read(self, frames: list[bytes]) -> _Batch | None:
+        if len(frames) == 3 and len(frames[1]) == 8 and (not self._topic or frames[0] == self._topic):
+            return _Batch(int.from_bytes(frames[1], "big"), frames[2])
+        self.counters.garbage += 1
+        return None
+
+    def _is_repeated(self, batch: _Batch) -> bool:
+        """Whether this very batch was applied, as the live stream and a replay may both bring it."""
+        return self._recent.get(batch.number) == hash(batch.payload)
+
+    def _apply(self, blocks: EngineBlocks, batch: _Batch) -> None:
+        self._next = batch.number + 1
+        self._recent[batch.number] = hash(batch.payload)
+        if len(self._recent) > _REMEMBERED_BATCHES:
+            self._recent.popitem(last=False)
+        self.counters.batches += 1
+        try:
+            _, events, *_ = self._decode(batch.payload)
+        except Exception:
+            self.counters.garbage += 1
+            return
+        for event in events:
+            try:
+                self._apply_event(blocks, event)
+            except Exception:
+                self.counters.garbage += 1
+        self.counters.orphans = self.blocks.orphans
+
+    def _apply_event(self, blocks: EngineBlocks, event: Any) -> None:
+        kind, fields = _fields(event)
+        # Other groups of a hybrid model have blocks of their own for the same tokens.
+        if fields.get("group_idx") or fields.get("locality") == "REMOTE":
+            return
+        hashes, medium = fields.get("block_hashes", ()), fields.get("medium")
+        if kind == "BlockStored":
+            parent, token_ids = fields["parent_block_hash"], fields["token_ids"]
+            blocks.store(hashes, parent, token_ids, fields.get("extra_keys"), medium)
+            self.counters.stored += len(hashes)
+        elif kind == "BlockRemoved":
+            blocks.remove(hashes, medium)
+            self.counters.removed += len(hashes)
+        elif kind == "AllBlocksCleared":
+            blocks.clear()
+            self.counters.cleared += 1
+
+
+def _fields(event: Any) -> tuple[str, dict[str, Any]]:
+    if isinstance(event, dict):
+        return event["type"], event
+    kind, *values = event
+    return kind, dict(zip(_FIELDS.get(kind, ()), values, strict=False))
+
+
+def _import() -> tuple[Any, Any]:
+    try:
+        import zmq
+        from msgspec.msgpack import decode
+    except ImportError as error:
+        raise ImportError(f"KV events need {error.name}: pip install 'ragorder[live]'", name=error.name) from error
+    return zmq, decode

@@ -1,0 +1,167 @@
+"""What an engine's KV cache holds, block by block, as its events tell."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Hashable, Iterable, Sequence
+from hashlib import blake2b
+from threading import Lock
+from typing import Any, Protocol
+
+__all__ = ["Content", "EngineBlocks", "Watcher", "chain_root", "follow"]
+
+Content = bytes
+"""A digest of a block's tokens and of all that stands before them, whatever hash the engine gives the block."""
+
+
+class Watcher(Protocol):
+    """Whoever wants to know when a block comes or goes: its content is put into `changed`."""
+
+    changed: dict[Content, None]
+
+
+def chain_root(salt: str | None = None) -> Content:
+    """What stands before a prompt's first block: the tenant's `cache_salt`, or nothing."""
+    return _keyed((salt,)) if salt else b""
+
+
+def follow(parent: Content, token_ids: Sequence[int]) -> Content:
+    """The content of the block with these tokens behind `parent`. Token ids have up to 63 bits."""
+    return blake2b(parent + array("q", token_ids).tobytes(), digest_size=16).digest()
+
+
+def _keyed(extra_keys: Iterable[Any] | None) -> Content:
+    """The root for what an engine hashes besides tokens: salt, adapter, images."""
+    return repr(tuple(extra_keys)).encode("utf-8", "backslashreplace") if extra_keys else b""
+
+
+class EngineBlocks:
+    """The blocks of one engine's cache. One thread writes, any may ask.
+
+    `generation` changes whenever blocks may have gone without a word each, `epoch` when the engine is another one.
+    At most `max_blocks` blocks are remembered, those that are held and those that were, oldest out first: let it be
+    some times what the engine can hold. `orphans` counts blocks whose beginning was never seen.
+    """
+
+    def __init__(self, block_size: int, max_blocks: int = 1 << 18) -> None:
+        self.block_size = block_size
+        self.max_blocks = max_blocks
+        self.generation = 0
+        self.epoch = 0
+        self.orphans = 0
+        self._lock = Lock()
+        # What an engine's hash stands for never changes: it is remembered beyond the block's own life.
+        self._contents: dict[Hashable, Content] = {}
+        self._held: dict[Content, tuple[Hashable, ...]] = {}
+        self._watchers: dict[Content, Watcher] = {}
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def holds(self, content: Content) -> bool:
+        """Whether the engine holds a block with this content."""
+        return content in self._held
+
+    def watch(self, content: Content, watcher: Watcher) -> None:
+        """Tell the watcher whenever the block comes or goes. A block has one watcher, the last one."""
+        self._watchers[content] = watcher
+
+    def unwatch(self, content: Content, watcher: Watcher) -> None:
+        """End a watch; none is fine."""
+        if self._watchers.get(content) is watcher:
+            del self._watchers[content]
+
+    def store(
+        self,
+        hashes: Sequence[Hashable],
+        parent: Hashable | None,
+        token_ids: Sequence[int],
+        extra_keys: Sequence[Sequence[Any] | None] | None = None,
+        medium: Hashable = None,
+    ) -> None:
+        """The engine filled blocks in a row behind the block `parent` (None: at the start of a prompt).
+
+        `token_ids` are those of all these blocks; `extra_keys` say for each what its hash covers besides tokens.
+        `medium` is the tier that holds them; a block is held as long as any tier holds it.
+        Raises ValueError if the tokens do not fill the blocks, TypeError or OverflowError for what is no token id.
+        """
+        size = self.block_size
+        if len(token_ids) != size * len(hashes) or (extra_keys and len(extra_keys) != len(hashes)):
+            raise ValueError(f"{len(hashes)} blocks of {size} tokens cannot have {len(token_ids)} tokens")
+        with self._lock:
+            content = b""
+            if parent is not None:
+                if parent not in self._contents:
+                    self.orphans += len(hashes)
+                    return
+                content = self._contents[parent]
+                # Nothing is computed behind a block that is not there: its removal was that of a duplicate.
+                self._hold(content, medium)
+            for number, block_hash in enumerate(hashes):
+                keys = _keyed(extra_keys[number]) if extra_keys else b""
+                content = follow(content + keys, token_ids[number * size : (number + 1) * size])
+                self._contents.pop(block_hash, None)
+                self._contents[block_hash] = content
+                self._hold(content, medium)
+            while len(self._contents) > self.max_blocks:
+                self._forget_oldest()
+
+    def remove(self, hashes: Iterable[Hashable], medium: Hashable = None) -> None:
+        """A tier gave up blocks. Blocks that were never seen are passed over."""
+        with self._lock:
+            for block_hash in hashes:
+                content = self._contents.get(block_hash)
+                media = self._held.get(content, ()) if content is not None else ()
+                if content is not None and medium in media:
+                    left = tuple(each for each in media if each != medium)
+                    if left:
+                        self._held[content] = left
+                    else:
+                        self._drop(content)
+
+    def clear(self) -> None:
+        """The engine emptied its cache."""
+        with self._lock:
+            self._held.clear()
+            self.generation += 1
+
+    def replace(self, other: EngineBlocks, *, same_engine: bool) -> None:
+        """Take over what was learnt afresh, all at once. `other` must not be used afterwards."""
+        with self._lock:
+            self._contents, self._held = other._contents, other._held
+            self.orphans += other.orphans
+            self.generation += 1
+            self.epoch += not same_engine
+
+    def afresh(self, *, same_engine: bool) -> EngineBlocks:
+        """An empty successor for `replace`, which knows the names of blocks if the engine is the same."""
+        successor = EngineBlocks(self.block_size, self.max_blocks)
+        if same_engine:
+            with self._lock:
+                successor._contents.update(self._contents)
+        return successor
+
+    def _forget_oldest(self) -> None:
+        oldest = next(iter(self._contents))
+        content = self._contents.pop(oldest)
+        if content in self._held and 2 * len(self._held) <= self.max_blocks:
+            self._contents[oldest] = content
+        else:
+            self._drop(content)
+
+    def _hold(self, content: Content, medium: Hashable) -> None:
+        media = self._held.get(content)
+        if media is None:
+            self._held[content] = (medium,)
+            self._tell(content)
+        elif medium not in media:
+            self._held[content] = (*media, medium)
+
+    def _drop(self, content: Content) -> None:
+        if self._held.pop(content, None) is not None:
+            self._tell(content)
+
+    def _tell(self, content: Content) -> None:
+        watcher = self._watchers.get(content)
+        if watcher is not None:
+            watcher.changed[content] = None

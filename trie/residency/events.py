@@ -1,0 +1,260 @@
+"""Residency that knows from the engine's own events what it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from sys import maxsize
+from typing import NamedTuple
+
+from ragorder.trie.residency.base import Lease, TokenIds
+from ragorder.trie.residency.blocks import Content, EngineBlocks, chain_root, follow
+from ragorder.trie.residency.lru import LRUResidency, _Use
+from ragorder.trie.tree import KnowledgeTree, Node
+
+__all__ = ["EventsResidency"]
+
+
+class _Contents:
+    """The contents of a node's blocks, that of the last block before the node's end, and the tokens behind that."""
+
+    __slots__ = ("blocks", "last", "rest")
+
+    def __init__(self, blocks: tuple[Content, ...], last: Content, rest: TokenIds) -> None:
+        self.blocks = blocks
+        self.last = last
+        self.rest = rest
+
+
+class _Pending(NamedTuple):
+    """What a request in flight will displace; `marker` is the content of a block that it will fill."""
+
+    lease: Lease
+    marker: Content | None
+    displaced: list[Node]
+
+
+class EventsResidency(LRUResidency):
+    """The mirror of the block pool, corrected block by block by what the engine says of itself.
+
+    Events come late: for requests that the engine has not begun yet the mirror foretells what they will fill and what
+    they will displace. Everything else is as the events have it, whoever else uses the engine.
+
+    `prefix_ids` are the tokens in front of the documents, `salt` is the `cache_salt` of the tenant's requests: blocks
+    with another salt have other contents. A document whose tokens are not known is followed by the mirror alone.
+    """
+
+    def __init__(
+        self,
+        tree: KnowledgeTree,
+        capacity_tokens: int | None,
+        max_nodes: int = 1_000_000,
+        partial_blocks_first: bool = True,
+        *,
+        blocks: EngineBlocks,
+        prefix_ids: TokenIds,
+        salt: str | None = None,
+    ) -> None:
+        super().__init__(tree, capacity_tokens, max_nodes, partial_blocks_first)
+        self.changed: dict[Content, None] = {}
+        self._blocks = blocks
+        self._generation = blocks.generation
+        self._epoch = blocks.epoch
+        self._nominal_capacity_blocks = self.capacity_blocks
+        self._contents: dict[Node, _Contents] = {}
+        self._watched: dict[Content, Node] = {}
+        # Nodes that requests in flight will displace, with their stamps: they stay in the tree until the engine has.
+        self._doomed: dict[Node, int] = {}
+        self._pending: list[_Pending] = []
+        self._displaced: list[Node] = []
+        self._evict = self._doom
+        self._remove = self._remove_watched
+        root = tree.root
+        if len(prefix_ids) == root.end:
+            self._learn(root, _Contents((), chain_root(salt), ()), prefix_ids)
+
+    def refresh(self) -> None:
+        if self._generation != self._blocks.generation:
+            self._start_over()
+        changed = self.changed
+        if not changed:
+            return
+        while changed:
+            content, _ = changed.popitem()
+            node = self._watched.get(content)
+            # What a request in flight has lost, it fills again; what is doomed has its own time.
+            if node is not None and not node.leases and node not in self._doomed:
+                self._correct(node, content)
+        self._resolve()
+
+    def lease(self, path: Sequence[Node], suffix_tokens: int, token_ids: Sequence[TokenIds] = ()) -> Lease:
+        contents = self._contents
+        for node, ids in zip(path[1:], token_ids, strict=False):
+            if node not in contents and node.parent in contents and len(ids) == node.end - node.parent.end:
+                self._learn(node, contents[node.parent], ids)
+        for node in path:
+            if node.missing or not node.stamp:
+                if node.stamp or node in self._doomed or node not in contents:
+                    break
+                self.find(node, self._held_blocks(node))
+                if node.missing:
+                    break
+                # Nobody knows when it was used: a report about it says nothing about others.
+                node.stamp = -1
+        if self._doomed:
+            for node in path:
+                self._doomed.pop(node, None)
+        known = contents.get(path[-1])
+        marker = known.last if known is not None and not self._blocks.holds(known.last) else None
+        evicted_blocks = self.evicted_blocks
+        lease = super().lease(path, suffix_tokens)
+        if self.evicted_blocks > evicted_blocks:
+            if self._log:
+                # Of this one a part may have been evicted.
+                self._displaced.append(self._log[0].node)
+            self._pending.append(_Pending(lease, marker, self._displaced))
+            self._displaced = []
+        return lease
+
+    def forget_used_before(self, stamp: int) -> None:
+        """Only of what the events are silent about."""
+        log = self._log
+        told = []
+        while log and log[0].stamp <= stamp:
+            use = log[0].standing()
+            node = use.node
+            if node in self._contents and node.stamp == use.stamp and self._held_blocks(node):
+                told.append(log.popleft())
+            else:
+                self._evict_oldest(maxsize)
+        log.extendleft(reversed(told))
+
+    def close(self) -> None:
+        """Stop watching the engine's blocks."""
+        for content in self._watched:
+            self._blocks.unwatch(content, self)
+
+    def _learn(self, node: Node, above: _Contents, token_ids: TokenIds) -> None:
+        """Compute the contents of a node's blocks and watch them."""
+        size = self.tree.block_size
+        ids = [*above.rest, *token_ids]
+        content = above.last
+        blocks = []
+        for start in range(0, len(ids) - size + 1, size):
+            content = follow(content, ids[start : start + size])
+            blocks.append(content)
+            self._watched[content] = node
+            self._blocks.watch(content, self)
+        self._contents[node] = _Contents(tuple(blocks), content, ids[len(blocks) * size :])
+
+    def _held_blocks(self, node: Node) -> int:
+        """How many blocks of the node, from the first, the engine holds."""
+        holds = self._blocks.holds
+        count = 0
+        for content in self._contents[node].blocks:
+            if not holds(content):
+                break
+            count += 1
+        return count
+
+    def _correct(self, node: Node, content: Content) -> None:
+        if not self._blocks.holds(content):
+            position = self._contents[node].blocks.index(content)
+            if position < node.blocks - node.missing:
+                # Somebody else needed the room: there is less of it for us.
+                used_blocks = self.used_blocks
+                self.lose(node, position)
+                self.capacity_blocks = max(0, self.capacity_blocks - used_blocks + self.used_blocks)
+        elif node.missing and (node.parent is None or not node.parent.missing):
+            self.find(node, self._held_blocks(node))
+
+    def _doom(self, node: Node) -> None:
+        """The mirror evicts a node. Whether the engine does, it will say when it has begun the request in flight."""
+        if node.children or (node in self._contents and self._held_blocks(node)):
+            self._doomed[node] = node.stamp
+            self._displaced.append(node)
+            node.missing = node.blocks
+            node.stamp = 0
+            if self.tree.size > self.max_nodes:
+                self._drop_doomed()
+        else:
+            self._remove(node)
+
+    def _resolve(self) -> None:
+        """Look again at what requests were to displace that the engine has begun by now."""
+        begun = [pending.marker is not None and self._blocks.holds(pending.marker) for pending in self._pending]
+        if not any(begun):
+            return
+        # An answer may be here before its events; the events of a request that began later came after them.
+        last = len(begun) - begun[::-1].index(True)
+        waiting: list[_Pending] = []
+        below_doomed: list[Node] = []
+        for number, pending in enumerate(self._pending):
+            if not (begun[number] or (number < last and not pending.lease.open)):
+                waiting.append(pending)
+                continue
+            # Parents were displaced after their children.
+            for node in reversed(pending.displaced):
+                self._reconsider(node)
+            for node in pending.displaced:
+                if waiting and node.parent in self._doomed:
+                    below_doomed.append(node)
+                else:
+                    self._drop(node)
+        if below_doomed:
+            waiting[0].displaced[:0] = below_doomed
+        self._pending = waiting
+
+    def _reconsider(self, node: Node) -> None:
+        """Put a doomed node back if the engine holds it after all: there is more room than the mirror thought."""
+        if node not in self._contents or node.leases or (node.parent is not None and node.parent.missing):
+            return
+        held = self._held_blocks(node)
+        found = held - node.blocks + node.missing
+        if found > 0:
+            self.find(node, held)
+            self.capacity_blocks += found
+        stamp = self._doomed.get(node)
+        if stamp is not None and (held or not node.blocks):
+            del self._doomed[node]
+            node.stamp = stamp
+            self._log.appendleft(_Use(node, stamp, 0))
+
+    def _drop(self, node: Node) -> None:
+        """What the engine has displaced leaves the tree."""
+        if node in self._doomed:
+            self.lose(node, 0)
+
+    def _drop_doomed(self) -> None:
+        for node in list(self._doomed):
+            self._drop(node)
+        self._pending.clear()
+
+    def _start_over(self) -> None:
+        """Blocks may have gone without a word: look at each."""
+        blocks = self._blocks
+        self._generation = blocks.generation
+        if self._epoch != blocks.epoch:
+            self._epoch = blocks.epoch
+            for lease in self._in_flight:
+                self.cancel(lease)
+        self._drop_doomed()
+        self.capacity_blocks = self._nominal_capacity_blocks
+        stack = [self.tree.root]
+        while stack:
+            node = stack.pop()
+            stack += (node.children or {}).values()
+            if node not in self._contents:
+                continue
+            if node.leases:
+                node.provisional = node.blocks - node.missing
+            elif self._held_blocks(node) < node.blocks - node.missing:
+                self.lose(node, self._held_blocks(node))
+
+    def _remove_watched(self, node: Node) -> None:
+        self._doomed.pop(node, None)
+        contents = self._contents.pop(node, None)
+        if contents is not None:
+            for content in contents.blocks:
+                self._watched.pop(content, None)
+                self._blocks.unwatch(content, self)
+        self.tree.remove(node)
