@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from sys import maxsize
 from typing import NamedTuple
 
 from ragorder.trie.residency.base import Lease, TokenIds
@@ -115,18 +114,10 @@ class EventsResidency(LRUResidency):
             self._displaced = []
         return lease
 
-    def forget_used_before(self, stamp: int) -> None:
-        """Only of what the events are silent about."""
-        log = self._log
-        told = []
-        while log and log[0].stamp <= stamp:
-            use = log[0].standing()
-            node = use.node
-            if node in self._contents and node.stamp == use.stamp and self._held_blocks(node):
-                told.append(log.popleft())
-            else:
-                self._evict_oldest(maxsize)
-        log.extendleft(reversed(told))
+    def correct(self, lease: Lease) -> None:
+        """Only where the events are silent about the request: else they know better."""
+        if not any(node in self._contents and self._held_blocks(node) for node in lease.path):
+            super().correct(lease)
 
     def close(self) -> None:
         """Stop watching the engine's blocks."""
@@ -251,6 +242,9 @@ class EventsResidency(LRUResidency):
                 self.lose(node, self._held_blocks(node))
 
     def _remove_watched(self, node: Node) -> None:
+        # The root stays.
+        if node.parent is None:
+            return
         self._doomed.pop(node, None)
         contents = self._contents.pop(node, None)
         if contents is not None:

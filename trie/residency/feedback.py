@@ -32,7 +32,7 @@ class FeedbackResidency:
     def release(self, lease: Lease, cached_tokens: float | None = None, total_tokens: float | None = None) -> None:
         if cached_tokens is not None and cached_tokens <= lease.cached_tokens - self.tree.block_size and lease.open:
             self.corrections += 1
-            self.mirror.forget_used_before(lease.previous_stamp)
+            self.mirror.correct(lease)
         self.mirror.release(lease, None, total_tokens)
 
     def cancel(self, lease: Lease) -> None:

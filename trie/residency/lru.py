@@ -154,9 +154,9 @@ class LRUResidency:
         self._append(path[kept - 1], stamp, 0)
         lease.path = ()
 
-    def forget_used_before(self, stamp: int) -> None:
-        """The engine has evicted whatever was last used at that time or earlier."""
-        while self._log and self._log[0].stamp <= stamp:
+    def correct(self, lease: Lease) -> None:
+        """The request found less than was foretold: whatever was used before what it missed is gone as well."""
+        while self._log and self._log[0].stamp <= lease.previous_stamp:
             self._evict_oldest(maxsize)
 
     def lose(self, node: Node, kept_blocks: int) -> None:

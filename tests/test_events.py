@@ -1,0 +1,382 @@
+"""Residency by events: the tree is what the engine says, whoever else uses it, and foretells what it will do next."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ragorder import Document, Orderer
+from ragorder.eval.engines.sim import SimEngine
+from ragorder.trie.residency import EngineBlocks, EventsResidency
+from ragorder.trie.tree import Node
+
+BLOCK = 4
+SYSTEM = list(range(1, 11))
+DOCUMENTS = 12
+
+
+def token_ids(document: Document) -> list[int]:
+    """The tokens of a document, of which no other has any."""
+    number = int(document.id)
+    return list(range(1000 * number + 100, 1000 * number + 100 + document.token_count))
+
+
+def make_documents(lengths: Sequence[int]) -> list[Document]:
+    return [Document(str(number), "", tokens=length) for number, length in enumerate(lengths)]
+
+
+class TellingEngine:
+    """The simulated engine, with KV events that come when the test says so."""
+
+    def __init__(self, blocks: EngineBlocks, capacity_blocks: int) -> None:
+        self.sim = SimEngine(block_size=BLOCK, capacity_tokens=capacity_blocks * BLOCK, in_flight=10**6)
+        self.blocks = blocks
+        self.running: deque[int] = deque()
+        self._told: dict[int, None] = {}
+        self._untold: deque[Any] = deque()
+        self._foreign = 0
+
+    def admit(self, prompt: Sequence[int], answer_tokens: int) -> tuple[int, int]:
+        """Begin a request: the cached tokens of its prompt and a handle. Its events wait for `tell`."""
+        completion, handle = self.sim.admit(prompt, answer_tokens)
+        hashes = self.sim.block_hashes(prompt)
+        held = dict.fromkeys(self.sim._block_of)
+        self._untold.append(("removed", [each for each in self._told if each not in held]))
+        new = [(place, each) for place, each in enumerate(hashes) if each not in self._told and each in held]
+        for place, each in new:
+            parent = hashes[place - 1] if place else None
+            self._untold.append(("stored", each, parent, list(prompt[place * BLOCK : (place + 1) * BLOCK])))
+        self._told = {each: None for each in [*self._told, *hashes] if each in held}
+        return completion.cached_tokens, handle
+
+    def foreign(self, tokens: int) -> None:
+        """Another client's prompt, served at once."""
+        self._foreign += 1
+        _, handle = self.admit(range(-(10**6) * self._foreign - tokens, -(10**6) * self._foreign), 0)
+        self.sim.finish(handle)
+
+    def clear(self) -> None:
+        self.sim.reset()
+        self._told.clear()
+        self._untold.append(("cleared",))
+
+    def tell(self) -> None:
+        """Whatever happened since the last time."""
+        while self._untold:
+            kind, *facts = self._untold.popleft()
+            if kind == "stored":
+                block_hash, parent, ids = facts
+                self.blocks.store([block_hash], parent, ids)
+            elif kind == "removed":
+                self.blocks.remove(facts[0])
+            else:
+                self.blocks.clear()
+
+
+class Live:
+    """An orderer that hears of an engine, and requests in flight between them."""
+
+    def __init__(self, lengths: Sequence[int], capacity_blocks: int, **options: Any) -> None:
+        self.documents = make_documents(lengths)
+        self.blocks = EngineBlocks(BLOCK)
+        self.engine = TellingEngine(self.blocks, capacity_blocks)
+        self.orderer = self.make_orderer(**options)
+        self.in_flight: deque[tuple[Any, int, int]] = deque()
+        self.served = 0
+
+    def make_orderer(self, **options: Any) -> Orderer:
+        return Orderer(
+            token_ids=token_ids,
+            prefix_ids=SYSTEM,
+            blocks=self.blocks,
+            **{
+                "capacity_tokens": self.engine.sim.capacity_tokens,
+                "block_size": BLOCK,
+                "prefix_tokens": len(SYSTEM),
+                "partial_blocks_first": False,
+                "strict": True,
+            }
+            | options,
+        )
+
+    @property
+    def residency(self) -> EventsResidency:
+        mirror = self.orderer._scopes[None].mirror
+        assert isinstance(mirror, EventsResidency)
+        return mirror
+
+    def begin(self, numbers: Sequence[int], suffix_tokens: int | None = 3, answer_tokens: int = 2) -> tuple[int, int]:
+        """Order a request and send it: cached tokens foretold and reported."""
+        self.served += 1
+        ordering = self.orderer.order([self.documents[number] for number in numbers], suffix_tokens=suffix_tokens)
+        assert sorted(int(document.id) for document in ordering.documents) == sorted(numbers)
+        prompt = array("q", SYSTEM)
+        for document in ordering.documents:
+            prompt.extend(token_ids(document))
+        prompt.append(-self.served)
+        reported, handle = self.engine.admit(prompt, answer_tokens)
+        self.in_flight.append((ordering, handle, reported))
+        return ordering.cached_tokens, reported
+
+    def end(self) -> None:
+        ordering, handle, reported = self.in_flight.popleft()
+        self.engine.sim.finish(handle)
+        ordering.confirm(reported)
+
+    def serve(self, numbers: Sequence[int], **options: Any) -> tuple[int, int]:
+        both = self.begin(numbers, **options)
+        self.engine.tell()
+        self.end()
+        return both
+
+    def settle(self) -> None:
+        """Everything is answered, and everything told."""
+        while self.in_flight:
+            self.end()
+        self.engine.tell()
+
+    def check(self, exact: bool = True) -> None:
+        """The tree is sound, and each path is held as far as it says, or at least that far."""
+        residency = self.residency
+        residency.refresh()
+        prompts: dict[Node, list[int]] = {}
+        for node in residency.tree.walk():
+            above = prompts[node.parent] if node.parent is not None else []
+            ids = [token_ids(each) for each in self.documents if each.key == node.key] or [SYSTEM]
+            prompts[node] = above + ids[0]
+            assert 0 <= node.missing <= node.blocks
+            assert node.leases == 0
+            assert node in residency._contents
+            if node in residency._doomed:
+                continue
+            held = self.engine.sim.cached_tokens(prompts[node])
+            if node.parent is None or not node.parent.missing:
+                claimed = residency.tree.cached_tokens(node)
+                assert claimed == held if exact else claimed <= held
+        nodes = len(prompts) - 1
+        assert residency.tree.size == nodes
+        assert set(residency._contents) == set(prompts)
+        assert len(residency._watched) == sum(len(known.blocks) for known in residency._contents.values())
+
+
+REQUESTS = st.lists(st.integers(0, DOCUMENTS - 1), min_size=1, max_size=5, unique=True)
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("serve"), REQUESTS),
+        st.tuples(st.just("begin"), REQUESTS),
+        st.tuples(st.just("end"), st.none()),
+        st.tuples(st.just("tell"), st.none()),
+        st.tuples(st.just("foreign"), st.integers(1, 120)),
+        st.tuples(st.just("discard"), st.none()),
+        st.tuples(st.just("clear"), st.none()),
+    ),
+    max_size=60,
+)
+LENGTHS = st.lists(st.integers(0, 30), min_size=DOCUMENTS, max_size=DOCUMENTS)
+
+
+class TestExactness:
+    @settings(max_examples=300)
+    @given(
+        LENGTHS, st.integers(40, 200), STEPS, st.sampled_from([None, 3, 40]), st.booleans(), st.sampled_from([4, 10**6])
+    )
+    def test_once_all_is_told_the_tree_is_what_the_engine_holds(
+        self,
+        lengths: list[int],
+        capacity_blocks: int,
+        steps: list[tuple[str, Any]],
+        suffix_tokens: int | None,
+        feedback: bool,
+        max_nodes: int,
+    ) -> None:
+        live = Live(lengths, capacity_blocks, feedback=feedback, max_nodes=max_nodes)
+        live.serve([0])
+        for step, value in steps:
+            if step == "serve":
+                live.serve(value, suffix_tokens=suffix_tokens)
+            elif step == "begin" and len(live.in_flight) < 3:
+                live.begin(value, suffix_tokens=suffix_tokens)
+            elif step == "end" and live.in_flight:
+                live.end()
+            elif step == "tell":
+                live.engine.tell()
+            elif step == "foreign":
+                live.engine.foreign(value)
+            elif step == "discard" and live.in_flight:
+                ordering, handle, _ = live.in_flight.popleft()
+                live.engine.sim.finish(handle)
+                ordering.discard()
+            elif step == "clear" and not live.in_flight:
+                live.engine.clear()
+        live.settle()
+        live.check(exact=max_nodes > 4)
+
+    @settings(max_examples=200)
+    @given(LENGTHS, st.integers(40, 200), STEPS, st.sampled_from([None, 0, 3, 40]))
+    def test_a_request_alone_is_foretold_to_the_token_whoever_else_uses_the_engine(
+        self, lengths: list[int], capacity_blocks: int, steps: list[tuple[str, Any]], suffix_tokens: int | None
+    ) -> None:
+        live = Live(lengths, capacity_blocks)
+        for step, value in steps:
+            if step in ("serve", "begin"):
+                foretold, reported = live.serve(value, suffix_tokens=suffix_tokens)
+                assert foretold - reported in (0, BLOCK), "a prompt of whole blocks has its last one computed again"
+                prompt_tokens = len(SYSTEM) + sum(lengths[number] for number in value) + 1
+                assert foretold == reported or foretold >= prompt_tokens - BLOCK
+            elif step == "foreign":
+                live.engine.foreign(value)
+                live.engine.tell()
+            elif step == "clear":
+                live.engine.clear()
+                live.engine.tell()
+
+    def test_an_answer_before_its_events_spoils_no_forecast(self) -> None:
+        live = Live([8] * 12, 20, suffix_tokens=3)
+        rng = random.Random(0)
+        for _ in range(300):
+            foretold, reported = live.begin(rng.sample(range(12), 3))
+            live.end()
+            assert abs(foretold - reported) <= BLOCK
+            if rng.random() < 0.5:
+                live.engine.tell()
+
+    def test_wrong_beliefs_about_answers_cost_nothing(self) -> None:
+        """The mirror alone gives up what the engine still holds, and loses hits."""
+        reported = {}
+        for suffix_tokens in (3, 400):
+            for told in (True, False):
+                live = Live([8] * 12, 40)
+                rng = random.Random(1)
+                reported[suffix_tokens, told] = 0
+                for _ in range(200):
+                    _, cached = live.begin(sorted(rng.sample(range(12), 3)), suffix_tokens=suffix_tokens)
+                    if told:
+                        live.engine.tell()
+                    live.end()
+                    reported[suffix_tokens, told] += cached
+        assert reported[400, True] >= 0.98 * reported[3, True]
+        assert reported[400, False] < 0.95 * reported[3, False]
+
+
+class TestOthers:
+    def test_what_another_orderer_had_computed_is_foretold(self) -> None:
+        live = Live([20, 20, 20], 100)
+        live.serve([0, 1])
+        live.orderer = live.make_orderer()
+        assert live.begin([0, 1]) == (48, 48)
+
+    def test_foreign_traffic_that_displaces_us_is_seen_before_the_next_request(self) -> None:
+        live = Live([20, 20, 20], 40)
+        live.serve([0, 1])
+        live.engine.foreign(39 * BLOCK)
+        live.engine.tell()
+        foretold, reported = live.begin([0, 1])
+        assert foretold == reported < 48
+        live.settle()
+        live.check()
+
+    def test_a_cleared_cache_is_empty_for_us(self) -> None:
+        live = Live([20, 20], 100)
+        live.serve([0, 1])
+        live.engine.clear()
+        live.engine.tell()
+        assert live.begin([0, 1]) == (0, 0)
+
+    def test_another_engine_ends_what_is_in_flight(self) -> None:
+        live = Live([20, 20, 20], 100)
+        live.begin([0, 1])
+        ordering, _, _ = live.in_flight.popleft()
+        live.engine.sim.reset()
+        live.blocks.replace(live.blocks.afresh(same_engine=False), same_engine=False)
+        live.engine._told.clear()
+        live.engine._untold.clear()
+        assert live.serve([1, 0]) == (0, 0)
+        before = live.residency.used_blocks
+        ordering.confirm(48)
+        assert live.residency.used_blocks == before
+        live.settle()
+        live.check()
+
+
+class TestTenants:
+    """Blocks with another salt have other contents."""
+
+    @settings(max_examples=100)
+    @given(st.lists(st.tuples(st.sampled_from(["a", "b"]), REQUESTS), max_size=40), st.integers(40, 100))
+    def test_neither_order_nor_forecast_depends_on_another_tenant(
+        self, requests: list[tuple[str, list[int]]], capacity_blocks: int
+    ) -> None:
+        documents = make_documents([9] * DOCUMENTS)
+
+        def results(orderer: Orderer, only: str | None) -> list[Any]:
+            given = []
+            for scope, numbers in requests:
+                if only in (None, scope):
+                    ordering = orderer.order([documents[number] for number in numbers], scope=scope)
+                    ordering.confirm(ordering.cached_tokens)
+                    if scope == "a":
+                        given.append((list(ordering.permutation), ordering.cached_tokens, ordering.prefix_documents))
+            return given
+
+        def make() -> Orderer:
+            return Orderer(
+                token_ids=token_ids,
+                prefix_ids=SYSTEM,
+                blocks=EngineBlocks(BLOCK),
+                capacity_tokens=capacity_blocks * BLOCK,
+                block_size=BLOCK,
+                prefix_tokens=len(SYSTEM),
+                strict=True,
+            )
+
+        assert results(make(), None) == results(make(), "a")
+
+    @pytest.mark.parametrize("ours", [None, "a", "b"])
+    @pytest.mark.parametrize("theirs", [None, "a", "b"])
+    def test_a_salted_block_counts_for_its_tenant_only(self, ours: str | None, theirs: str | None) -> None:
+        documents = make_documents([10, 10])
+        blocks = EngineBlocks(BLOCK)
+        prompt = SYSTEM + token_ids(documents[0]) + token_ids(documents[1])
+        count = len(prompt) // BLOCK
+        extra_keys = [[theirs] if theirs and not place else None for place in range(count)]
+        blocks.store(list(range(count)), None, prompt[: count * BLOCK], extra_keys)
+        orderer = Orderer(
+            token_ids=token_ids, prefix_ids=SYSTEM, blocks=blocks, block_size=BLOCK, prefix_tokens=10, strict=True
+        )
+        foretold = orderer.order(documents, scope=ours).cached_tokens
+        assert foretold == (count * BLOCK if ours == theirs else 0)
+
+    @pytest.mark.parametrize("scope", ["", 7, ("a",)])
+    def test_a_scope_that_is_no_salt_has_the_mirror_alone(self, scope: Any) -> None:
+        documents = make_documents([10, 10])
+        blocks = EngineBlocks(BLOCK)
+        blocks.store([1, 2], None, SYSTEM[: 2 * BLOCK])
+        orderer = Orderer(
+            token_ids=token_ids, prefix_ids=SYSTEM, blocks=blocks, block_size=BLOCK, prefix_tokens=10, strict=True
+        )
+        assert orderer.order(documents, scope=scope).cached_tokens == 0
+        assert orderer.order(documents, scope=scope).cached_tokens == 28
+
+    def test_a_forgotten_scope_is_not_told_any_more(self) -> None:
+        blocks = EngineBlocks(BLOCK)
+        orderer = Orderer(
+            token_ids=token_ids,
+            prefix_ids=SYSTEM,
+            blocks=blocks,
+            block_size=BLOCK,
+            prefix_tokens=10,
+            max_scopes=2,
+            strict=True,
+        )
+        for scope in "abcdef":
+            orderer.order(make_documents([10, 10]), scope=scope)
+        assert {id(watcher) for watcher in blocks._watchers.values()} == {
+            id(orderer._scopes[scope].mirror) for scope in "ef"
+        }
