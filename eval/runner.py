@@ -1,31 +1,34 @@
-"""Serves a trace under several policies, each on an engine of its own, and measures what the cache saved."""
+"""One policy on one engine over one trace: what it did, and what the cache saved."""
 
 from __future__ import annotations
 
+import math
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import lru_cache
-from itertools import pairwise
 from statistics import fmean
+from typing import Any
 
 from ragorder.document import Document
-from ragorder.eval.engines.base import Completion, Engine
+from ragorder.eval.engines.base import Cache, Completion
+from ragorder.eval.measures import Decile, Measures, order_times_us, percentile
 from ragorder.eval.policies import Policy
 from ragorder.eval.prompts import Prompts
 from ragorder.eval.trace import Request, Trace
 from ragorder.orderer import Orderer
 from ragorder.ordering import Ordering
 
-__all__ = ["Run", "RunResult", "Served", "percentile", "run_interleaved"]
+__all__ = ["Run", "RunResult", "Sent", "Served"]
 
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
     """What one policy did on one trace. Times are None where the engine has no clock. `order_us` is thread CPU time of
-    ordering and confirming one request; `prediction_within_block` the share of requests whose cached tokens the policy
-    foretold to within one block (None: it foretells nothing)."""
+    ordering and confirming one request. Of the cached tokens that the policy foretold (None: it foretells nothing):
+    `prediction_within_block` is the share of requests where they were right to within one block,
+    `prediction_error_blocks_mean` the mean of |foretold - reported| and `prediction_bias_blocks` that of foretold -
+    reported. `failures` of the requests are in no other figure. `load` says under which load the run was, and `deciles`
+    how it went along; both are None where none was asked for."""
 
     workload: str
     policy: str
@@ -37,17 +40,31 @@ class RunResult:
     waiting: int
     batch: bool
     requests: int
+    failures: int
     prompt_tokens: int
     cached_tokens: int
     cached_ratio: float
     prefix_documents_mean: float
     displacement_mean: float
     prediction_within_block: float | None
+    prediction_error_blocks_mean: float | None
+    prediction_bias_blocks: float | None
     ttft_ms: dict[str, float] | None
     order_us: dict[str, float]
+    load: dict[str, Any] | None = None
+    deciles: list[Decile] | None = None
 
     def as_json(self) -> dict[str, object]:
         return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """A request on its way: the `row` of its figures, its `number` in the trace, its documents in order."""
+
+    row: int
+    number: int
+    ordering: Ordering[Document]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,19 +79,25 @@ class Served:
 
 
 class Run:
-    """One policy on one engine over one trace, a request at a time."""
+    """One policy on one engine over one trace. A driver takes each request with `send`, has the engine serve it, and
+    ends it with `end` or `fail`. `in_flight` requests are on their way.
+
+    `load` says under which load, for the result. With `keep` the served requests are kept in `served`.
+    """
 
     def __init__(
         self,
         trace: Trace,
         policy_name: str,
         policy: Policy,
-        engine: Engine,
+        engine: Cache,
         prompts: Prompts,
         *,
         seed: int = 0,
         waiting: int = 0,
         batch: bool = False,
+        load: dict[str, Any] | None = None,
+        keep: bool = False,
     ) -> None:
         self.trace = trace
         self.policy_name = policy_name
@@ -82,38 +105,64 @@ class Run:
         self.seed = seed
         self.waiting = waiting
         self.batch = batch
+        self.load = load
+        self.in_flight = 0
+        self.served: list[Served] = []
         self._policy = policy
         self._prompts = prompts
+        self._keep = keep
         self._orderings = self._plan() if batch else self._one_by_one()
-        self._in_flight: deque[tuple[int, Ordering[Document], int]] = deque()
-        self._order_ns = [0] * len(trace.requests)
-        self.served: list[Served] = []
-        self._displacements: list[float] = []
-        self._foretold: list[bool] = []
+        self._measures = Measures(len(trace.requests), tree_nodes=self._tree_nodes)
+        self._sent = 0
 
-    def serve_next(self) -> None:
-        """Order, build and serve the next request."""
-        while len(self._in_flight) >= self.trace.in_flight:
-            self._confirm_oldest()
-        number, ordering = next(self._orderings)
-        request = self.trace.requests[number]
-        token_ids = self._prompts.token_ids(number, request, ordering.documents)
-        completion = self.engine.generate(token_ids)
-        self._in_flight.append((number, ordering, completion.cached_tokens))
+    @property
+    def remaining(self) -> int:
+        """How many requests have not been sent yet."""
+        return len(self.trace.requests) - self._sent
+
+    def send(self) -> Sent:
+        """Order the next request's documents. It is in flight from here on."""
+        number, ordering, order_ns = next(self._orderings)
+        sent = Sent(self._sent, number, ordering)
+        self._sent += 1
+        self.in_flight += 1
+        self._measures.order_ns[sent.row] = order_ns
+        self._measures.sent(sent.row, self.in_flight)
+        return sent
+
+    def token_ids(self, sent: Sent) -> Sequence[int]:
+        """The prompt of a request."""
+        return self._prompts.token_ids(sent.number, self.trace.requests[sent.number], sent.ordering.documents)
+
+    def end(self, sent: Sent, completion: Completion) -> None:
+        """The engine answered."""
+        measures, row, ordering = self._measures, sent.row, sent.ordering
+        self._settle(row, lambda: ordering.confirm(completion.cached_tokens))
+        measures.served(row)
+        measures.prompt_tokens[row] = completion.prompt_tokens
+        measures.cached_tokens[row] = completion.cached_tokens
+        measures.foretold_tokens[row] = ordering.cached_tokens
+        measures.displacement[row] = ordering.displacement
+        measures.ttft_s[row] = math.nan if completion.ttft_s is None else completion.ttft_s
         cached_documents = self._cached_documents(ordering.documents, completion.cached_tokens)
-        self.served.append(Served(number, ordering.documents, cached_documents, completion))
-        self._displacements.append(ordering.displacement)
-        self._foretold.append(abs(completion.cached_tokens - ordering.cached_tokens) <= self.engine.block_size)
+        measures.cached_documents[row] = cached_documents
+        if self._keep:
+            self.served.append(Served(sent.number, ordering.documents, cached_documents, completion))
+
+    def fail(self, sent: Sent) -> None:
+        """The request got no answer."""
+        self._settle(sent.row, sent.ordering.discard)
+        self._measures.failed(sent.row)
 
     def result(self) -> RunResult:
-        """The figures of all requests served so far."""
-        while self._in_flight:
-            self._confirm_oldest()
-        requests = self.trace.requests
-        completions = [each.completion for each in self.served]
-        prompt_tokens = sum(completion.prompt_tokens for completion in completions)
-        cached_tokens = sum(completion.cached_tokens for completion in completions)
-        order_us = [max(0, ns - 2 * _clock_ns()) / 1e3 for ns in self._order_ns]
+        """The figures of all requests that were answered so far."""
+        requests, measures, block_size = self.trace.requests, self._measures, self.engine.block_size
+        foretells = isinstance(self._policy, Orderer)
+        rows = measures.rows()
+        prompt_tokens = sum(measures.prompt_tokens[row] for row in rows)
+        cached_tokens = sum(measures.cached_tokens[row] for row in rows)
+        errors = measures.errors_tokens(rows) if foretells else []
+        ttft_s = [measures.ttft_s[row] for row in rows]
         return RunResult(
             workload=self.trace.name,
             policy=self.policy_name,
@@ -125,29 +174,31 @@ class Run:
             waiting=self.waiting,
             batch=self.batch,
             requests=len(requests),
+            failures=measures.failures,
             prompt_tokens=prompt_tokens,
             cached_tokens=cached_tokens,
             cached_ratio=round(cached_tokens / max(1, prompt_tokens), 6),
-            prefix_documents_mean=round(fmean([each.cached_documents for each in self.served] or [0]), 4),
-            displacement_mean=round(fmean(self._displacements or [0]), 4),
-            prediction_within_block=round(fmean(self._foretold or [1]), 4)
-            if isinstance(self._policy, Orderer)
-            else None,
-            ttft_ms=_milliseconds([each.ttft_s for each in completions if each.ttft_s is not None]),
-            order_us={"p50": round(percentile(order_us, 50), 2), "p99": round(percentile(order_us, 99), 2)},
+            prefix_documents_mean=round(fmean([measures.cached_documents[row] for row in rows] or [0]), 4),
+            displacement_mean=round(fmean([measures.displacement[row] for row in rows] or [0]), 4),
+            prediction_within_block=_mean([abs(error) <= block_size for error in errors]),
+            prediction_error_blocks_mean=_mean([abs(error) / block_size for error in errors]),
+            prediction_bias_blocks=_mean([error / block_size for error in errors]),
+            ttft_ms=_milliseconds([seconds for seconds in ttft_s if not math.isnan(seconds)]),
+            order_us=order_times_us(measures.order_ns),
+            load=self.load,
+            deciles=None if self.load is None else measures.deciles(block_size, foretells=foretells),
         )
 
-    def _one_by_one(self) -> Iterator[tuple[int, Ordering[Document]]]:
+    def _one_by_one(self) -> Iterator[tuple[int, Ordering[Document], int]]:
         requests, order = self.trace.requests, self._policy.order
         for number, request in enumerate(requests):
             waiting = [later.documents for later in requests[number + 1 : number + 1 + self.waiting]]
             suffix_tokens = self._suffix_tokens(request)
             start = time.thread_time_ns()
             ordering = order(request.documents, waiting=waiting, suffix_tokens=suffix_tokens)
-            self._order_ns[number] += time.thread_time_ns() - start
-            yield number, ordering
+            yield number, ordering, time.thread_time_ns() - start
 
-    def _plan(self) -> Iterator[tuple[int, Ordering[Document]]]:
+    def _plan(self) -> Iterator[tuple[int, Ordering[Document], int]]:
         requests = self.trace.requests
         suffix_tokens = max((self._suffix_tokens(request) for request in requests), default=0)
         documents = [request.documents for request in requests]
@@ -159,17 +210,16 @@ class Run:
             ordering = next(orderings, None)
             if ordering is None:
                 return
-            self._order_ns[ordering.index] += time.thread_time_ns() - start + planning
-            yield ordering.index, ordering
+            yield ordering.index, ordering, time.thread_time_ns() - start + planning
 
     def _suffix_tokens(self, request: Request) -> int:
         return self._prompts.suffix_tokens(request) + self.engine.kept_output_tokens
 
-    def _confirm_oldest(self) -> None:
-        number, ordering, cached_tokens = self._in_flight.popleft()
+    def _settle(self, row: int, settle: Callable[[], None]) -> None:
+        self.in_flight -= 1
         start = time.thread_time_ns()
-        ordering.confirm(cached_tokens)
-        self._order_ns[number] += time.thread_time_ns() - start
+        settle()
+        self._measures.order_ns[row] += time.thread_time_ns() - start
 
     def _cached_documents(self, documents: Sequence[Document], cached_tokens: int) -> int:
         end = self._prompts.prefix_tokens
@@ -179,32 +229,14 @@ class Run:
                 return place
         return len(documents)
 
-
-def run_interleaved(runs: Sequence[Run], advance: Callable[[], None] = lambda: None) -> None:
-    """Serve the runs' traces, of equal length, request by request in turn; who is first changes with each request."""
-    for number in range(len(runs[0].trace.requests)):
-        first = number % len(runs)
-        for run in [*runs[first:], *runs[:first]]:
-            run.serve_next()
-            advance()
+    def _tree_nodes(self) -> int | None:
+        if not isinstance(self._policy, Orderer):
+            return None
+        return sum(scope.tree.size for scope in self._policy._scopes.values())
 
 
-def percentile(values: Sequence[float], percent: float) -> float:
-    """The percentile of the values, interpolated linearly; 0 of none."""
-    if not values:
-        return 0.0
-    ordered = sorted(values)
-    place = (len(ordered) - 1) * percent / 100
-    below = int(place)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
-
-
-@lru_cache
-def _clock_ns() -> int:
-    """What reading the thread's clock twice takes of the thread's time."""
-    readings = [time.thread_time_ns() for _ in range(2_001)]
-    return sorted(after - before for before, after in pairwise(readings))[1_000]
+def _mean(values: Sequence[float]) -> float | None:
+    return round(fmean(values), 4) if values else None
 
 
 def _milliseconds(seconds: Sequence[float]) -> dict[str, float] | None:

@@ -15,7 +15,7 @@ from ragorder.eval.tiny_model import make_model
 from ragorder.eval.trace import Trace
 from ragorder.prompt import PromptBuilder
 
-__all__ = ["load_tokenizer", "random_model", "vllm_engines"]
+__all__ = ["built_prompts", "load_tokenizer", "random_model", "vllm_engines"]
 
 _SYSTEM = (
     "You are a careful assistant. Answer the question from the documents below and from nothing else. "
@@ -39,8 +39,9 @@ def random_model() -> Path:
     return make_model(folder, texts=texts, layers=layers, hidden_size=hidden_size)
 
 
-def load_tokenizer(model: Path) -> Any:
-    """The tokenizer of a model folder. Raises ImportError naming the extra to install."""
+def load_tokenizer(model: str | Path) -> Any:
+    """The tokenizer of a model, by its folder or its name on the Hub. Raises ImportError naming the extra to install,
+    OSError or ValueError if there is none."""
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
@@ -48,19 +49,29 @@ def load_tokenizer(model: Path) -> Any:
     return AutoTokenizer.from_pretrained(model)
 
 
+def built_prompts(model: str | Path) -> BuiltPrompts:
+    """Prompts in the tokens of a model. Raises as `load_tokenizer` does."""
+    return BuiltPrompts(PromptBuilder(_SYSTEM, tokenizer=load_tokenizer(model)))
+
+
 @contextmanager
 def vllm_engines(
-    model: Path, policies: Sequence[str], trace: Trace, capacity_tokens: int | None, block_size: int | None
+    model: Path,
+    policies: Sequence[str],
+    trace: Trace,
+    capacity_tokens: int | None,
+    block_size: int | None,
+    output_tokens: int = 1,
 ) -> Iterator[tuple[Sequence[VLLMEngine], BuiltPrompts]]:
     """A fresh, warmed-up vLLM for each policy (without prefix caching for "none"), and the prompts that they take.
 
     Raises ValueError if the longest prompt does not fit the capacity.
     """
-    prompts = BuiltPrompts(PromptBuilder(_SYSTEM, tokenizer=load_tokenizer(model)))
+    prompts = built_prompts(model)
     lengths = [
         len(prompts.token_ids(number, request, request.documents)) for number, request in enumerate(trace.requests)
     ]
-    longest = max(lengths) + 1
+    longest = max(lengths) + output_tokens
     if capacity_tokens is not None and capacity_tokens < longest:
         raise ValueError(
             f"the longest prompt of {trace.name} has {longest} tokens: raise --capacity-tokens to that at least"
@@ -75,7 +86,8 @@ def vllm_engines(
                 capacity_tokens=capacity_tokens,
                 prefix_caching=policy != "none",
                 max_model_len=longest + size,
-                unlimited_tokens=sum(lengths) + len(lengths) * size,
+                output_tokens=output_tokens,
+                unlimited_tokens=sum(lengths) + len(lengths) * (output_tokens + size),
             )
             stack.callback(engine.close)
             engine.warm_up()

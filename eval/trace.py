@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import cycle, islice
 
 from ragorder.document import Document
 from ragorder.eval.corpora.base import Corpus, CorpusError
@@ -43,8 +44,11 @@ def trace_of_workload(workload: Workload, limit: int | None = None) -> Trace:
     return Trace(workload.name, requests, _tokens(documents), workload.in_flight)
 
 
-def trace_of_corpus(corpus: Corpus, *, top_k: int, order: str, seed: int, limit: int | None = None) -> Trace:
-    """The questions of a corpus, in its own ("data") or in "random" order, with their `top_k` documents.
+def trace_of_corpus(
+    corpus: Corpus, *, top_k: int, order: str, seed: int, limit: int | None = None, repeat: bool = False
+) -> Trace:
+    """The questions of a corpus, in its own ("data") or in "random" order, with their `top_k` documents: the first
+    `limit` of them. With `repeat` the questions are asked again from the first one until there are `limit` requests.
 
     Raises CorpusError if the corpus ranks fewer documents than that.
     """
@@ -59,6 +63,8 @@ def trace_of_corpus(corpus: Corpus, *, top_k: int, order: str, seed: int, limit:
     ]
     if order == "random":
         random.Random(seed).shuffle(requests)
+    if repeat and limit is not None:
+        requests = list(islice(cycle(requests), limit))
     return Trace(corpus.name, requests[:limit], _tokens(corpus.documents), order=order)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Sequence
 
 from ragorder.eval.engines.base import Completion
@@ -17,9 +17,10 @@ class SimEngine:
     """vLLM's block pool without a model: chained block hashes, reference counts, a free queue in order of use.
 
     A finished request frees its blocks tail first; the block that holds the last prompt token is always recomputed.
-    `in_flight` requests hold their blocks at any time; each answers with `output_tokens`. The full blocks of a
-    prompt count as cached from the moment it is admitted. A request that finds no free block finishes older ones first.
-    Without `prefix_caching` nothing is reused.
+    `generate` keeps `in_flight` requests holding their blocks, `admit` and `finish` leave that to the caller; each
+    answers with `output_tokens` unless it is told otherwise. The full blocks of a prompt count as cached from the
+    moment it is admitted. A request that finds no free block finishes older ones first. Without `prefix_caching`
+    nothing is reused.
     """
 
     name = "sim"
@@ -49,7 +50,7 @@ class SimEngine:
         self._hash_of: dict[int, _BlockHash] = {}
         self._references: dict[int, int] = {}
         self._free: OrderedDict[int, None] = OrderedDict()
-        self._running: deque[list[int]] = deque()
+        self._running: OrderedDict[int, list[int]] = OrderedDict()
         self._answered = 0
 
     def close(self) -> None:
@@ -77,30 +78,58 @@ class SimEngine:
         return held
 
     def generate(self, token_ids: Sequence[int]) -> Completion:
-        if not self.prefix_caching:
-            return Completion(None, 0, len(token_ids))
         while len(self._running) >= self.in_flight:
             self._finish_oldest()
-        self._answered += 1
-        answer = range(-self._answered * 1_000_000 - self.kept_output_tokens, -self._answered * 1_000_000)
-        hashes = self.block_hashes(array("q", token_ids) + array("q", answer))
-        hits = self._take_hits(hashes[: (len(token_ids) - 1) // self.block_size])
-        blocks = hits + self._allocate(hashes, len(hits), len(token_ids) + len(answer))
-        self._running.append(blocks)
-        return Completion(None, len(hits) * self.block_size, len(token_ids))
+        return self.admit(token_ids)[0]
 
-    def _take_hits(self, hashes: Sequence[_BlockHash]) -> list[int]:
+    def has_room(self, token_ids: Sequence[int], output_tokens: int | None = None) -> bool:
+        """Whether a prompt and its answer would be admitted without finishing another request."""
+        if not self.prefix_caching or self._unused is None:
+            return True
+        needed = -(-(len(token_ids) + self._output_tokens(output_tokens)) // self.block_size)
+        available = self._unused + len(self._free)
+        if needed <= available:
+            return True
+        hits = self._hits(self.block_hashes(token_ids)[: (len(token_ids) - 1) // self.block_size])
+        return needed - len(hits) <= available - sum(not self._references[block] for block in hits)
+
+    def admit(self, token_ids: Sequence[int], output_tokens: int | None = None) -> tuple[Completion, int]:
+        """Start a request that will answer with so many tokens: what it finds cached, and a handle for `finish`."""
+        self._answered += 1
+        handle = self._answered
+        if not self.prefix_caching:
+            return Completion(None, 0, len(token_ids)), handle
+        answer = range(-handle * 1_000_000 - self._output_tokens(output_tokens), -handle * 1_000_000)
+        hashes = self.block_hashes(array("q", token_ids) + array("q", answer))
+        hits = self._hits(hashes[: (len(token_ids) - 1) // self.block_size])
+        self._hold(hits)
+        self._running[handle] = hits + self._allocate(hashes, len(hits), len(token_ids) + len(answer))
+        return Completion(None, len(hits) * self.block_size, len(token_ids)), handle
+
+    def finish(self, handle: int) -> None:
+        """The request has answered: free its blocks. Nothing happens if it was finished before."""
+        for block in reversed(self._running.pop(handle, ())):
+            self._references[block] -= 1
+            if not self._references[block]:
+                self._free[block] = None
+
+    def _output_tokens(self, output_tokens: int | None) -> int:
+        return self.kept_output_tokens if output_tokens is None else output_tokens
+
+    def _hits(self, hashes: Sequence[_BlockHash]) -> list[int]:
         hits = []
         for block_hash in hashes:
             block = self._block_of.get(block_hash)
             if block is None:
                 break
             hits.append(block)
+        return hits
+
+    def _hold(self, hits: Sequence[int]) -> None:
         for block in hits:
             if not self._references[block]:
                 del self._free[block]
             self._references[block] += 1
-        return hits
 
     def _allocate(self, hashes: Sequence[_BlockHash], first: int, tokens: int) -> list[int]:
         blocks = []
@@ -132,7 +161,4 @@ class SimEngine:
         return block
 
     def _finish_oldest(self) -> None:
-        for block in reversed(self._running.popleft()):
-            self._references[block] -= 1
-            if not self._references[block]:
-                self._free[block] = None
+        self.finish(next(iter(self._running)))

@@ -1,4 +1,4 @@
-"""The command line: `ragorder order`, `ragorder bench`, `ragorder demo`."""
+"""The command line: `ragorder order`, `ragorder bench`, `ragorder demo`, `ragorder doctor`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import click
 
 from ragorder.cli.bench import bench
 from ragorder.cli.demo import demo
+from ragorder.cli.doctor import doctor
 from ragorder.cli.order import order
 
 __all__ = ["main"]
@@ -20,3 +21,4 @@ def main() -> None:
 main.add_command(order)
 main.add_command(bench)
 main.add_command(demo)
+main.add_command(doctor)

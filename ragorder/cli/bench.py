@@ -1,4 +1,4 @@
-"""`ragorder bench`: what ordering saves, on synthetic workloads and on real corpora."""
+"""`ragorder bench`: what ordering saves, on synthetic workloads and on real corpora, at rest and under load."""
 
 from __future__ import annotations
 
@@ -78,15 +78,32 @@ class _Capacity(click.ParamType[Any]):
 )
 @click.option(
     "--engine",
-    type=click.Choice(["sim", "vllm"]),
+    type=click.Choice(["sim", "vllm", "openai"]),
     default="sim",
     show_default=True,
-    help="Simulated cache, or real vLLM in this process.",
+    help="Simulated cache; real vLLM in this process; or an OpenAI-compatible server that is running.",
 )
 @click.option(
     "--model",
     type=click.Path(path_type=Path),
-    help="Model folder for vllm. [default: random weights, made on the spot]",
+    help="vllm: the model's folder [default: random weights, made on the spot]. openai: folder or Hub name of the "
+    "served model, for its tokenizer [default: where the server says that it has it from].",
+)
+@click.option(
+    "--base-url",
+    "base_urls",
+    multiple=True,
+    metavar="URL",
+    help="openai: the server, such as http://127.0.0.1:8000/v1. The policies take turns on it, each with a cache of "
+    "its own (cache_salt). Repeated once for each policy: a server for each, all at the same time.",
+)
+@click.option("--served-model", metavar="NAME", help="openai: the model's id there. [default: the first one listed]")
+@click.option(
+    "--api-key",
+    envvar="OPENAI_API_KEY",
+    show_envvar=True,
+    metavar="KEY",
+    help="openai: the server's key, if it has one.",
 )
 @click.option(
     "--top-k", type=click.IntRange(min=1), help="Documents a request. [default: the workload's own; 5 for a corpus]"
@@ -95,11 +112,19 @@ class _Capacity(click.ParamType[Any]):
     "--capacity-tokens",
     "capacity",
     type=_Capacity(),
-    default="100000",
-    show_default=True,
-    help="The engine's cache: tokens, a share of the corpus (5%), or unlimited.",
+    help="The engine's cache: tokens, a share of the corpus (5%), or unlimited. [default: 100000; openai: what the "
+    "server's /metrics say]",
 )
-@click.option("--block-size", type=click.IntRange(min=1), help="Tokens a KV block. [default: 16 for sim, 32 for vllm]")
+@click.option(
+    "--block-size",
+    type=click.IntRange(min=1),
+    help="Tokens a KV block. [default: 16 for sim, 32 for vllm; openai: what the server's /metrics say]",
+)
+@click.option(
+    "--output-tokens",
+    type=click.IntRange(min=1),
+    help="Tokens an answer. [default: as the arrivals say, else 32 for sim, 1 for vllm and openai]",
+)
 @click.option(
     "--waiting",
     type=click.IntRange(min=0),
@@ -109,13 +134,48 @@ class _Capacity(click.ParamType[Any]):
 )
 @click.option("--batch", is_flag=True, help="Plan the whole run at once: requests are reordered, too.")
 @click.option(
+    "--concurrency",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Load: keep N requests in flight; with --arrivals at most N.",
+)
+@click.option(
+    "--arrivals",
+    metavar="poisson:RATE|FILE",
+    help="Load: RATE requests a second at random, or at the times of a trace: CSV with TIMESTAMP,ContextTokens,"
+    "GeneratedTokens (Azure) or JSON lines with timestamp in ms (Mooncake), plain or .gz. The trace also says how many "
+    "requests there are and how long the answers; a corpus with fewer questions starts again from its first.",
+)
+@click.option(
+    "--time-scale", type=float, metavar="X", help="Play the trace of --arrivals X times as fast. [default: 1]"
+)
+@click.option(
+    "--replicas",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Each arrival of the trace stands for N requests, spread at random over the time to the next. [default: 1]",
+)
+@click.option(
+    "--prefill-rate",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="TOKENS/S",
+    help="sim under load: the model's uncached prompt tokens a second, one request after another. [default: 20000]",
+)
+@click.option(
+    "--decode-rate",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="TOKENS/S",
+    help="sim under load: the model's answer tokens a second, for each request. [default: 50]",
+)
+@click.option(
     "--seeds", type=_Seeds(), default="0", show_default=True, help="Seeds of workloads and random orders, with commas."
 )
 @click.option(
     "--limit",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Only the first N requests; a synthetic workload goes on to N.",
+    help="Only the first N requests; a synthetic workload goes on to N. [default: all; as many as the trace of "
+    "--arrivals has]",
 )
 @click.option(
     "--json",
@@ -130,16 +190,25 @@ def bench(
     policies: tuple[str, ...],
     retriever: str,
     embedding_model: str | None,
+    arrivals: str | None,
+    time_scale: float | None,
+    replicas: int | None,
+    prefill_rate: float | None,
+    decode_rate: float | None,
     output: IO[str] | None,
     **options: Any,
 ) -> None:
     """Serve a trace under several ordering policies, interleaved, each on a fresh engine, and compare what the prefix
     cache saved.
 
-    The simulated engine counts cached tokens exactly and has no clock; vllm measures time to first token as well.
+    The simulated engine counts cached tokens exactly and has no clock; vllm and openai measure time to first token as
+    well. With --concurrency or --arrivals a second table shows how the run went along, tenth by tenth.
     """
+    from ragorder.eval.arrivals import Arrivals
     from ragorder.eval.bench import DEFAULT_POLICIES, PYDOCS, Bench, as_json, run_bench
     from ragorder.eval.corpora import CorpusError
+    from ragorder.eval.engines.base import EngineError
+    from ragorder.eval.load import ServiceTimes
     from ragorder.eval.policies import PolicyError
     from ragorder.eval.retrieval import make_retriever
     from ragorder.eval.tables import print_results
@@ -151,20 +220,36 @@ def bench(
         workloads = ("paper-shuf",)
     if not corpora and PYDOCS not in workloads and (retriever != "run" or options["order"] != "data"):
         raise click.UsageError("--retriever and --order are about a corpus: give --corpus, or --workload pydocs")
+    if arrivals is None and (time_scale, replicas) != (None, None):
+        raise click.UsageError("--time-scale and --replicas play a trace: give --arrivals FILE")
+    modelled = options["engine"] == "sim" and (arrivals or options["concurrency"])
+    if (prefill_rate or decode_rate) and not modelled:
+        raise click.UsageError(
+            "--prefill-rate and --decode-rate model the simulated engine under load: "
+            "give --engine sim and --concurrency or --arrivals"
+        )
+    scaling = {"time_scale": time_scale, "replicas": replicas}
+    rates = {"prefill_tokens_per_s": prefill_rate, "decode_tokens_per_s": decode_rate}
     try:
         wanted = Bench(
             workloads=workloads,
             corpora=corpora,
             retriever=None if retriever == "run" else make_retriever(retriever, embedding_model),
             policies=policies or DEFAULT_POLICIES,
-            **{name: value for name, value in options.items() if value is not None},
+            arrivals=None if arrivals is None else Arrivals.parse(arrivals, **_given(scaling)),
+            service_times=ServiceTimes(**_given(rates)),
+            **_given(options),
         )
         with progress_bar() as progress:
             results = run_bench(wanted, progress)
-    except (CorpusError, PolicyError, WorkloadError, ImportError, OSError, ValueError) as error:
+    except (CorpusError, EngineError, PolicyError, WorkloadError, ImportError, OSError, ValueError) as error:
         raise click.ClickException(str(error)) from None
     to_stdout = output is not None and output.name == "<stdout>"
     print_results(results, stderr=to_stdout)
     if output is not None:
         json.dump(as_json(wanted, results), output, indent=1)
         output.write("\n")
+
+
+def _given(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}

@@ -1,0 +1,37 @@
+"""How large an engine's cache is to be."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+__all__ = ["Capacity"]
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """The size of an engine's cache: so many tokens, a share of the corpus in percent, or unlimited."""
+
+    tokens: int | None = None
+    percent: float | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Capacity:
+        """From "100000", "5%" or "unlimited". Raises ValueError."""
+        if text == "unlimited":
+            return cls()
+        match = re.fullmatch(r"([0-9][0-9_]*)|([0-9]+(?:\.[0-9]+)?)%", text)
+        if match and match[1] and int(match[1]):
+            return cls(tokens=int(match[1]))
+        if match and match[2] and float(match[2]):
+            return cls(percent=float(match[2]))
+        raise ValueError(f"{text!r} is no capacity: give tokens (100000), a share of the corpus (5%) or unlimited")
+
+    def resolve(self, corpus_tokens: int) -> int | None:
+        """In tokens; None: unlimited. Raises ValueError for a share that is less than a token."""
+        if self.percent is None:
+            return self.tokens
+        tokens = int(corpus_tokens * self.percent / 100)
+        if not tokens:
+            raise ValueError(f"{self.percent}% of {corpus_tokens:,} tokens is no cache: raise --capacity-tokens")
+        return tokens

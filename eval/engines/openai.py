@@ -1,0 +1,219 @@
+"""Any OpenAI-compatible server: streaming completions of token ids, timed from outside."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ragorder.eval.engines.base import Completion, EngineError, RequestError
+
+if TYPE_CHECKING:
+    import httpx
+
+__all__ = ["OpenAIEngine", "ServedModel", "find_model"]
+
+_TIMEOUT_S = 600.0
+_CONNECT_TIMEOUT_S = 10.0
+# Servers close a connection that was idle for 5 s: ours must be gone before, or a request goes out on a dead one.
+_KEEPALIVE_S = 3.0
+_REPORTS_NO_CACHED_TOKENS = (
+    "the server does not report cached tokens (usage.prompt_tokens_details.cached_tokens), and without them there is "
+    "nothing to compare: start vLLM with --enable-prompt-tokens-details, SGLang with --enable-cache-report"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A model as a server lists it: its `id`, the name or folder that it was loaded from, and the tokens that prompt
+    and answer may have together (None where the server does not say)."""
+
+    id: str
+    root: str
+    max_model_len: int | None
+
+
+def find_model(base_url: str, name: str | None = None, *, api_key: str | None = None) -> ServedModel:
+    """The model `name` of a server, by default the first that it lists.
+
+    Raises EngineError if the server is not there or has no such model, ImportError naming the extra to install.
+    """
+    from ragorder.adapters._server import Server, ServerError
+
+    try:
+        with Server(base_url, timeout_s=_CONNECT_TIMEOUT_S, api_key=api_key) as server:
+            answer = server.get_json("/v1/models")
+    except ServerError as error:
+        raise EngineError(str(error)) from None
+    listed = answer.get("data") if isinstance(answer, dict) else None
+    models = {str(model["id"]): model for model in listed or () if isinstance(model, dict) and "id" in model}
+    if not models:
+        raise EngineError(f"{base_url} lists no models: give the address of an OpenAI-compatible server")
+    id = next(iter(models)) if name is None else name
+    if id not in models:
+        raise EngineError(f"the server has no model {name!r}: give --served-model {' or '.join(models)}")
+    longest = models[id].get("max_model_len")
+    return ServedModel(id, str(models[id].get("root") or id), longest if isinstance(longest, int) else None)
+
+
+class OpenAIEngine:
+    """A server behind `base_url` (with or without /v1), which many requests may use at a time. Use it in `async with`.
+
+    `block_size` and `capacity_tokens` are those of its prefix cache. Answers have `output_tokens` tokens, where the
+    server knows `ignore_eos`, and at most so many where it does not. Every request carries `salt` as its `cache_salt`,
+    which is random: `reset` draws a new one. Where blocks are evicted least recently used first, those of an old salt
+    are always older than any of the new one, so that a fresh salt finds the cache as if it were empty, and fills it as
+    if it were.
+    """
+
+    name = "openai"
+    partial_blocks_first = True
+
+    def __init__(
+        self,
+        base_url: str,
+        model: str,
+        *,
+        block_size: int,
+        capacity_tokens: int | None,
+        output_tokens: int = 1,
+        api_key: str | None = None,
+    ) -> None:
+        self.block_size = block_size
+        self.capacity_tokens = capacity_tokens
+        # The last token of an answer is never computed upon.
+        self.kept_output_tokens = max(0, output_tokens - 1)
+        self.base_url = base_url
+        self._url = f"{base_url.rstrip('/').removesuffix('/v1').rstrip('/')}/v1/completions"
+        self._model = model
+        self._output_tokens = output_tokens
+        self._headers = {"Content-Type": "application/json"}
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+        self._extra: dict[str, Any] = {"ignore_eos": True}
+        self._client: httpx.AsyncClient | None = None
+        self.reset()
+
+    async def __aenter__(self) -> OpenAIEngine:
+        """Raises ImportError naming the extra to install."""
+        try:
+            import httpx
+        except ImportError as error:
+            raise ImportError("the openai engine needs httpx: pip install 'ragorder[live]'", name="httpx") from error
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=_KEEPALIVE_S)
+        timeout = httpx.Timeout(_TIMEOUT_S, connect=_CONNECT_TIMEOUT_S)
+        self._client = httpx.AsyncClient(headers=self._headers, limits=limits, timeout=timeout, follow_redirects=True)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._client is not None:
+            await self._client.aclose()
+            self._client = None
+
+    def reset(self) -> None:
+        """A prefix cache of its own for what follows."""
+        self.salt = secrets.token_hex(16)
+
+    async def complete(self, token_ids: Sequence[int], output_tokens: int | None = None) -> Completion:
+        """Serve one prompt. `ttft_s` is the time from sending to the first chunk with a choice, as this process sees
+        it: where other requests are in flight, so is what they ask of the event loop.
+
+        A server that says nothing of cached tokens where there were none is taken at its word: see `check`.
+        Raises RequestError, which never quotes the prompt.
+        """
+        completion, _ = await self._complete(token_ids, output_tokens)
+        return completion
+
+    async def check(self, token_ids: Sequence[int]) -> None:
+        """Serve a prompt of two blocks or more a few times, to learn what the server can do, and `reset`.
+
+        Raises EngineError if nothing can be measured with it: it takes no completions of token ids, does not report
+        cached tokens, caches none, or does not keep salts apart.
+        """
+        try:
+            await self._complete(token_ids)
+        except RequestError as error:
+            if error.status in (400, 422):
+                self._extra = {}
+        try:
+            await self._complete(token_ids)
+            again, reported = await self._complete(token_ids)
+            self.reset()
+            other = await self.complete(token_ids)
+        except RequestError as error:
+            raise EngineError(
+                f"{self._url} does not serve a prompt of token ids with a cache_salt ({error}): "
+                "is this the model's own server, vLLM or SGLang?"
+            ) from None
+        if not reported:
+            raise EngineError(_REPORTS_NO_CACHED_TOKENS)
+        if not again.cached_tokens:
+            raise EngineError(
+                "the server reuses nothing of a prompt that it has just served: start it with prefix caching"
+            )
+        if other.cached_tokens >= again.cached_tokens:
+            raise EngineError(
+                "the server does not keep the caches of different cache_salt apart, so that one run would find what "
+                "another left: update it"
+            )
+        self.reset()
+
+    async def _complete(self, token_ids: Sequence[int], output_tokens: int | None = None) -> tuple[Completion, bool]:
+        """The completion, and whether the server said how many tokens were cached."""
+        body = json.dumps(
+            {
+                "model": self._model,
+                "prompt": list(token_ids),
+                "max_tokens": max(1, self._output_tokens if output_tokens is None else output_tokens),
+                "temperature": 0,
+                "stream": True,
+                "stream_options": {"include_usage": True},
+                "cache_salt": self.salt,
+                **self._extra,
+            }
+        )
+        usage: Mapping[str, Any] | None = None
+        ttft_s: float | None = None
+        texts = []
+        start = time.perf_counter()
+        async with self._stream(body) as events:
+            async for event in events:
+                if event.get("choices"):
+                    ttft_s = time.perf_counter() - start if ttft_s is None else ttft_s
+                    texts.append(event["choices"][0].get("text") or "")
+                usage = event.get("usage") or usage
+            if ttft_s is None or usage is None:
+                raise RequestError("the answer ended before its usage")
+            cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+            prompt_tokens = usage.get("prompt_tokens") or len(token_ids)
+            completion = Completion(ttft_s, cached_tokens or 0, prompt_tokens, "".join(texts))
+        return completion, cached_tokens is not None
+
+    @asynccontextmanager
+    async def _stream(self, body: str) -> AsyncIterator[AsyncIterator[Mapping[str, Any]]]:
+        """The server-sent events of an answer. Whatever goes wrong is a RequestError."""
+        import httpx
+
+        assert self._client is not None, "use the engine in `async with`"
+        try:
+            async with self._client.stream("POST", self._url, content=body) as response:
+                if response.status_code != 200:
+                    raise RequestError(f"HTTP {response.status_code}", response.status_code)
+                yield _events(response)
+        except (httpx.HTTPError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+            raise RequestError(type(error).__name__) from None
+
+
+async def _events(response: httpx.Response) -> AsyncIterator[Mapping[str, Any]]:
+    async for line in response.aiter_lines():
+        data = line.removeprefix("data:").strip()
+        if not line.startswith("data:") or data == "[DONE]":
+            continue
+        event: Mapping[str, Any] = json.loads(data)
+        if "error" in event:
+            raise RequestError("the server reports an error within the answer")
+        yield event

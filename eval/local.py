@@ -1,0 +1,59 @@
+"""Engines in this process: simulated, or vLLM, a fresh one for each policy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from ragorder.eval.capacity import Capacity
+from ragorder.eval.engines.base import Cache
+from ragorder.eval.engines.sim import SimEngine
+from ragorder.eval.load import Advance, Load, interleave, serve_in_turn, serve_virtual
+from ragorder.eval.prompts import NumberedPrompts, Prompts
+from ragorder.eval.runner import Run
+from ragorder.eval.trace import Trace
+
+if TYPE_CHECKING:
+    from ragorder.eval.bench import Bench
+
+__all__ = ["MakeRun", "serve_on_sim", "serve_on_vllm"]
+
+MakeRun = Callable[[str, Cache, Prompts], Run]
+"""A fresh run of the policy of this name on an engine, with the prompts that the engine takes."""
+
+_CAPACITY = Capacity(tokens=100_000)
+_SIM_BLOCK_SIZE = 16
+_SIM_OUTPUT_TOKENS = 32
+
+
+def serve_on_sim(bench: Bench, trace: Trace, seed: int, make: MakeRun, load: Load, advance: Advance) -> list[Run]:
+    """Every policy on a simulated engine of its own, taking turns; under load on a virtual clock."""
+    prompts = NumberedPrompts()
+    runs, drivers = [], []
+    for policy in bench.policies:
+        engine = SimEngine(
+            block_size=bench.block_size or _SIM_BLOCK_SIZE,
+            capacity_tokens=(bench.capacity or _CAPACITY).resolve(trace.corpus_tokens),
+            in_flight=trace.in_flight,
+            output_tokens=bench.answer_tokens or _SIM_OUTPUT_TOKENS,
+            prefix_caching=policy != "none",
+        )
+        run = make(policy, engine, prompts)
+        virtual = serve_virtual(run, engine, load, bench.service_times)
+        drivers.append(virtual if bench.under_load else serve_in_turn(run, engine, trace.in_flight))
+        runs.append(run)
+    interleave(drivers, advance)
+    return runs
+
+
+def serve_on_vllm(bench: Bench, trace: Trace, seed: int, make: MakeRun, load: Load, advance: Advance) -> list[Run]:
+    """Every policy on a vLLM of its own, taking turns, one request at a time."""
+    from ragorder.eval.serving import random_model, vllm_engines
+
+    capacity_tokens = (bench.capacity or _CAPACITY).resolve(trace.corpus_tokens)
+    sizes = (capacity_tokens, bench.block_size, bench.output_tokens or 1)
+    with vllm_engines(bench.model or random_model(), bench.policies, trace, *sizes) as (engines, prompts):
+        runs = [make(policy, engine, prompts) for policy, engine in zip(bench.policies, engines, strict=True)]
+        in_flight = bench.concurrency or trace.in_flight
+        interleave([serve_in_turn(run, engine, in_flight) for run, engine in zip(runs, engines, strict=True)], advance)
+    return runs

@@ -1,0 +1,164 @@
+"""`ragorder doctor`: what keeps a server, and the prompts sent to it, from reusing its prefix cache."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from ragorder.adapters.doctor import Finding, PromptSample
+
+__all__ = ["doctor"]
+
+_MARKS = {"good": ("✓", "green"), "warning": ("!", "yellow"), "bad": ("✗", "red"), "unknown": ("?", "cyan")}
+
+
+@click.command()
+@click.argument("url")
+@click.option("--model", metavar="NAME", help="Model to ask. [default: the first that the server lists]")
+@click.option(
+    "--api-key",
+    metavar="KEY",
+    envvar="RAGORDER_API_KEY",
+    show_envvar=True,
+    help="The server's key; other users of this machine can see it unless it comes from the environment.",
+)
+@click.option(
+    "--events-endpoint",
+    metavar="ENDPOINT",
+    envvar="RAGORDER_EVENTS_ENDPOINT",
+    show_envvar=True,
+    help="Where the server publishes KV events, such as tcp://HOST:5557.",
+)
+@click.option(
+    "--replay-endpoint",
+    metavar="ENDPOINT",
+    envvar="RAGORDER_REPLAY_ENDPOINT",
+    show_envvar=True,
+    help="Where it repeats them, such as tcp://HOST:5657.",
+)
+@click.option(
+    "--events-topic",
+    metavar="TOPIC",
+    envvar="RAGORDER_EVENTS_TOPIC",
+    show_envvar=True,
+    default="",
+    help="The topic that it publishes them under.",
+)
+@click.option(
+    "--prompt",
+    "prompts",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    multiple=True,
+    metavar="FILE",
+    help="A prompt as your application sends it: text, or a JSON list of chat messages. Give two of different "
+    "requests, best of different users and days.",
+)
+@click.option(
+    "--document-marker",
+    metavar="TEXT",
+    help="What stands in front of the first document in both prompts: tells the documents from what precedes them.",
+)
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=click.FloatRange(min=0, min_open=True),
+    default=30.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long one request may take.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Write the findings as JSON.")
+@click.pass_context
+def doctor(
+    context: click.Context,
+    url: str,
+    model: str | None,
+    api_key: str | None,
+    events_endpoint: str | None,
+    replay_endpoint: str | None,
+    events_topic: str,
+    prompts: tuple[Path, ...],
+    document_marker: str | None,
+    timeout_s: float,
+    as_json: bool,
+) -> None:
+    """Examine the OpenAI-compatible server at URL, and how prompts are sent to it.
+
+    Is its prefix cache on, how much does it hold, do answers report cached tokens, do KV events arrive? With two
+    prompts: how much do they share, and does something volatile stand in front of the documents? A few random tokens
+    are sent to the server. The exit status is 0 if nothing is bad, and 1 otherwise.
+    """
+    from ragorder.adapters.doctor import AddressError, Events, ServerError, examine
+
+    if len(prompts) not in (0, 2):
+        raise click.UsageError("--prompt is given twice, with prompts of different requests, or not at all")
+    if document_marker and not prompts:
+        raise click.UsageError("--document-marker goes with two --prompt")
+    if replay_endpoint and not events_endpoint:
+        raise click.UsageError("--replay-endpoint goes with --events-endpoint")
+    samples = [_read(path) for path in prompts]
+    events = Events(events_endpoint, replay_endpoint, events_topic) if events_endpoint else None
+    try:
+        with Console(stderr=True).status("Examining the server"):
+            findings = examine(
+                url,
+                model=model,
+                api_key=api_key,
+                events=events,
+                samples=(samples[0], samples[1]) if samples else None,
+                document_marker=document_marker or None,
+                timeout_s=timeout_s,
+            )
+    except AddressError as error:
+        raise click.UsageError(str(error)) from None
+    except (ServerError, ImportError) as error:
+        raise click.ClickException(str(error)) from None
+    if as_json:
+        click.echo(json.dumps({"findings": [asdict(finding) for finding in findings]}, indent=1))
+    else:
+        _print(findings)
+    context.exit(int(any(finding.verdict == "bad" for finding in findings)))
+
+
+def _print(findings: Sequence[Finding]) -> None:
+    console = Console()
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True, style="bold")
+    table.add_column(overflow="fold")
+    for finding in findings:
+        mark, colour = _MARKS[finding.verdict]
+        table.add_row(Text(mark, colour), Text(finding.check), Text(finding.found))
+    console.print(table)
+    # Not in the table: what is to be copied must not be broken into lines.
+    for finding in findings:
+        if finding.advice:
+            mark, colour = _MARKS[finding.verdict]
+            line = Text.assemble("\n", (f"{mark} {finding.check}: ", f"bold {colour}"), finding.advice)
+            console.print(line, soft_wrap=True)
+
+
+def _read(path: Path) -> PromptSample:
+    try:
+        text = path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise click.BadParameter(f"{path}: {reason}", param_hint="--prompt") from None
+    try:
+        messages: Any = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    if not isinstance(messages, list) or not any(isinstance(message, dict) for message in messages):
+        return text
+    if not all(isinstance(message, dict) and isinstance(message.get("role"), str) for message in messages):
+        raise click.BadParameter(f'{path}: chat messages are objects with "role" and "content"', param_hint="--prompt")
+    return messages
