@@ -6,6 +6,7 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Generator, Iterable
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import chain
 from threading import Event, Thread
@@ -19,6 +20,9 @@ _logger = logging.getLogger("ragorder")
 
 _POLL_MS = 100
 _REPLAY_TIMEOUT_S = 5.0
+# Beyond so many batches a server drops from an answer what the line does not take at once, its end included.
+_WHOLE_ANSWER = 1000
+_PAUSE_S = 0.5
 _FIRST_BACK_OFF_S = 0.1
 _LONGEST_BACK_OFF_S = 5.0
 _REMEMBERED_BATCHES = 4096
@@ -90,10 +94,13 @@ class KVEventSubscriber:
         self._stop = Event()
         self._context = self._zmq.Context()
         try:
-            self._socket = self._connect(self._zmq.SUB, endpoint)
+            self._socket = self._context.socket(self._zmq.SUB)
+            self._connections = self._socket.get_monitor_socket(self._zmq.EVENT_HANDSHAKE_SUCCEEDED)
             self._socket.setsockopt(self._zmq.SUBSCRIBE, self._topic)
+            self._connect(self._socket, endpoint)
             if replay_endpoint is not None:
-                self._connect(self._zmq.DEALER, replay_endpoint).close(linger=0)
+                with self._context.socket(self._zmq.DEALER) as socket:
+                    self._connect(socket, replay_endpoint)
         except self._zmq.ZMQError as error:
             self._context.destroy(linger=0)
             raise ValueError(f"no ZMQ endpoint ({error}): give one like tcp://127.0.0.1:5557") from None
@@ -120,15 +127,13 @@ class KVEventSubscriber:
         self._stop.set()
         self._thread.join()
 
-    def _connect(self, kind: int, endpoint: str) -> Any:
+    def _connect(self, socket: Any, endpoint: str) -> None:
         zmq = self._zmq
-        socket = self._context.socket(kind)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.RCVHWM, 100_000)
         socket.setsockopt(zmq.RECONNECT_IVL, 100)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, int(1000 * _LONGEST_BACK_OFF_S))
         socket.connect(endpoint)
-        return socket
 
     def _run(self) -> None:
         try:
@@ -157,14 +162,25 @@ class KVEventSubscriber:
         """Follow the engine until it falls silent."""
         news = time.monotonic()
         while not self._stop.is_set():
-            if self._socket.poll(_POLL_MS):
-                self._take(self._socket.recv_multipart())
+            frames = self._socket.recv_multipart() if self._socket.poll(_POLL_MS) else None
+            # Behind a new connection there may be another engine, whose numbers go on like those of the last one.
+            check = self._is_connected_anew() or time.monotonic() - news >= self._check_interval_s
+            if check and self._replay_endpoint is not None:
+                if not self._catch_up():
+                    return
                 news = time.monotonic()
-            elif self._replay_endpoint is not None and time.monotonic() - news >= self._check_interval_s:
-                self._catch_up()
+            if frames is not None:
+                self._take(frames)
                 news = time.monotonic()
             if self._replay_endpoint is not None and not self.synchronised:
                 return
+
+    def _is_connected_anew(self) -> bool:
+        anew = False
+        while self._connections.poll(0):
+            self._connections.recv_multipart()
+            anew = True
+        return anew
 
     def _take(self, frames: list[bytes]) -> None:
         """One message from the engine."""
@@ -192,11 +208,16 @@ class KVEventSubscriber:
         try:
             first = next(told, None)
             if known < 0:
-                self._start_over(chain([first] if first else [], told))
+                if first is not None or not self.synchronised:
+                    self._start_over(chain([first] if first else [], told))
             elif first is not None and self._is_repeated(first):
                 for batch in told:
                     if batch.number == self._next:
                         self._apply(self.blocks, batch)
+                    else:
+                        # The server has lost what stood here.
+                        self._lose_track(same_engine=True)
+                        self._start_over(chain([batch], told))
             else:
                 # Something else is at this number, or nothing: another engine. A later number: too much was missed.
                 told.close()
@@ -226,35 +247,56 @@ class KVEventSubscriber:
         """Take what is told for all there is."""
         blocks = self.blocks.afresh(same_engine=True)
         self._recent.clear()
+        self._next = 0
         try:
-            for number, batch in enumerate(told):
-                self.counters.start_overs += number == 0 and batch.number > 0
+            for batch in told:
+                if batch.number != self._next:
+                    # What stood before cannot be heard any more.
+                    self.counters.start_overs += 1
+                    blocks.clear()
                 self._apply(blocks, batch)
-        except TimeoutError:
+        except Exception:
             self._next = 0
+            self._synchronised.clear()
             raise
         self.blocks.replace(blocks, same_engine=True)
+        self.counters.orphans = self.blocks.orphans
         self._synchronised.set()
 
     def _replay(self, first: int) -> Generator[_Batch, None, None]:
         """The batches from this number on, as the server still has them. Raises TimeoutError if it does not answer."""
-        socket = self._connect(self._zmq.DEALER, self._replay_endpoint or "")
-        try:
+        wanted, heard = first, _WHOLE_ANSWER
+        while heard >= _WHOLE_ANSWER:
+            heard = 0
+            with closing(self._ask(wanted)) as answer:
+                for batch in answer:
+                    if heard >= _WHOLE_ANSWER and batch.number != wanted:
+                        break
+                    if batch.number >= wanted:
+                        yield batch
+                        wanted, heard = batch.number + 1, heard + 1
+
+    def _ask(self, first: int) -> Generator[_Batch, None, None]:
+        """One answer of the server; a long one may lack batches and stop short."""
+        heard = 0
+        with self._context.socket(self._zmq.DEALER) as socket:
+            self._connect(socket, self._replay_endpoint or "")
             socket.send_multipart([b"", first.to_bytes(8, "big")])
             deadline = time.monotonic() + _REPLAY_TIMEOUT_S
             while not self._stop.is_set() and time.monotonic() < deadline:
                 if not socket.poll(_POLL_MS):
                     continue
-                frames = socket.recv_multipart()
+                frames = socket.recv_multipart()[1:]
                 if frames[-2:-1] == [_END]:
                     return
-                batch = self._read(frames[1:])
+                # Older vLLM leaves the topic out here.
+                batch = self._read(frames if len(frames) == 3 else [self._topic, *frames])
                 if batch is not None:
                     yield batch
-                    deadline = time.monotonic() + _REPLAY_TIMEOUT_S
-            raise TimeoutError
-        finally:
-            socket.close(linger=0)
+                    heard += 1
+                    deadline = time.monotonic() + (_REPLAY_TIMEOUT_S if heard < _WHOLE_ANSWER else _PAUSE_S)
+            if heard < _WHOLE_ANSWER or self._stop.is_set():
+                raise TimeoutError
 
     def _read(self, frames: list[bytes]) -> _Batch | None:
         if len(frames) == 3 and len(frames[1]) == 8 and (not self._topic or frames[0] == self._topic):
@@ -273,7 +315,9 @@ class KVEventSubscriber:
             self._recent.popitem(last=False)
         self.counters.batches += 1
         try:
-            _, events, *_ = self._decode(batch.payload)
+            told = self._decode(batch.payload)
+            # Some versions of vLLM send the batch as a map, too.
+            events = list(told["events"] if isinstance(told, dict) else told[1])
         except Exception:
             self.counters.garbage += 1
             return
@@ -291,8 +335,12 @@ class KVEventSubscriber:
             return
         hashes, medium = fields.get("block_hashes", ()), fields.get("medium")
         if kind == "BlockStored":
-            parent, token_ids = fields["parent_block_hash"], fields["token_ids"]
-            blocks.store(hashes, parent, token_ids, fields.get("extra_keys"), medium)
+            parent, token_ids, extra_keys = fields["parent_block_hash"], fields["token_ids"], fields.get("extra_keys")
+            adapter = fields.get("lora_name") or fields.get("lora_id")
+            if adapter:
+                # Among the extra keys it looks like a salt, and older engines do not have it there.
+                extra_keys = [("LoRA", adapter, *(keys or ())) for keys in extra_keys or [None] * len(hashes)]
+            blocks.store(hashes, parent, token_ids, extra_keys, medium)
             self.counters.stored += len(hashes)
         elif kind == "BlockRemoved":
             blocks.remove(hashes, medium)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from ragorder.eval.arrivals import Arrivals
 from ragorder.eval.cache import cache_folder
@@ -28,6 +30,7 @@ __all__ = [
     "Bench",
     "BenchError",
     "Capacity",
+    "EventsAddress",
     "Progress",
     "as_json",
     "run_bench",
@@ -44,13 +47,22 @@ class BenchError(ValueError):
     """A benchmark cannot be run as asked. The message says what to change."""
 
 
+class EventsAddress(NamedTuple):
+    """Where a server's KV events are."""
+
+    endpoint: str
+    replay_endpoint: str | None = None
+    topic: str = ""
+
+
 @dataclass(frozen=True, slots=True)
 class Bench:
     """What to measure. `workloads` are names of synthetic workloads or "pydocs", `corpora` folders or "pydocs".
 
-    Engine "openai" needs `base_urls`: of one server, where the policies are run one after another, or of one server for
-    each policy. `capacity` and `block_size` None are the engine's own. `output_tokens` None are those of the arrivals,
-    or else the engine's own. With `concurrency` or `arrivals` the engine is under load: see `Load`.
+    Engine "openai" takes `base_urls`: of one server, where the policies are run one after another, or of one server for
+    each policy; without any, a vLLM of its own is started. `events` says where that server's KV events are, for policy
+    "events". `capacity` and `block_size` None are the engine's own. `output_tokens` None are those of the arrivals, or
+    else the engine's own. With `concurrency` or `arrivals` the engine is under load: see `Load`.
     """
 
     workloads: Sequence[str] = ()
@@ -61,6 +73,7 @@ class Bench:
     engine: str = "sim"
     model: Path | None = None
     base_urls: Sequence[str] = ()
+    events: EventsAddress | None = None
     served_model: str | None = None
     api_key: str | None = field(default=None, repr=False)
     top_k: int | None = None
@@ -110,6 +123,9 @@ Progress = Callable[[str, int], Callable[[], None]]
 """Announces work of so many steps; the result is called after each step."""
 
 
+Serve = Callable[[Trace, int, MakeRun, Load, Advance], list[Run]]
+
+
 def _silent(description: str, steps: int) -> Callable[[], None]:
     return lambda: None
 
@@ -127,7 +143,11 @@ def run_traces(bench: Bench, progress: Progress = _silent, *, keep: bool = False
     """For each trace and seed the runs of all policies, served; with `keep` each knows its served requests. Raises as
     `run_bench` does."""
     _check(bench)
-    serve = _server(bench)
+    with ExitStack() as stack:
+        yield from _run_traces(bench, _server(bench, stack), progress, keep)
+
+
+def _run_traces(bench: Bench, serve: Serve, progress: Progress, keep: bool) -> Iterator[list[Run]]:
     for source in _sources(bench):
         traces = {seed: source(seed) for seed in bench.seeds}
         steps = sum(len(trace.requests) for trace in traces.values()) * len(bench.policies)
@@ -172,8 +192,14 @@ def _check(bench: Bench) -> None:
         raise PolicyError("policy 'oracle' reads the engine's block table: use it with --engine sim")
     if bench.engine == "openai" and "none" in bench.policies:
         raise PolicyError("policy 'none' is the server's to decide, which has its prefix cache on: leave it out")
-    if bench.engine == "openai" and len(bench.base_urls) not in (1, len(bench.policies)):
-        raise BenchError("--engine openai needs one --base-url, or one for each --policy")
+    if bench.base_urls and len(bench.base_urls) not in (1, len(bench.policies)):
+        raise BenchError("--engine openai needs one --base-url, one for each --policy, or none to start a server")
+    if "events" in bench.policies and (bench.engine != "openai" or len(bench.base_urls) > 1):
+        raise PolicyError("policy 'events' hears what one server's cache holds: use it with --engine openai")
+    if "events" in bench.policies and bench.base_urls and bench.events is None:
+        raise BenchError("policy 'events' needs --events-endpoint, where the server publishes its KV events")
+    if bench.events is not None and not bench.base_urls:
+        raise BenchError("--events-endpoint goes with --base-url")
     if bench.engine != "openai" and (bench.base_urls or bench.served_model):
         raise BenchError("--base-url and --served-model go with --engine openai")
     if bench.engine == "vllm" and (bench.arrivals or bench.concurrency not in (None, 1)):
@@ -185,15 +211,12 @@ def _check(bench: Bench) -> None:
         raise BenchError("--batch plans all requests before the first is served: it goes with --concurrency")
 
 
-Serve = Callable[[Trace, int, MakeRun, Load, Advance], list[Run]]
-
-
-def _server(bench: Bench) -> Serve:
-    """Serves a trace and seed under all policies."""
+def _server(bench: Bench, stack: ExitStack) -> Serve:
+    """Serves a trace and seed under all policies; what it starts ends with the stack."""
     if bench.engine == "openai":
         from ragorder.eval.live import Servers
 
-        return Servers(bench).serve
+        return Servers(bench, stack).serve
     if bench.engine == "vllm":
         return partial(serve_on_vllm, bench)
     return partial(serve_on_sim, bench)

@@ -4,22 +4,31 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, ExitStack
 from typing import TYPE_CHECKING
 
+from ragorder.adapters.kv_events import KVEventSubscriber
+from ragorder.eval.bench import BenchError, EventsAddress
 from ragorder.eval.engines.base import EngineError
 from ragorder.eval.engines.openai import OpenAIEngine, ServedModel, find_model
 from ragorder.eval.load import Advance, Load, serve_live, serve_live_in_turn
 from ragorder.eval.local import MakeRun
 from ragorder.eval.prompts import BuiltPrompts
 from ragorder.eval.runner import Run
-from ragorder.eval.serving import built_prompts
+from ragorder.eval.serving import built_prompts, longest_prompt, random_model
 from ragorder.eval.trace import Trace
+from ragorder.eval.vllm_server import VLLMServer
+from ragorder.trie.residency import EngineBlocks
 
 if TYPE_CHECKING:
     from ragorder.eval.bench import Bench
 
 __all__ = ["Servers"]
+
+_SYNCHRONISE_S = 10.0
+_OWN_CAPACITY_TOKENS = 65_536
+_OWN_BLOCK_SIZE = 32
+_LONGEST_TOKENS = 8_192
 
 
 class Servers:
@@ -29,11 +38,22 @@ class Servers:
     or whose tokenizer cannot be loaded; ImportError naming the extra to install.
     """
 
-    def __init__(self, bench: Bench) -> None:
+    def __init__(self, bench: Bench, stack: ExitStack) -> None:
         self._bench = bench
-        self._models = [find_model(url, bench.served_model, api_key=bench.api_key) for url in bench.base_urls]
-        self._caches = [self._block_size_and_capacity(url) for url in bench.base_urls]
+        self._urls, events = bench.base_urls, bench.events
+        if not self._urls:
+            server = stack.enter_context(_start(bench))
+            self._urls = [server.base_url]
+            events = EventsAddress(server.events_endpoint, server.replay_endpoint, server.events_topic)
+        self._models = [find_model(url, bench.served_model, api_key=bench.api_key) for url in self._urls]
+        self._caches = [self._block_size_and_capacity(url) for url in self._urls]
         self._prompts = self._load_prompts(self._models[0])
+        self._blocks: EngineBlocks | None = None
+        if "events" in bench.policies and events is not None:
+            self._blocks = EngineBlocks(self._caches[0][0])
+            heard = stack.enter_context(KVEventSubscriber(self._blocks, *events[:2], topic=events.topic))
+            if events.replay_endpoint is not None and not heard.wait_until_synchronised(_SYNCHRONISE_S):
+                raise EngineError("the server's replay endpoint does not answer: see `ragorder doctor`")
 
     def serve(self, trace: Trace, seed: int, make: MakeRun, load: Load, advance: Advance) -> list[Run]:
         """All policies on a trace, in the order of their names. On one server they run one after another, each with a
@@ -63,7 +83,7 @@ class Servers:
     def _engines(self, trace: Trace) -> list[OpenAIEngine]:
         bench = self._bench
         engines = []
-        for url, model, (block_size, capacity_tokens) in zip(bench.base_urls, self._models, self._caches, strict=True):
+        for url, model, (block_size, capacity_tokens) in zip(self._urls, self._models, self._caches, strict=True):
             if bench.capacity is not None:
                 capacity_tokens = bench.capacity.resolve(trace.corpus_tokens)
             engine = OpenAIEngine(
@@ -73,6 +93,7 @@ class Servers:
                 capacity_tokens=capacity_tokens,
                 output_tokens=bench.answer_tokens or 1,
                 api_key=bench.api_key,
+                blocks=self._blocks,
             )
             engines.append(engine)
         return engines
@@ -110,6 +131,17 @@ class Servers:
                     f"a request of {trace.name} has {tokens:,} tokens, answer included, and the server takes {room:,}: "
                     "lower --top-k or --output-tokens, or raise the server's --max-model-len"
                 )
+
+
+def _start(bench: Bench) -> VLLMServer:
+    """A vLLM server for this benchmark alone."""
+    tokens = _OWN_CAPACITY_TOKENS if bench.capacity is None else bench.capacity.tokens
+    if tokens is None:
+        raise BenchError("a server of its own is started before the corpus is known: give --capacity-tokens in tokens")
+    size = bench.block_size or _OWN_BLOCK_SIZE
+    model = bench.model or random_model()
+    longest = min(tokens, _LONGEST_TOKENS, longest_prompt(model))
+    return VLLMServer(model, blocks=tokens // size, block_size=size, max_model_len=longest)
 
 
 async def _serve_side_by_side(runs: Sequence[tuple[Run, OpenAIEngine]], load: Load, advance: Advance) -> None:

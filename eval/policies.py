@@ -6,13 +6,17 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
+from ragorder.batch import Batch
 from ragorder.document import Document
 from ragorder.eval.engines.base import Cache
+from ragorder.eval.engines.openai import OpenAIEngine
 from ragorder.eval.engines.sim import SimEngine
-from ragorder.eval.prompts import Prompts
+from ragorder.eval.prompts import BuiltPrompts, Prompts
 from ragorder.eval.trace import Request
 from ragorder.orderer import Orderer
 from ragorder.ordering import Ordering
+from ragorder.prompt import PromptBuilder
+from ragorder.trie.residency import EngineBlocks
 
 __all__ = ["POLICIES", "Policy", "PolicyError", "make_policy"]
 
@@ -26,7 +30,7 @@ _ORDERERS: dict[str, dict[str, Any]] = {
     "auto": {"search": "best", "tail": "auto"},
 }
 
-POLICIES = ("none", "retrieval", "sorted", "recency", "random", *_ORDERERS, "oracle")
+POLICIES = ("none", "retrieval", "sorted", "recency", "random", *_ORDERERS, "events", "oracle")
 
 
 class PolicyError(ValueError):
@@ -58,6 +62,10 @@ def make_policy(name: str, *, engine: Cache, prompts: Prompts, seed: int = 0) ->
             partial_blocks_first=engine.partial_blocks_first,
             **_ORDERERS[name],
         )
+    if name == "events":
+        if not isinstance(engine, OpenAIEngine) or engine.blocks is None or not isinstance(prompts, BuiltPrompts):
+            raise PolicyError("policy 'events' hears what a server's cache holds: use it with --engine openai")
+        return _EventsOrderer(engine, engine.blocks, prompts.builder)
     if name in ("none", "retrieval"):
         return _Plain(lambda documents: list(range(len(documents))))
     if name == "sorted":
@@ -72,6 +80,29 @@ def make_policy(name: str, *, engine: Cache, prompts: Prompts, seed: int = 0) ->
             raise PolicyError("policy 'oracle' reads the engine's block table: use it with --engine sim")
         return _Plain(_Oracle(engine, prompts))
     raise PolicyError(f"unknown policy {name!r}: choose from {', '.join(POLICIES)}")
+
+
+class _EventsOrderer(Orderer):
+    """Policy auto, with the residency that the server's KV events tell. Its scope is the salt of the run's requests."""
+
+    def __init__(self, engine: OpenAIEngine, blocks: EngineBlocks, builder: PromptBuilder) -> None:
+        super().__init__(
+            tokens=builder.document_tokens,
+            token_ids=builder.document_ids,
+            prefix_ids=builder.prefix_ids,
+            blocks=blocks,
+            capacity_tokens=engine.capacity_tokens,
+            block_size=engine.block_size,
+            prefix_tokens=builder.prefix_tokens,
+            partial_blocks_first=engine.partial_blocks_first,
+        )
+        self._salt = engine.salt
+
+    def order(self, documents: Any, **options: Any) -> Ordering[Any]:
+        return super().order(documents, **options | {"scope": self._salt})
+
+    def order_batch(self, requests: Any, **options: Any) -> Batch[Any]:
+        return super().order_batch(requests, **options | {"scope": self._salt})
 
 
 class _Plain:

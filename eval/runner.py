@@ -230,9 +230,7 @@ class Run:
         return len(documents)
 
     def _tree_nodes(self) -> int | None:
-        if not isinstance(self._policy, Orderer):
-            return None
-        return sum(scope.tree.size for scope in self._policy._scopes.values())
+        return self._policy.tree_size if isinstance(self._policy, Orderer) else None
 
 
 def _mean(values: Sequence[float]) -> float | None:

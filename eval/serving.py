@@ -15,7 +15,7 @@ from ragorder.eval.tiny_model import make_model
 from ragorder.eval.trace import Trace
 from ragorder.prompt import PromptBuilder
 
-__all__ = ["built_prompts", "load_tokenizer", "random_model", "vllm_engines"]
+__all__ = ["built_prompts", "load_tokenizer", "longest_prompt", "random_model", "vllm_engines"]
 
 _SYSTEM = (
     "You are a careful assistant. Answer the question from the documents below and from nothing else. "
@@ -47,6 +47,15 @@ def load_tokenizer(model: str | Path) -> Any:
     except ImportError as error:
         raise ImportError("a tokenizer needs transformers: pip install 'ragorder[vllm]'") from error
     return AutoTokenizer.from_pretrained(model)
+
+
+def longest_prompt(model: str | Path) -> int:
+    """Tokens that a model takes at most. Raises as `load_tokenizer` does."""
+    try:
+        from transformers import AutoConfig
+    except ImportError as error:
+        raise ImportError("a model needs transformers: pip install 'ragorder[vllm]'") from error
+    return int(AutoConfig.from_pretrained(model).max_position_embeddings)
 
 
 def built_prompts(model: str | Path) -> BuiltPrompts:

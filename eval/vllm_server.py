@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
+from ragorder.eval.engines.base import EngineError
 from ragorder.eval.engines.vllm import has_fast_bfloat16
 
 __all__ = ["VLLMServer"]
@@ -38,7 +39,7 @@ class VLLMServer:
     `replay_endpoint` and `events_topic` say where its KV events are. A stopped server starts again on the same ports.
     Development routes (`/reset_prefix_cache`) are on: this is for measurements and tests, not for serving.
 
-    Raises RuntimeError, with the end of the server's log, if it does not come up.
+    Raises EngineError, with the end of the server's log, if it does not come up.
     """
 
     model_name = "served"
@@ -116,7 +117,7 @@ class VLLMServer:
             if self._process.poll() is not None or time.monotonic() > deadline:
                 self.kill()
                 tail = self._log.read_text("utf-8", "replace")[-3000:]
-                raise RuntimeError(f"vLLM did not come up:\n{tail}")
+                raise EngineError(f"vLLM did not come up:\n{tail}")
             time.sleep(0.1)
 
     def reset(self) -> None:

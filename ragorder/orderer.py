@@ -102,6 +102,12 @@ class Orderer:
 
         return connect(cls, base_url, builder=builder, settings=settings or Settings(**options), api_key=api_key)
 
+    @property
+    def tree_size(self) -> int:
+        """Nodes in the knowledge trees of all scopes."""
+        with self._lock:
+            return sum(scope.tree.size for scope in self._scopes.values())
+
     def close(self) -> None:
         """Stop following the engine's events. The orderer goes on with the mirror."""
         if self.events is not None:

@@ -15,6 +15,8 @@ from ragorder.eval.engines.base import Completion, EngineError, RequestError
 if TYPE_CHECKING:
     import httpx
 
+    from ragorder.trie.residency import EngineBlocks
+
 __all__ = ["OpenAIEngine", "ServedModel", "find_model"]
 
 _TIMEOUT_S = 600.0
@@ -67,7 +69,7 @@ class OpenAIEngine:
     server knows `ignore_eos`, and at most so many where it does not. Every request carries `salt` as its `cache_salt`,
     which is random: `reset` draws a new one. Where blocks are evicted least recently used first, those of an old salt
     are always older than any of the new one, so that a fresh salt finds the cache as if it were empty, and fills it as
-    if it were.
+    if it were. `blocks` are those that the server's KV events tell of, if somebody listens to them.
     """
 
     name = "openai"
@@ -82,12 +84,14 @@ class OpenAIEngine:
         capacity_tokens: int | None,
         output_tokens: int = 1,
         api_key: str | None = None,
+        blocks: EngineBlocks | None = None,
     ) -> None:
         self.block_size = block_size
         self.capacity_tokens = capacity_tokens
         # The last token of an answer is never computed upon.
         self.kept_output_tokens = max(0, output_tokens - 1)
         self.base_url = base_url
+        self.blocks = blocks
         self._url = f"{base_url.rstrip('/').removesuffix('/v1').rstrip('/')}/v1/completions"
         self._model = model
         self._output_tokens = output_tokens

@@ -74,7 +74,7 @@ class _Capacity(click.ParamType[Any]):
     multiple=True,
     metavar="NAME",
     help="none (no prefix cache), retrieval, sorted, recency, random, greedy (the paper's), best, frequency, queue, "
-    "auto, oracle. Repeatable. [default: retrieval, greedy, best, auto]",
+    "auto, events (auto, with the server's KV events), oracle. Repeatable. [default: retrieval, greedy, best, auto]",
 )
 @click.option(
     "--engine",
@@ -95,8 +95,12 @@ class _Capacity(click.ParamType[Any]):
     multiple=True,
     metavar="URL",
     help="openai: the server, such as http://127.0.0.1:8000/v1. The policies take turns on it, each with a cache of "
-    "its own (cache_salt). Repeated once for each policy: a server for each, all at the same time.",
+    "its own (cache_salt). Repeated once for each policy: a server for each, all at the same time. [default: a vLLM "
+    "server is started for the benchmark]",
 )
+@click.option("--events-endpoint", metavar="ZMQ", help="openai, policy events: where the server publishes KV events.")
+@click.option("--replay-endpoint", metavar="ZMQ", help="openai, policy events: where they can be asked for again.")
+@click.option("--events-topic", metavar="NAME", help="openai, policy events: their topic. [default: any]")
 @click.option("--served-model", metavar="NAME", help="openai: the model's id there. [default: the first one listed]")
 @click.option(
     "--api-key",
@@ -195,6 +199,9 @@ def bench(
     replicas: int | None,
     prefill_rate: float | None,
     decode_rate: float | None,
+    events_endpoint: str | None,
+    replay_endpoint: str | None,
+    events_topic: str | None,
     output: IO[str] | None,
     **options: Any,
 ) -> None:
@@ -205,7 +212,7 @@ def bench(
     well. With --concurrency or --arrivals a second table shows how the run went along, tenth by tenth.
     """
     from ragorder.eval.arrivals import Arrivals
-    from ragorder.eval.bench import DEFAULT_POLICIES, PYDOCS, Bench, as_json, run_bench
+    from ragorder.eval.bench import DEFAULT_POLICIES, PYDOCS, Bench, EventsAddress, as_json, run_bench
     from ragorder.eval.corpora import CorpusError
     from ragorder.eval.engines.base import EngineError
     from ragorder.eval.load import ServiceTimes
@@ -222,6 +229,8 @@ def bench(
         raise click.UsageError("--retriever and --order are about a corpus: give --corpus, or --workload pydocs")
     if arrivals is None and (time_scale, replicas) != (None, None):
         raise click.UsageError("--time-scale and --replicas play a trace: give --arrivals FILE")
+    if events_endpoint is None and (replay_endpoint, events_topic) != (None, None):
+        raise click.UsageError("--replay-endpoint and --events-topic go with --events-endpoint")
     modelled = options["engine"] == "sim" and (arrivals or options["concurrency"])
     if (prefill_rate or decode_rate) and not modelled:
         raise click.UsageError(
@@ -237,6 +246,7 @@ def bench(
             retriever=None if retriever == "run" else make_retriever(retriever, embedding_model),
             policies=policies or DEFAULT_POLICIES,
             arrivals=None if arrivals is None else Arrivals.parse(arrivals, **_given(scaling)),
+            events=EventsAddress(events_endpoint, replay_endpoint, events_topic or "") if events_endpoint else None,
             service_times=ServiceTimes(**_given(rates)),
             **_given(options),
         )

@@ -89,22 +89,28 @@ class EngineBlocks:
         if len(token_ids) != size * len(hashes) or (extra_keys and len(extra_keys) != len(hashes)):
             raise ValueError(f"{len(hashes)} blocks of {size} tokens cannot have {len(token_ids)} tokens")
         with self._lock:
-            content = b""
+            above = content = b""
             if parent is not None:
                 if parent not in self._contents:
                     self.orphans += len(hashes)
                     return
-                content = self._contents[parent]
-                # Nothing is computed behind a block that is not there: its removal was that of a duplicate.
-                self._hold(content, medium)
+                above = content = self._contents[parent]
+            # All or nothing: an event that cannot be read leaves no half of itself.
+            stored: dict[Hashable, Content] = {}
             for number, block_hash in enumerate(hashes):
                 keys = _keyed(extra_keys[number]) if extra_keys else b""
                 content = follow(content + keys, token_ids[number * size : (number + 1) * size])
-                self._contents.pop(block_hash, None)
+                stored[block_hash] = content
+            if above:
+                # Nothing is computed behind a block that is not there: its removal was that of a duplicate.
+                self._hold(above, medium)
+            for block_hash, content in stored.items():
+                known = self._contents.pop(block_hash, content)
+                if known != content:
+                    self._drop(known)
                 self._contents[block_hash] = content
                 self._hold(content, medium)
-            while len(self._contents) > self.max_blocks:
-                self._forget_oldest()
+            self._forget_oldest()
 
     def remove(self, hashes: Iterable[Hashable], medium: Hashable = None) -> None:
         """A tier gave up blocks. Blocks that were never seen are passed over."""
@@ -142,12 +148,16 @@ class EngineBlocks:
         return successor
 
     def _forget_oldest(self) -> None:
-        oldest = next(iter(self._contents))
-        content = self._contents.pop(oldest)
-        if content in self._held and 2 * len(self._held) <= self.max_blocks:
-            self._contents[oldest] = content
-        else:
-            self._drop(content)
+        """Spare what is held, unless that is more than half, or one block under many hashes."""
+        spared = 0
+        while len(self._contents) > self.max_blocks:
+            oldest = next(iter(self._contents))
+            content = self._contents.pop(oldest)
+            if content in self._held and spared < len(self._held) <= self.max_blocks // 2:
+                self._contents[oldest] = content
+                spared += 1
+            else:
+                self._drop(content)
 
     def _hold(self, content: Content, medium: Hashable) -> None:
         media = self._held.get(content)
