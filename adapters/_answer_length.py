@@ -8,26 +8,21 @@ _WEIGHT = 1 / 16
 
 
 class AnswerLength:
-    """The running mean of the answers' lengths, in tokens.
-
-    Engines allocate an answer's blocks as they generate it: room for the longest answer allowed would displace documents
-    that the engine still holds. Threads may lose each other's reports, which does not matter to a mean.
-    """
+    """The running mean of the answers' lengths, in tokens: an engine allocates an answer's blocks as it generates it,
+    and room for the longest one allowed would displace documents. Threads may lose each other's reports."""
 
     def __init__(self) -> None:
         self._mean: float | None = None
 
-    def learn(self, tokens: int) -> None:
-        """An answer had so many tokens."""
-        mean = self._mean
-        self._mean = float(tokens) if mean is None else mean + (tokens - mean) * _WEIGHT
+    def learn(self, tokens: int | None) -> None:
+        """An answer had so many tokens (None: nobody knows)."""
+        if tokens is not None:
+            mean = tokens if self._mean is None else self._mean
+            self._mean = mean + _WEIGHT * (tokens - mean)
 
-    def suffix_tokens(self, question_tokens: int, limit: int | None, default: int) -> int:
-        """The tokens of a question and its answer that will be cached. The answer has at most `limit` (None: unknown);
-        before any report, both together are taken to have `default`."""
-        mean = self._mean
-        expected = default - question_tokens if mean is None else round(mean)
-        if limit is not None:
-            expected = min(expected, limit)
+    def suffix_tokens(self, question_tokens: int, limit: int, default: int) -> int:
+        """The tokens of a question and its answer that will be cached. The answer has at most `limit`; before the first
+        report, question and answer are expected to have `default`."""
+        expected = default - question_tokens if self._mean is None else round(self._mean)
         # The last token of an answer is never computed on: its keys and values are not cached.
-        return question_tokens + max(0, expected - 1)
+        return question_tokens + max(0, min(expected, limit) - 1)

@@ -6,10 +6,10 @@ import logging
 import re
 import sys
 import time
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, Literal
 
 from ragorder import Document, Orderer, Ordering, PromptBuilder
 from ragorder.adapters._answer_length import AnswerLength
@@ -25,18 +25,19 @@ _FIRST_DELAY_S = 0.1
 _logger = logging.getLogger("ragorder")
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class Setup:
     """What the calls of a client share. Raises ValueError for `prompts` or `retries` that cannot be."""
 
+    client: Any
+    _: KW_ONLY
     model: str
     orderer: Orderer
     builder: PromptBuilder
-    prompts: str
-    retries: int
-    send_salt: bool
-    reports_usage: bool = True
-    answer_length: AnswerLength = field(default_factory=AnswerLength)
+    prompts: Literal["messages", "token_ids"] = "messages"
+    retries: int = 1
+    send_salt: bool = True
+    sleep: Callable[[float], Any] | None = None
 
     def __post_init__(self) -> None:
         if self.prompts not in ("messages", "token_ids"):
@@ -45,107 +46,83 @@ class Setup:
             raise ValueError("prompts='token_ids' needs the served model's tokenizer: PromptBuilder(tokenizer=…)")
         if self.retries < 0:
             raise ValueError(f"retries must not be negative, got {self.retries}")
+        self.reports_usage = True
+        self.answer_length = AnswerLength()
 
 
+@dataclass(eq=False, repr=False)
 class Call:
     """One question, without any waiting. Done once there is an `answer`; until then, there is to be another attempt,
     `delay_s` later. Whoever `hands_out` the pieces cannot take them back: no attempt follows the first of them."""
 
-    def __init__(
-        self,
-        setup: Setup,
-        query: str,
-        documents: Sequence[Document],
-        scope: Hashable,
-        waiting: Sequence[Iterable[Document]],
-        options: dict[str, Any],
-        *,
-        hands_out: bool,
-    ) -> None:
+    setup: Setup
+    query: str
+    documents: Sequence[Document]
+    scope: Hashable
+    waiting: Sequence[Iterable[Document]]
+    options: dict[str, Any]
+    hands_out: bool
+
+    def __post_init__(self) -> None:
+        self.documents = list(self.documents)
+        self.options = checked_options(self.options, self.scope, self.setup.send_salt)
         self.ordering: Ordering[Document] | None = None
         self.answer: Answer | None = None
         self.delay_s = 0.0
-        self._setup = setup
-        self._query = query
-        self._documents = list(documents)
-        self._scope = scope
-        self._waiting = waiting
-        self._options = checked_options(options, scope, setup.send_salt)
-        self._hands_out = hands_out
-        self._reports_usage = setup.reports_usage
         self._retries = 0
-        self._sent_s = 0.0
-        self._reply: Reply | None = None
+        self._reports_usage = self.setup.reports_usage
+        limit = self.options.get("max_completion_tokens", self.options.get("max_tokens"))
+        self._limit = limit if isinstance(limit, int) and limit >= 0 else sys.maxsize
 
     @contextmanager
-    def attempt(self) -> Iterator[None]:
-        """One attempt. Leaving it settles its ordering, and swallows an error after which there is to be another."""
-        self.ordering = self._reply = None
+    def attempt(self) -> Iterator[Reply]:
+        """Order the documents, and settle the ordering however the block ends. An error after which there is to be
+        another attempt is swallowed."""
+        ordering = self.ordering = self._order()
+        reply = Reply(ordering)
         try:
-            yield
+            yield reply
+            answer = reply.answer()
         except BaseException as error:
-            self._settle(answered=False)
-            if not isinstance(error, Exception) or not self._tries_again(error):
+            if reply.ttft_s is None:
+                ordering.discard()
+            else:
+                # The prompt was computed, and stays in the cache, whatever became of the answer.
+                ordering.confirm()
+            if not isinstance(error, Exception) or not self._tries_again(error, reply):
                 raise
         else:
-            self._settle(answered=True)
-
-    def request(self) -> dict[str, Any]:
-        """What to call create() with, now: what is ordered first must be sent first."""
-        setup = self._setup
-        self.ordering = setup.orderer.order(
-            self._documents, scope=self._scope, waiting=self._waiting, suffix_tokens=self._suffix_tokens()
-        )
-        prompt = setup.builder.build(self._query, self.ordering)
-        request = self._options | {"model": setup.model, "stream": True}
-        request |= {"messages": prompt.messages} if setup.prompts == "messages" else {"prompt": prompt.token_ids}
-        if self._reports_usage:
-            request["stream_options"] = {"include_usage": True}
-        self._sent_s = time.perf_counter()
-        return request
-
-    def opened(self, stream: Any) -> Reply:
-        """What reads the chunks of the stream that create() returned: the server has accepted the request."""
-        if not self._reports_usage:
-            self._setup.reports_usage = False
-        self._reply = Reply(stream, self._sent_s)
-        return self._reply
-
-    def _suffix_tokens(self) -> int:
-        setup = self._setup
-        limit = self._options.get("max_completion_tokens", self._options.get("max_tokens"))
-        return setup.answer_length.suffix_tokens(
-            setup.builder.suffix_tokens(self._query),
-            limit if isinstance(limit, int) and limit >= 0 else None,
-            setup.orderer.settings.suffix_tokens,
-        )
-
-    def _settle(self, *, answered: bool) -> None:
-        ordering, reply = self.ordering, self._reply
-        if ordering is None:
-            return
-        if reply is None or not (answered or reply.ttft_s):
-            ordering.discard()
-        elif not answered:
-            # The prompt was computed, and stays in the cache, whatever became of the answer.
-            ordering.confirm()
-        else:
-            self.answer = answer = reply.answer(ordering)
-            if answer.completion_tokens is not None:
-                self._setup.answer_length.learn(answer.completion_tokens)
+            self.answer = answer
+            self.setup.reports_usage &= self._reports_usage
+            self.setup.answer_length.learn(answer.completion_tokens)
             ordering.confirm(answer.cached_tokens, answer.total_tokens)
 
-    def _tries_again(self, error: Exception) -> bool:
+    def create(self, reply: Reply) -> Any:
+        """What create() returns for an attempt. To be called at once: what is ordered first must be sent first."""
+        setup = self.setup
+        prompt = setup.builder.build(self.query, reply.ordering)
+        options = self.options | {"model": setup.model, "stream": True}
+        if self._reports_usage:
+            options["stream_options"] = {"include_usage": True}
+        reply.sent_s = time.perf_counter()
+        if setup.prompts == "messages":
+            return setup.client.chat.completions.create(messages=prompt.messages, **options)
+        return setup.client.completions.create(prompt=prompt.token_ids, **options)
+
+    def _order(self) -> Ordering[Document]:
+        orderer, question_tokens = self.setup.orderer, self.setup.builder.suffix_tokens(self.query)
+        default = orderer.settings.suffix_tokens
+        suffix_tokens = self.setup.answer_length.suffix_tokens(question_tokens, self._limit, default)
+        return orderer.order(self.documents, scope=self.scope, waiting=self.waiting, suffix_tokens=suffix_tokens)
+
+    def _tries_again(self, error: Exception, reply: Reply) -> bool:
         self.delay_s = 0.0
-        if self._reply is None:
+        if not reply.accepted:
             # The openai client has already repeated what is worth repeating.
-            if not self._reports_usage or not _refuses_stream_options(error):
-                return False
-            self._reports_usage = False
-            return True
-        if self._retries >= self._setup.retries or not _is_broken_stream(error):
-            return False
-        if self._hands_out and self._reply.pieces:
+            asked_too_much = self._reports_usage and _refuses_stream_options(error)
+            self._reports_usage = self._reports_usage and not asked_too_much
+            return asked_too_much
+        if self._retries >= self.setup.retries or (self.hands_out and reply.pieces) or not _is_broken_stream(error):
             return False
         self.delay_s = _FIRST_DELAY_S * 2**self._retries
         self._retries += 1
@@ -167,7 +144,7 @@ def _is_broken_stream(error: Exception) -> bool:
 
     if isinstance(error, APIError):
         code = str(error.code)
-        return len(code) != 3 or code[0] != "4" or code in _TRANSIENT
+        return code in _TRANSIENT or not re.fullmatch("4..", code)
     # The openai client passes on what its HTTP library raises in the middle of a stream (httpx2 from openai 3 on).
-    modules = (sys.modules.get(name) for name in ("httpx", "httpx2"))
-    return any(isinstance(error, getattr(module, "TransportError", ())) for module in modules)
+    libraries = map(sys.modules.get, ("httpx", "httpx2"))
+    return any(isinstance(error, getattr(library, "TransportError", ())) for library in libraries)

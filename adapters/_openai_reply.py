@@ -42,16 +42,22 @@ class Answer:
 
 
 class Reply:
-    """The response that an openai stream reads, in any server's dialect: whatever chunks hold, `read` raises nothing.
-    `sent_s` is when the request was sent, by time.perf_counter."""
+    """The response to a request, in any server's dialect: whatever the chunks hold, `read` raises nothing. `sent_s` is
+    when the request was sent, by time.perf_counter; `accepted` whether there is a response at all."""
 
-    def __init__(self, stream: Any, sent_s: float) -> None:
+    def __init__(self, ordering: Ordering[Document]) -> None:
+        self.ordering = ordering
+        self.sent_s = 0.0
+        self.accepted = False
         self.pieces: list[str] = []
         self.ttft_s: float | None = None
-        self._sent_s = sent_s
         self._finish_reason: str | None = None
         self._usage: Any = None
         self._wire: _Wire | None = None
+
+    def watch(self, stream: Any) -> None:
+        """The server accepted the request: this stream gives the chunks."""
+        self.accepted = True
         with suppress(AttributeError):
             stream.response = self._wire = _Wire(stream.response)
 
@@ -68,35 +74,27 @@ class Reply:
         # A chat opens with a chunk that names the role: some servers send it before they have computed anything.
         is_token = isinstance(text, str) if delta is None else any(_get(delta, name) for name in _OUTPUT)
         if self.ttft_s is None and (is_token or finish_reason):
-            self.ttft_s = time.perf_counter() - self._sent_s
+            self.ttft_s = time.perf_counter() - self.sent_s
         if not isinstance(text, str) or not text:
             return ""
         self.pieces.append(text)
         return text
 
-    def check_complete(self) -> None:
-        """Raises openai.APIConnectionError if the stream ended before the answer did."""
-        if self._finish_reason is None and not (self._wire and self._wire.done):
+    def answer(self) -> Answer:
+        """The answer, once the stream has ended. Raises openai.APIConnectionError if it ended before the answer did."""
+        wire, usage = self._wire, self._usage
+        if self._finish_reason is None and not (wire and wire.tail.rstrip().endswith(b"[DONE]")):
             from openai import APIConnectionError
 
-            request: Any = getattr(self._wire, "request", None)
+            request: Any = getattr(wire, "request", None)
             raise APIConnectionError(message="The stream ended before the answer was complete.", request=request)
-
-    def answer(self, ordering: Ordering[Document]) -> Answer:
-        """The answer, once the stream has ended."""
-        prompt_tokens = _count(_get(self._usage, "prompt_tokens"))
-        cached_tokens = _count(_get(_get(self._usage, "prompt_tokens_details"), "cached_tokens"))
+        prompt_tokens = _count(_get(usage, "prompt_tokens"))
+        cached_tokens = _count(_get(_get(usage, "prompt_tokens_details"), "cached_tokens"))
         if cached_tokens is not None and (prompt_tokens is None or cached_tokens > prompt_tokens):
             cached_tokens = None
-        return Answer(
-            "".join(self.pieces),
-            cached_tokens,
-            prompt_tokens,
-            _count(_get(self._usage, "completion_tokens")),
-            self.ttft_s,
-            ordering,
-            self._finish_reason,
-        )
+        completion_tokens = _count(_get(usage, "completion_tokens"))
+        counts = cached_tokens, prompt_tokens, completion_tokens
+        return Answer("".join(self.pieces), *counts, self.ttft_s, self.ordering, self._finish_reason)
 
 
 class _Wire:
@@ -104,23 +102,19 @@ class _Wire:
 
     def __init__(self, response: Any) -> None:
         self._response = response
-        self._tail = b""
+        self.tail = b""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._response, name)
 
-    @property
-    def done(self) -> bool:
-        return self._tail.rstrip().endswith(b"[DONE]")
-
     def iter_bytes(self) -> Iterator[bytes]:
         for data in self._response.iter_bytes():
-            self._tail = (self._tail + data)[-32:]
+            self.tail = (self.tail + data)[-32:]
             yield data
 
     async def aiter_bytes(self) -> AsyncIterator[bytes]:
         async for data in self._response.aiter_bytes():
-            self._tail = (self._tail + data)[-32:]
+            self.tail = (self.tail + data)[-32:]
             yield data
 
 

@@ -1,15 +1,55 @@
-"""The two streams that a caller takes the pieces of an answer from."""
+"""The two drivers of a call, one for threads and one for coroutines, and the streams that callers get of them."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Generator
-from typing import Self
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator
+from typing import Self, cast
 
 from ragorder import Document, Ordering
 from ragorder.adapters._openai_call import Call
 from ragorder.adapters._openai_reply import Answer
 
-__all__ = ["AsyncOrderedStream", "OrderedStream"]
+__all__ = ["AsyncOrderedStream", "OrderedStream", "generate", "generate_async"]
+
+
+def _pieces(call: Call) -> Generator[str, None, None]:
+    """The pieces of the answer, and empty ones: the first of them when the server has accepted the request."""
+    while call.answer is None:
+        if call.delay_s:
+            (call.setup.sleep or time.sleep)(call.delay_s)
+        with call.attempt() as reply, call.create(reply) as stream:
+            reply.watch(stream)
+            yield ""
+            for chunk in stream:
+                yield reply.read(chunk)
+
+
+async def _async_pieces(call: Call) -> AsyncGenerator[str, None]:
+    while call.answer is None:
+        if call.delay_s:
+            await (call.setup.sleep or asyncio.sleep)(call.delay_s)
+        with call.attempt() as reply:
+            async with await call.create(reply) as stream:
+                reply.watch(stream)
+                yield ""
+                async for chunk in stream:
+                    yield reply.read(chunk)
+
+
+def generate(call: Call) -> Answer:
+    """The whole answer."""
+    for _ in _pieces(call):
+        pass
+    return cast(Answer, call.answer)
+
+
+async def generate_async(call: Call) -> Answer:
+    """The whole answer."""
+    async for _ in _async_pieces(call):
+        pass
+    return cast(Answer, call.answer)
 
 
 class _Stream:
@@ -27,16 +67,13 @@ class _Stream:
         return self._call.answer
 
 
-class OrderedStream(_Stream):
+class OrderedStream(_Stream, Iterator[str]):
     """The pieces of an answer, as they arrive. Closing it early ends the request; it closes itself when dropped."""
 
-    def __init__(self, call: Call, pieces: Generator[str, None, None]) -> None:
+    def __init__(self, call: Call) -> None:
         super().__init__(call)
-        self._pieces = pieces
-        next(pieces)
-
-    def __iter__(self) -> Self:
-        return self
+        self._pieces = _pieces(call)
+        next(self._pieces)
 
     def __next__(self) -> str:
         return next(filter(None, self._pieces))
@@ -52,15 +89,12 @@ class OrderedStream(_Stream):
         self._pieces.close()
 
 
-class AsyncOrderedStream(_Stream):
+class AsyncOrderedStream(_Stream, AsyncIterator[str]):
     """`OrderedStream` for a coroutine. Use it by `async with`, or close it: once dropped, it closes itself late."""
 
-    def __init__(self, call: Call, pieces: AsyncGenerator[str, None]) -> None:
+    def __init__(self, call: Call) -> None:
         super().__init__(call)
-        self._pieces = pieces
-
-    def __aiter__(self) -> Self:
-        return self
+        self._pieces = _async_pieces(call)
 
     async def __anext__(self) -> str:
         async for piece in self._pieces:

@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
-from abc import ABC, abstractmethod
-from collections.abc import (
-    AsyncGenerator,
-    Callable,
-    Coroutine,
-    Generator,
-    Hashable,
-    Iterable,
-    Sequence,
-)
-from typing import Any, Generic, Literal, TypeVar, cast
+from collections.abc import Callable, Coroutine, Hashable, Iterable, Sequence
+from typing import Any, ClassVar, Generic, TypeVar
 
-from ragorder import Document, Orderer, PromptBuilder
+from ragorder import Document
 from ragorder.adapters._openai_call import Call, Setup
 from ragorder.adapters._openai_reply import Answer
-from ragorder.adapters._openai_streams import AsyncOrderedStream, OrderedStream
+from ragorder.adapters._openai_streams import AsyncOrderedStream, OrderedStream, generate, generate_async
 
 __all__ = ["Answer", "AsyncOrderedClient", "AsyncOrderedStream", "OrderedClient", "OrderedStream"]
 
@@ -27,35 +16,23 @@ A = TypeVar("A")
 S = TypeVar("S")
 
 
-class _Client(ABC, Generic[A, S]):
+class _Client(Setup, Generic[A, S]):
     """What the two clients have in common: `generate` gives A, `stream` gives S."""
 
-    _sleep: Callable[[float], Any]
-    _foreign: tuple[str, str]
+    _foreign: ClassVar[tuple[str, str]]
+    _generate: Callable[[Call], A]
+    _stream: Callable[[Call], S]
 
-    def __init__(
-        self,
-        client: Any,
-        *,
-        model: str,
-        orderer: Orderer,
-        builder: PromptBuilder,
-        prompts: Literal["messages", "token_ids"] = "messages",
-        retries: int = 1,
-        send_salt: bool = True,
-        sleep: Callable[[float], Any] | None = None,
-    ) -> None:
+    def __post_init__(self) -> None:
         try:
             import openai
         except ImportError as error:
             raise ImportError(f"{type(self).__name__} needs openai: pip install 'ragorder[live]'") from error
         foreign, other = self._foreign
-        if isinstance(client, getattr(openai, foreign)):
-            raise TypeError(f"{type(self).__name__} cannot use a client of type {type(client).__name__}: use {other}")
-        self._setup = Setup(model, orderer, builder, prompts, retries, send_salt)
-        self._endpoint = client.chat.completions if prompts == "messages" else client.completions
-        if sleep is not None:
-            self._sleep = sleep
+        if isinstance(self.client, getattr(openai, foreign)):
+            given = type(self.client).__name__
+            raise TypeError(f"{type(self).__name__} cannot use a client of type {given}: use {other}")
+        super().__post_init__()
 
     def generate(
         self,
@@ -76,7 +53,7 @@ class _Client(ABC, Generic[A, S]):
         `extra_body`.
         """
         options |= {"max_tokens": max_tokens, "temperature": temperature}
-        return self._generate(Call(self._setup, query, documents, scope, waiting, options, hands_out=False))
+        return self._generate(Call(self, query, documents, scope, waiting, options, hands_out=False))
 
     def stream(
         self,
@@ -92,13 +69,7 @@ class _Client(ABC, Generic[A, S]):
         """The answer as it arrives. Takes and raises what `generate` does, but what breaks after its first piece is
         not asked again."""
         options |= {"max_tokens": max_tokens, "temperature": temperature}
-        return self._stream(Call(self._setup, query, documents, scope, waiting, options, hands_out=True))
-
-    @abstractmethod
-    def _generate(self, call: Call) -> A: ...
-
-    @abstractmethod
-    def _stream(self, call: Call) -> S: ...
+        return self._stream(Call(self, query, documents, scope, waiting, options, hands_out=True))
 
 
 class OrderedClient(_Client[Answer, OrderedStream]):
@@ -122,55 +93,15 @@ class OrderedClient(_Client[Answer, OrderedStream]):
     `retries` that cannot be.
     """
 
-    _sleep = staticmethod(time.sleep)
     _foreign = ("AsyncOpenAI", "AsyncOrderedClient")
-
-    def _generate(self, call: Call) -> Answer:
-        for _ in self._pieces(call):
-            pass
-        return cast(Answer, call.answer)
-
-    def _stream(self, call: Call) -> OrderedStream:
-        return OrderedStream(call, self._pieces(call))
-
-    def _pieces(self, call: Call) -> Generator[str, None, None]:
-        """The pieces of the answer, and empty ones: the first of them when the server has accepted the request."""
-        while call.answer is None:
-            if call.delay_s:
-                self._sleep(call.delay_s)
-            with call.attempt():
-                with self._endpoint.create(**call.request()) as stream:
-                    reply = call.opened(stream)
-                    yield ""
-                    for chunk in stream:
-                        yield reply.read(chunk)
-                reply.check_complete()
+    _generate = staticmethod(generate)
+    _stream = OrderedStream
 
 
 class AsyncOrderedClient(_Client[Coroutine[Any, Any, Answer], AsyncOrderedStream]):
     """`OrderedClient` for an `openai.AsyncOpenAI`. `generate` and `sleep` are awaited; `stream` sends its request when
     it is entered by `async with`, or asked for its first piece."""
 
-    _sleep = staticmethod(asyncio.sleep)
     _foreign = ("OpenAI", "OrderedClient")
-
-    async def _generate(self, call: Call) -> Answer:
-        async for _ in self._pieces(call):
-            pass
-        return cast(Answer, call.answer)
-
-    def _stream(self, call: Call) -> AsyncOrderedStream:
-        return AsyncOrderedStream(call, self._pieces(call))
-
-    async def _pieces(self, call: Call) -> AsyncGenerator[str, None]:
-        while call.answer is None:
-            if call.delay_s:
-                await self._sleep(call.delay_s)
-            with call.attempt():
-                # No await between ordering and sending: what is ordered first must be sent first.
-                async with await self._endpoint.create(**call.request()) as stream:
-                    reply = call.opened(stream)
-                    yield ""
-                    async for chunk in stream:
-                        yield reply.read(chunk)
-                reply.check_complete()
+    _generate = staticmethod(generate_async)
+    _stream = AsyncOrderedStream

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import logging
 import socket
@@ -16,6 +17,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ragorder import Document, Orderer, Ordering, PromptBuilder
 from ragorder.adapters.openai import Answer, AsyncOrderedClient, OrderedClient
@@ -343,23 +346,6 @@ class TestRequest:
         assert server.requests[0]["max_completion_tokens"] == 9
         assert "max_tokens" not in server.requests[0]
 
-    @pytest.mark.parametrize(
-        ("options", "answer_tokens"),
-        [({}, 255), ({"max_tokens": 1}, 0), ({"max_tokens": 0}, 0), ({"max_completion_tokens": 9}, 8)],
-    )
-    def test_the_orderer_learns_what_follows_the_documents(
-        self, connect: Connect, orderer: WatchedOrderer, options: dict[str, Any], answer_tokens: int
-    ) -> None:
-        connect().generate(QUERY, DOCUMENTS, **options)
-        assert orderer.asked[0]["suffix_tokens"] == connect.builder.suffix_tokens(QUERY) + answer_tokens
-
-    @pytest.mark.parametrize("max_tokens", [None, -1])
-    def test_an_answer_of_unknown_length_is_left_to_the_settings(
-        self, connect: Connect, orderer: WatchedOrderer, max_tokens: int | None
-    ) -> None:
-        connect().generate(QUERY, DOCUMENTS, max_tokens=max_tokens)
-        assert orderer.asked[0].get("suffix_tokens") is None
-
     def test_waiting_requests_and_scope_reach_the_orderer(self, connect: Connect, orderer: WatchedOrderer) -> None:
         connect().generate(QUERY, DOCUMENTS, waiting=[DOCUMENTS[1:]], scope="tenant")
         assert orderer.asked[0]["waiting"] == [DOCUMENTS[1:]]
@@ -388,6 +374,11 @@ class TestRequest:
         with pytest.raises(TypeError, match="no_such_option"):
             connect().generate(QUERY, DOCUMENTS, no_such_option=1)
         assert orderer.settled == [DISCARDED]
+
+
+# Scopes that vLLM refuses as a salt, and the longest and the oddest that it does not.
+NO_SALTS = ["", "someone@example.org", "org/team", "org\\team", "tenant\0", "x" * 129]
+SALTS = ["x" * 128, "Müller & Söhne: 100 % \n", hashlib.sha256(b"someone@example.org").hexdigest()]
 
 
 class TestScope:
@@ -422,14 +413,128 @@ class TestScope:
         connect().generate(QUERY, DOCUMENTS, scope=("model", "tenant"), extra_body={"cache_salt": "own"})
         assert server.requests[0]["cache_salt"] == "own"
 
-    def test_an_empty_scope_is_refused(self, connect: Connect, orderer: WatchedOrderer) -> None:
-        with pytest.raises(ValueError, match="give None"):
-            connect().generate(QUERY, DOCUMENTS, scope="")
+    @pytest.mark.parametrize("scope", NO_SALTS, ids=ascii)
+    @pytest.mark.parametrize("method", ["generate", "stream"])
+    def test_what_vllm_refuses_as_a_salt_is_refused_before_it_is_sent(
+        self, connect: Connect, server: ScriptedServer, orderer: WatchedOrderer, method: str, scope: str
+    ) -> None:
+        with pytest.raises(ValueError, match=r"give None for no tenant, .*hashlib\.sha256") as raised:
+            getattr(connect(), method)(QUERY, DOCUMENTS, scope=scope)
+        assert not scope or scope not in str(raised.value)
         assert orderer.settled == []
+        assert server.requests == []
 
-    def test_servers_that_know_no_salt_are_sent_none(self, connect: Connect, server: ScriptedServer) -> None:
-        connect(send_salt=False).generate(QUERY, DOCUMENTS, scope="tenant")
+    @pytest.mark.parametrize("scope", SALTS, ids=ascii)
+    def test_any_other_is_sent(self, connect: Connect, server: ScriptedServer, scope: str) -> None:
+        connect().generate(QUERY, DOCUMENTS, scope=scope)
+        assert server.requests[0]["cache_salt"] == scope
+
+    @pytest.mark.parametrize("scope", ["tenant", *NO_SALTS], ids=ascii)
+    def test_servers_that_know_no_salt_are_sent_none(
+        self, connect: Connect, server: ScriptedServer, orderer: WatchedOrderer, scope: str
+    ) -> None:
+        connect(send_salt=False).generate(QUERY, DOCUMENTS, scope=scope)
         assert "cache_salt" not in server.requests[0]
+        assert orderer.asked[0]["scope"] == scope
+
+
+class TestRoom:
+    """The room in the cache that the orderer is asked for: the question's, and the expected answer's but for its last
+    token, which is never computed on."""
+
+    LONG = "Where? " * 100
+
+    def asked(self, connect: Connect, orderer: WatchedOrderer) -> list[int]:
+        """The tokens of answers that room was asked for, one request each."""
+        return [options["suffix_tokens"] - connect.builder.suffix_tokens(QUERY) for options in orderer.asked]
+
+    def answers(self, *lengths: Any) -> list[Response]:
+        return [Response([chat("Yes"), STOP, usage(completion_tokens=length)]) for length in lengths]
+
+    @pytest.mark.parametrize("unlimited", [{}, {"max_tokens": None}, {"max_tokens": -1}], ids=str)
+    def test_at_first_it_is_what_the_settings_say(
+        self, connect: Connect, orderer: WatchedOrderer, unlimited: dict[str, Any]
+    ) -> None:
+        connect().generate(QUERY, DOCUMENTS, **unlimited)
+        assert orderer.asked[0]["suffix_tokens"] == orderer.settings.suffix_tokens - 1
+
+    def test_a_question_longer_than_the_settings_say_gets_its_room(
+        self, connect: Connect, orderer: WatchedOrderer
+    ) -> None:
+        connect().generate(self.LONG, DOCUMENTS)
+        question_tokens = connect.builder.suffix_tokens(self.LONG)
+        assert orderer.asked[0]["suffix_tokens"] == question_tokens > orderer.settings.suffix_tokens
+
+    @pytest.mark.parametrize(
+        ("limit", "tokens"),
+        [({"max_tokens": 0}, 0), ({"max_tokens": 1}, 0), ({"max_tokens": 9}, 8), ({"max_completion_tokens": 9}, 8)],
+        ids=str,
+    )
+    def test_it_is_never_more_than_the_limit(
+        self, connect: Connect, server: ScriptedServer, orderer: WatchedOrderer, limit: dict[str, int], tokens: int
+    ) -> None:
+        server.plays(*self.answers(1000))
+        client = connect()
+        for _ in range(2):
+            client.generate(QUERY, DOCUMENTS, **limit)
+        assert self.asked(connect, orderer) == [tokens, tokens]
+
+    def test_then_it_follows_the_answers_slowly(
+        self, connect: Connect, server: ScriptedServer, orderer: WatchedOrderer
+    ) -> None:
+        server.plays(*self.answers(33, 49, 2, 2))
+        client = connect()
+        for _ in range(4):
+            client.generate(QUERY, DOCUMENTS)
+        assert self.asked(connect, orderer)[1:] == [33 - 1, 34 - 1, 32 - 1]
+
+    def test_streams_are_counted_as_well(
+        self, connect: Connect, server: ScriptedServer, orderer: WatchedOrderer
+    ) -> None:
+        server.plays(*self.answers(33))
+        client = connect()
+        client.stream(QUERY, DOCUMENTS)
+        client.stream(QUERY, DOCUMENTS)
+        assert self.asked(connect, orderer)[1] == 32
+
+    @pytest.mark.parametrize(
+        "unknown", [None, "many", -1, 1 << 40, 10**400], ids=["null", "text", "-1", "2**40", "1e400"]
+    )
+    def test_answers_of_unknown_length_change_nothing(
+        self, connect: Connect, server: ScriptedServer, orderer: WatchedOrderer, unknown: Any
+    ) -> None:
+        server.plays(*self.answers(33, unknown))
+        client = connect()
+        for _ in range(3):
+            client.generate(QUERY, DOCUMENTS)
+        assert self.asked(connect, orderer)[1:] == [32, 32]
+
+    def test_answers_that_broke_off_change_nothing(
+        self, connect: Connect, server: ScriptedServer, orderer: WatchedOrderer
+    ) -> None:
+        running = chat("Yes") | {"usage": usage(completion_tokens=1)["usage"]}
+        server.plays(*self.answers(33), Response([running], "cut"))
+        client = connect()
+        for _ in range(2):
+            client.generate(QUERY, DOCUMENTS)
+        assert self.asked(connect, orderer)[1:] == [32, 32]
+
+    @given(st.lists(st.integers(0, 5000), min_size=1, max_size=40), st.integers(0, 300))
+    def test_it_lies_between_the_shortest_and_the_longest_answer(self, lengths: list[int], limit: int) -> None:
+        orderer, builder = WatchedOrderer(strict=True), PromptBuilder()
+        streams = [PlainStream([STOP, usage(completion_tokens=length)], None) for length in [*lengths, 0]]
+        client = OrderedClient(PlainClient(*streams), model="m", orderer=orderer, builder=builder)
+        for _ in streams:
+            client.generate(QUERY, DOCUMENTS, max_tokens=limit)
+        room = orderer.asked[-1]["suffix_tokens"] - builder.suffix_tokens(QUERY)
+        assert max(0, min(*lengths, limit) - 1) <= room <= max(0, min(max(lengths), limit) - 1)
+
+    def test_a_high_limit_displaces_no_documents(self, connect: Connect) -> None:
+        connect.orderer = orderer = WatchedOrderer(capacity_tokens=400, block_size=4, strict=True)
+        client = connect()
+        for documents in (DOCUMENTS[:2], DOCUMENTS[2:]):
+            client.generate(QUERY, documents, max_tokens=10_000)
+        assert orderer.order(DOCUMENTS[:2]).prefix_documents == 2
 
 
 class TestAnswer:
@@ -1137,6 +1242,27 @@ class TestVLLM:
             reported.append(bool(answer.cached_tokens))
             foretold.append(bool(answer.ordering.cached_tokens))
         assert reported == foretold == [False, False, True, False]
+
+    def test_exactly_the_scopes_that_the_server_refuses_are_not_sent(
+        self, connect: Connect, live: WatchedOrderer, vllm_server: Any
+    ) -> None:
+        client = connect(timeout=60)
+        with openai.OpenAI(base_url=f"{vllm_server.base_url}/v1", api_key="key", timeout=60) as direct:
+            for scope in NO_SALTS:
+                with pytest.raises(openai.BadRequestError, match="cache_salt"):
+                    direct.completions.create(model="served", prompt="x", extra_body={"cache_salt": scope})
+                with pytest.raises(ValueError, match="cache_salt"):
+                    client.generate(QUERY, self.DOCUMENTS, scope=scope)
+        assert live.settled == []
+        for scope in SALTS:
+            client.generate(QUERY, self.DOCUMENTS, scope=scope, max_tokens=1)
+
+    def test_the_room_for_answers_is_learnt_from_the_server(self, connect: Connect, live: WatchedOrderer) -> None:
+        client = connect(timeout=60)
+        for _ in range(2):
+            client.generate(QUERY, self.DOCUMENTS, max_tokens=8, **self.TALKATIVE)
+        client.generate(QUERY, self.DOCUMENTS, max_tokens=20)
+        assert live.asked[2]["suffix_tokens"] == connect.builder.suffix_tokens(QUERY) + 7
 
     def test_sixteen_tasks_get_answers_on_their_own_documents(
         self, vllm_server: Any, served_builder: PromptBuilder, live: WatchedOrderer

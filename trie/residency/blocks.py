@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Hashable, Iterable, Sequence
 from hashlib import blake2b
 from threading import Lock
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 __all__ = ["Content", "EngineBlocks", "Watcher", "chain_root", "follow"]
 
@@ -35,6 +35,13 @@ def _keyed(extra_keys: Iterable[Any] | None) -> Content:
     return repr(tuple(extra_keys)).encode("utf-8", "backslashreplace") if extra_keys else b""
 
 
+class _Held(NamedTuple):
+    """The hash under which a block was stored last, and the tiers that hold it."""
+
+    hash: Hashable
+    media: tuple[Hashable, ...]
+
+
 class EngineBlocks:
     """The blocks of one engine's cache. One thread writes, any may ask.
 
@@ -52,7 +59,7 @@ class EngineBlocks:
         self._lock = Lock()
         # What an engine's hash stands for never changes: it is remembered beyond the block's own life.
         self._contents: dict[Hashable, Content] = {}
-        self._held: dict[Content, tuple[Hashable, ...]] = {}
+        self._held: dict[Content, _Held] = {}
         self._watchers: dict[Content, Watcher] = {}
 
     def __len__(self) -> int:
@@ -103,13 +110,13 @@ class EngineBlocks:
                 stored[block_hash] = content
             if above:
                 # Nothing is computed behind a block that is not there: its removal was that of a duplicate.
-                self._hold(above, medium)
+                self._hold(above, parent, medium)
             for block_hash, content in stored.items():
                 known = self._contents.pop(block_hash, content)
                 if known != content:
                     self._drop(known)
                 self._contents[block_hash] = content
-                self._hold(content, medium)
+                self._hold(content, block_hash, medium)
             self._forget_oldest()
 
     def remove(self, hashes: Iterable[Hashable], medium: Hashable = None) -> None:
@@ -117,11 +124,11 @@ class EngineBlocks:
         with self._lock:
             for block_hash in hashes:
                 content = self._contents.get(block_hash)
-                media = self._held.get(content, ()) if content is not None else ()
-                if content is not None and medium in media:
-                    left = tuple(each for each in media if each != medium)
+                held = self._held.get(content) if content is not None else None
+                if content is not None and held is not None and medium in held.media:
+                    left = tuple(each for each in held.media if each != medium)
                     if left:
-                        self._held[content] = left
+                        self._held[content] = held._replace(media=left)
                     else:
                         self._drop(content)
 
@@ -148,24 +155,24 @@ class EngineBlocks:
         return successor
 
     def _forget_oldest(self) -> None:
-        """Spare what is held, unless that is more than half, or one block under many hashes."""
-        spared = 0
+        """Spare what is held, unless that is more than half."""
         while len(self._contents) > self.max_blocks:
             oldest = next(iter(self._contents))
             content = self._contents.pop(oldest)
-            if content in self._held and spared < len(self._held) <= self.max_blocks // 2:
+            held = self._held.get(content)
+            if held is None or held.hash in self._contents:
+                continue
+            if 2 * len(self._held) <= self.max_blocks:
                 self._contents[oldest] = content
-                spared += 1
             else:
                 self._drop(content)
 
-    def _hold(self, content: Content, medium: Hashable) -> None:
-        media = self._held.get(content)
-        if media is None:
-            self._held[content] = (medium,)
+    def _hold(self, content: Content, block_hash: Hashable, medium: Hashable) -> None:
+        held = self._held.get(content)
+        media = held.media if held is not None else ()
+        self._held[content] = _Held(block_hash, media if medium in media else (*media, medium))
+        if held is None:
             self._tell(content)
-        elif medium not in media:
-            self._held[content] = (*media, medium)
 
     def _drop(self, content: Content) -> None:
         if self._held.pop(content, None) is not None:

@@ -107,12 +107,22 @@ class EventsResidency(LRUResidency):
         evicted_blocks = self.evicted_blocks
         lease = super().lease(path, suffix_tokens)
         if self.evicted_blocks > evicted_blocks:
-            if self._log:
-                # Of this one a part may have been evicted.
-                self._displaced.append(self._log[0].node)
-            self._pending.append(_Pending(lease, marker, self._displaced))
-            self._displaced = []
+            self._await(lease, marker)
         return lease
+
+    def release(self, lease: Lease, cached_tokens: float | None = None, total_tokens: float | None = None) -> None:
+        evicted_blocks = self.evicted_blocks
+        super().release(lease, cached_tokens, total_tokens)
+        if self.evicted_blocks > evicted_blocks:
+            self._await(lease, None)
+
+    def _await(self, lease: Lease, marker: Content | None) -> None:
+        """The engine will tell whether it evicted for a request what the mirror did."""
+        if self._log:
+            # Of this one a part may have been evicted.
+            self._displaced.append(self._log[0].node)
+        self._pending.append(_Pending(lease, marker, self._displaced))
+        self._displaced = []
 
     def correct(self, lease: Lease) -> None:
         """Only where the events are silent about the request: else they know better."""
@@ -249,6 +259,7 @@ class EventsResidency(LRUResidency):
         contents = self._contents.pop(node, None)
         if contents is not None:
             for content in contents.blocks:
-                self._watched.pop(content, None)
-                self._blocks.unwatch(content, self)
+                if self._watched.get(content) is node:
+                    del self._watched[content]
+                    self._blocks.unwatch(content, self)
         self.tree.remove(node)

@@ -110,6 +110,8 @@ class LRUResidency:
         lease.open = False
         if total_tokens is not None:
             self._correct_suffix(lease, total_tokens)
+            if self.used_blocks > self.capacity_blocks:
+                self._make_room()
         self._clock = stamp = self._clock + 1
         path = lease.path
         for node in path:
@@ -155,9 +157,18 @@ class LRUResidency:
         lease.path = ()
 
     def correct(self, lease: Lease) -> None:
-        """The request found less than was foretold: whatever was used before what it missed is gone as well."""
+        """The request found less than was foretold: others have used the engine.
+
+        Whatever was used before what it missed is gone as well. The room is theirs: blocks that were used just now, and
+        grow old like ours.
+        """
         while self._log and self._log[0].stamp <= lease.previous_stamp:
             self._evict_oldest(maxsize)
+        if lease.previous_stamp > 0 and self.capacity_blocks != maxsize:
+            self._clock += 1
+            theirs = max(0, self.capacity_blocks - self.used_blocks)
+            self._log.append(_Use(self.tree.root, self._clock, theirs))
+            self.used_blocks += theirs
 
     def lose(self, node: Node, kept_blocks: int) -> None:
         """The engine holds only the first `kept_blocks` of a node that no request uses, and nothing below it."""
