@@ -90,7 +90,7 @@ def rankings(count: int, documents: Sequence[Document], seed: int = 0) -> list[l
     active: list[list[Document]] = []
     asked = []
     for _ in range(count):
-        if len(active) < 6 or rng.random() < 0.3:
+        if len(active) < 6 or rng.random() < 0.6:
             active = [*active[-5:], next(topics)]
         asked.append(rng.sample(rng.choice(active), TOP_K))
     return asked
@@ -206,6 +206,8 @@ class TestForeignTraffic:
         for number, documents in enumerate(asked):
             if number and number % every == 0:
                 self.fill(server, blocks, seed=number)
+                # Events are some milliseconds behind answers.
+                time.sleep(0.2)
             found.append(off_by(rag.generate(f"And {number}?", documents, max_tokens=4)))
         return found
 
@@ -335,7 +337,8 @@ class TestInterruptions:
                 vllm_server.kill()
             for thread in asking:
                 thread.join(60)
-            assert failures, "requests must have been in flight"
+            # A server that is asked to stop may answer first.
+            assert failures or end == "stop", "requests must have been in flight"
             # Ordering goes on without a server; nobody raises.
             orderer.order(asked[0]).discard()
         finally:

@@ -1,0 +1,174 @@
+"""One orderer under threads and tasks at once."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from ragorder import Document, Orderer, Ordering
+from ragorder.trie.residency import EngineBlocks
+
+ORDERS = 50_000
+THREADS = 16
+TASKS = 64
+TOP_K = 5
+
+
+def token_ids(document: Document) -> range:
+    first = 1_000 * int(document.id)
+    return range(first, first + document.token_count)
+
+
+def make_orderer(residency: str, documents: Sequence[Document]) -> tuple[Orderer, Any]:
+    """An orderer, and what an engine's events are told to if it hears of any."""
+    blocks = EngineBlocks(16) if residency == "events" else None
+    told = {"blocks": blocks, "token_ids": token_ids} if blocks is not None else {"residency": residency}
+    return Orderer(capacity_tokens=60_000, block_size=16, strict=True, **told), blocks
+
+
+@pytest.fixture
+def often_interrupted() -> Iterator[None]:
+    """Threads take turns a hundred times as often as usual."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(interval / 100)
+    yield
+    sys.setswitchinterval(interval)
+
+
+class Load:
+    """Orders from threads and from tasks; what was given and what came back is kept for the checks."""
+
+    def __init__(self, orderer: Orderer, documents: Sequence[Document], orders: int = ORDERS) -> None:
+        self.orderer = orderer
+        self.errors: list[BaseException] = []
+        self.results: list[tuple[list[Document], Ordering[Document]]] = []
+        rng = random.Random(0)
+        topics = [rng.sample(documents, 8) for _ in range(len(documents) // 4)]
+        requests = [rng.sample(rng.choice(topics[: 1 + rng.randrange(len(topics))]), TOP_K) for _ in range(orders)]
+        ways = THREADS + TASKS
+        self.shares = [requests[way::ways] for way in range(ways)]
+
+    def step(self, number: int, given: list[Document], mine: list[Any]) -> None:
+        ordering = self.orderer.order(given, scope=None if number % 3 else "tenant")
+        if number % 11 == 0:
+            ordering.discard()
+        elif number % 7:
+            ordering.confirm(ordering.cached_tokens if number % 5 else 0, 1_200)
+        mine.append((given, ordering))
+
+    def work(self, share: Sequence[list[Document]]) -> None:
+        mine: list[Any] = []
+        try:
+            for number, given in enumerate(share):
+                self.step(number, given, mine)
+        except BaseException as error:
+            self.errors.append(error)
+        self.results += mine
+
+    async def task(self, share: Sequence[list[Document]]) -> None:
+        mine: list[Any] = []
+        for number, given in enumerate(share):
+            self.step(number, given, mine)
+            await asyncio.sleep(0)
+        self.results += mine
+
+    def loop(self) -> None:
+        async def run() -> None:
+            await asyncio.gather(*map(self.task, self.shares[THREADS:]))
+
+        try:
+            asyncio.run(run())
+        except BaseException as error:
+            self.errors.append(error)
+
+    def run(self) -> float:
+        """The processor's seconds that it took."""
+        threads = [threading.Thread(target=self.work, args=(share,)) for share in self.shares[:THREADS]]
+        threads.append(threading.Thread(target=self.loop))
+        started = time.process_time()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return time.process_time() - started
+
+    def check(self) -> None:
+        assert self.errors == []
+        assert len(self.results) == sum(map(len, self.shares))
+        for given, ordering in self.results:
+            assert sorted(map(id, ordering.documents)) == sorted(map(id, given))
+            assert [given[rank] for rank in ordering.permutation] == ordering.documents
+        for scope in self.orderer._scopes.values():
+            mirror, nodes = scope.mirror, list(scope.tree.walk())
+            assert scope.tree.size == len(nodes) - 1
+            doomed = getattr(mirror, "_doomed", {})
+            for node in nodes:
+                assert 0 <= node.missing <= node.blocks
+                assert node.leases >= 0
+                assert not (node.missing and any(child not in doomed for child in (node.children or {}).values()))
+                if node.parent is not None:
+                    assert node.parent.children is not None
+                    assert node.parent.children[node.key] is node
+            in_flight = [lease for lease in mirror._in_flight if lease.open]
+            assert scope.tree.root.leases == len(in_flight)
+            held = sum(node.blocks - node.missing for node in nodes)
+            behind = sum(use.suffix_blocks for use in mirror._log)
+            behind += sum(lease.suffix_blocks + lease.partial_blocks for lease in in_flight)
+            assert mirror.used_blocks == held + behind <= mirror.capacity_blocks
+        assert self.orderer.fallbacks == 0
+
+
+@pytest.fixture
+def documents() -> list[Document]:
+    rng = random.Random(1)
+    return [Document(str(number), "", tokens=rng.randint(50, 300)) for number in range(400)]
+
+
+@pytest.mark.parametrize("residency", ["lru", "none", "events"])
+@pytest.mark.usefixtures("often_interrupted")
+def test_every_result_is_a_permutation_of_its_own_input_and_the_trees_are_sound(
+    residency: str, documents: list[Document]
+) -> None:
+    orderer, blocks = make_orderer(residency, documents)
+    load = Load(orderer, documents, orders=10_000 if blocks is not None else ORDERS)
+    stop = threading.Event()
+    engine = threading.Thread(target=talk, args=(blocks, documents, stop))
+    if blocks is not None:
+        engine.start()
+    load.run()
+    stop.set()
+    if blocks is not None:
+        engine.join()
+    load.check()
+
+
+def talk(blocks: EngineBlocks, documents: Sequence[Document], stop: threading.Event) -> None:
+    """An engine that tells of blocks of ours that come and go, and of its restarts."""
+    rng = random.Random(2)
+    hashes: list[int] = []
+    while not stop.is_set():
+        ids = [token for document in rng.sample(documents, 3) for token in token_ids(document)]
+        count = len(ids) // 16
+        first = rng.randrange(10**12)
+        blocks.store(range(first, first + count), None, ids[: count * 16])
+        hashes += range(first, first + count)
+        blocks.remove(rng.sample(hashes, min(len(hashes), 20)))
+        if rng.random() < 0.01:
+            blocks.clear()
+        if rng.random() < 0.01:
+            blocks.replace(blocks.afresh(same_engine=False), same_engine=False)
+        time.sleep(0.0005)
+
+
+def test_ten_thousand_orders_a_second(documents: list[Document]) -> None:
+    """In the processor's time: the wall's depends on who else is there."""
+    load = Load(make_orderer("lru", documents)[0], documents)
+    assert ORDERS / load.run() >= 10_000
+    load.check()
