@@ -11,11 +11,13 @@ WORKLOADS := paper paper-shuf ov0.0 ov0.4 ov0.8 mix8 zipf10 geo
 POLICIES := retrieval sorted recency random greedy best frequency auto oracle
 REAL = $(addprefix --corpus $(CORPORA)/,covidqa bing_covid_cord nqopen) --order random --capacity-tokens 32768
 SERVED = --limit 60 --capacity-tokens unlimited --policy retrieval --policy auto
+LIVE = --workload paper-shuf --limit 200 --capacity-tokens 16384 --arrivals poisson:1.5 --concurrency 8 --output-tokens 16 $(addprefix --policy ,retrieval greedy auto events)
+HOUR = --workload zipf10 --policy retrieval --policy auto --capacity-tokens 800000 --prefill-rate 1280000 --decode-rate 400
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet --no-input
 GPU := $(shell command -v nvidia-smi 2>/dev/null)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types imports unit vllm bench bench-vllm clean
+.PHONY: help demo test lint types imports unit vllm bench bench-vllm bench-live bench-load clean
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -60,6 +62,15 @@ bench-vllm: $(VENV)/.vllm ## The README's figures on real vLLM (a quarter of an 
 	$(BIN)/ragorder bench --engine vllm $(SERVED) --workload paper-shuf --policy none --policy greedy --json $(RESULTS)/vllm.json
 	$(BIN)/ragorder bench --engine vllm $(SERVED) --workload paper-shuf --waiting 8 --json $(RESULTS)/vllm-waiting.json
 	$(BIN)/ragorder bench --engine vllm $(SERVED) --workload pydocs --json $(RESULTS)/vllm-pydocs.json
+
+bench-live: $(VENV)/.dev ## Forecasts and time to first token on a vLLM server under load (ten minutes on two cores)
+	@mkdir -p $(RESULTS)
+	$(BIN)/ragorder bench --engine openai $(LIVE) --json $(RESULTS)/live.json
+
+bench-load: $(VENV)/.sim ## An hour of 8 replicas' arrivals (azure conv) on the simulated engine (some minutes)
+	@mkdir -p $(RESULTS)
+	$(BIN)/ragorder bench $(HOUR) --arrivals $(CORPORA)/traces/azure_llm_2023_conv.csv.gz --time-scale 8 --replicas 8 --json $(RESULTS)/load-trace.json
+	$(BIN)/ragorder bench $(HOUR) --arrivals poisson:360 --limit 60000 --json $(RESULTS)/load-poisson.json
 
 clean: ## Remove what was built and installed
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

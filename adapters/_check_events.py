@@ -115,7 +115,8 @@ def _how_to_publish(host: str) -> str:
     host = f"[{host}]" if ":" in host else host
     return (
         f"start vLLM with --enable-prefix-caching --kv-events-config '{json.dumps(config)}' and look there with "
-        f"--events-endpoint tcp://{host}:5557 --replay-endpoint tcp://{host}:5657 --events-topic kv-events"
+        f"--events-endpoint tcp://{host}:5557 --replay-endpoint tcp://{host}:5657 --events-topic kv-events; "
+        "events carry the tokens of every prompt: keep these ports to a private network"
     )
 
 

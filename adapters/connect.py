@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any, TypeVar
 
+from ragorder.adapters._server import AddressError
 from ragorder.adapters.kv_events import KVEventSubscriber
 from ragorder.adapters.vllm import ServerError, read_cache_config
 from ragorder.orderer import Orderer
@@ -33,11 +34,17 @@ def connect(
     missing = []
     try:
         cache = read_cache_config(base_url, api_key=api_key)
+    except AddressError:
+        raise
     except ServerError as error:
         missing.append(str(error))
     else:
         read = {"block_size": cache.block_size, "capacity_tokens": cache.capacity_tokens}
         settings = settings.model_copy(update={k: v for k, v in read.items() if k not in settings.model_fields_set})
+        if cache.prefix_caching is False:
+            missing.append("the server reuses nothing: start it with --enable-prefix-caching")
+        if cache.engines > 1:
+            missing.append(f"the server has {cache.engines} engines with a cache each: route a tenant to one of them")
     if builder is not None and "prefix_tokens" not in settings.model_fields_set:
         settings = settings.model_copy(update={"prefix_tokens": builder.prefix_tokens})
     if settings.events_endpoint is None:
@@ -58,7 +65,7 @@ def connect(
             if settings.replay_endpoint is not None and not events.wait_until_synchronised(_SYNCHRONISE_S):
                 missing.append("no answer from the replay endpoint yet")
     if missing:
-        _logger.warning("the residency mirrors a least recently used cache: %s", "; ".join(missing))
+        _logger.warning("the orderer has to guess what the server's cache holds: %s", "; ".join(missing))
     orderer = orderer_class(settings, **options)
     orderer.events = events
     return orderer

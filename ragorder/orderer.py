@@ -96,7 +96,7 @@ class Orderer:
         exact (`events` is their subscriber). Whatever of this is missing is warned of once, and the residency mirrors
         a least recently used cache instead. Close it, or use it in a `with` block.
 
-        Raises ImportError naming the extra to install.
+        Raises ImportError naming the extra to install, and ValueError or RuntimeError for an address that is none.
         """
         from ragorder.adapters.connect import connect
 
