@@ -61,11 +61,18 @@ def connect(
             events = KVEventSubscriber(
                 blocks, settings.events_endpoint, settings.replay_endpoint, topic=settings.events_topic
             )
+            if settings.replay_endpoint is None:
+                missing.append("no replay_endpoint in the settings, so that lost events stay lost")
             options |= {"token_ids": builder.document_ids, "prefix_ids": builder.prefix_ids, "blocks": blocks}
             if settings.replay_endpoint is not None and not events.wait_until_synchronised(_SYNCHRONISE_S):
                 missing.append("no answer from the replay endpoint yet")
     if missing:
         _logger.warning("the orderer has to guess what the server's cache holds: %s", "; ".join(missing))
-    orderer = orderer_class(settings, **options)
+    try:
+        orderer = orderer_class(settings, **options)
+    except BaseException:
+        if events is not None:
+            events.close()
+        raise
     orderer.events = events
     return orderer

@@ -85,6 +85,7 @@ class KVEventSubscriber:
         self._zmq, self._decode = _import()
         self.blocks = blocks
         self.counters = EventCounters()
+        self._told_block_size = False
         self._topic = topic.encode()
         self._replay_endpoint = replay_endpoint
         self._check_interval_s = check_interval_s
@@ -335,6 +336,7 @@ class KVEventSubscriber:
             return
         hashes, medium = fields.get("block_hashes", ()), fields.get("medium")
         if kind == "BlockStored":
+            self._compare(fields.get("block_size", blocks.block_size))
             parent, token_ids, extra_keys = fields["parent_block_hash"], fields["token_ids"], fields.get("extra_keys")
             adapter = fields.get("lora_name") or fields.get("lora_id")
             if adapter:
@@ -348,6 +350,16 @@ class KVEventSubscriber:
         elif kind == "AllBlocksCleared":
             blocks.clear()
             self.counters.cleared += 1
+
+    def _compare(self, block_size: Any) -> None:
+        if block_size != self.blocks.block_size and isinstance(block_size, int) and not self._told_block_size:
+            self._told_block_size = True
+            _logger.warning(
+                "the engine's KV blocks have %d tokens, the orderer's %d: give block_size=%d",
+                block_size,
+                self.blocks.block_size,
+                block_size,
+            )
 
 
 def _fields(event: Any) -> tuple[str, dict[str, Any]]:

@@ -100,6 +100,8 @@ class Orderer:
         """
         from ragorder.adapters.connect import connect
 
+        if settings is not None and options:
+            raise TypeError(f"give either settings or options, not both: {', '.join(sorted(options))}")
         return connect(cls, base_url, builder=builder, settings=settings or Settings(**options), api_key=api_key)
 
     @property
@@ -109,9 +111,14 @@ class Orderer:
             return sum(scope.tree.size for scope in self._scopes.values())
 
     def close(self) -> None:
-        """Stop following the engine's events. The orderer goes on with the mirror."""
-        if self.events is not None:
-            self.events.close()
+        """Stop following the engine's events. The orderer goes on with the mirror, which begins anew."""
+        if self.events is None or self._contents is None:
+            return
+        self.events.close()
+        self._contents = self._token_ids = None
+        with self._lock:
+            while self._scopes:
+                self._scopes.popitem()[1].close()
 
     def __enter__(self) -> Self:
         return self

@@ -90,6 +90,7 @@ class Live:
         self.orderer = self.make_orderer(**options)
         self.in_flight: deque[tuple[Any, int, int]] = deque()
         self.served = 0
+        self.total_tokens: int | None = None
 
     def make_orderer(self, **options: Any) -> Orderer:
         return Orderer(
@@ -128,7 +129,7 @@ class Live:
     def end(self) -> None:
         ordering, handle, reported = self.in_flight.popleft()
         self.engine.sim.finish(handle)
-        ordering.confirm(reported)
+        ordering.confirm(reported, self.total_tokens)
 
     def serve(self, numbers: Sequence[int], **options: Any) -> tuple[int, int]:
         both = self.begin(numbers, **options)
@@ -160,12 +161,17 @@ class Live:
             if node.parent is None or not node.parent.missing:
                 claimed = residency.tree.cached_tokens(node)
                 assert claimed == held if exact and node not in in_doubt else claimed <= held
-        nodes = len(prompts) - 1
-        assert residency.tree.size == nodes
+        assert residency.tree.size == len(prompts) - 1
         assert set(residency._contents) == set(prompts)
         # An empty document makes two paths of the same tokens.
         assert len(residency._watched) <= sum(len(known.blocks) for known in residency._contents.values())
         assert set(residency._watched.values()) <= set(prompts)
+        behind = sum(use.suffix_blocks for use in residency._log)
+        assert residency.used_blocks == behind + sum(node.blocks - node.missing for node in prompts)
+        while residency._log:
+            residency._evict_oldest(10**9)
+        # The system prompt may be somebody else's.
+        assert residency.used_blocks <= residency.tree.root.blocks, "whatever is held has its turn to go"
 
 
 REQUESTS = st.lists(st.integers(0, DOCUMENTS - 1), min_size=1, max_size=5, unique=True)
@@ -249,6 +255,79 @@ class TestExactness:
             if rng.random() < 0.5:
                 live.engine.tell()
 
+    @pytest.mark.parametrize("foreign_blocks", [0, 10, 40])
+    @pytest.mark.parametrize("believed", [3, 40, 200])
+    def test_under_load_with_late_events_few_forecasts_are_wrong_and_hits_are_kept(
+        self, believed: int, foreign_blocks: int
+    ) -> None:
+        """Eight in flight, answers of unknown length, another client."""
+
+        def run(suffix_tokens: int) -> tuple[int, int]:
+            live = Live([12] * 60, 200)
+            rng = random.Random(3)
+            topics = [rng.sample(range(60), 6) for _ in range(25)]
+            wrong = hits = 0
+            for number in range(1_500):
+                topic = topics[min(int(rng.paretovariate(0.8)) - 1, 24)]
+                foretold, reported = live.begin(rng.sample(topic, 4), suffix_tokens=suffix_tokens)
+                wrong += abs(foretold - reported) > BLOCK
+                hits += reported
+                if foreign_blocks and number % 5 == 0:
+                    live.engine.foreign(foreign_blocks * BLOCK)
+                if number % 3 == 0:
+                    live.engine.tell()
+                if len(live.in_flight) == 8:
+                    live.end()
+            return wrong, hits
+
+        wrong, hits = run(believed)
+        assert wrong <= 0.025 * 1_500
+        assert hits >= 0.97 * run(3)[1]
+
+    def test_a_request_whose_events_are_late_has_displaced_what_it_displaced(self) -> None:
+        live = Live([16] * 8, 12, suffix_tokens=3)
+        live.serve([0])
+        live.serve([1])
+        live.begin([2, 3])  # takes the room of the first
+        live.end()
+        live.engine.blocks.store([10**9], None, [1, 1, 1, 1])  # something else is told
+        foretold, reported = live.begin([0])
+        assert foretold == reported == 8
+
+    def test_a_failed_request_does_not_fill_what_it_had_lost(self) -> None:
+        live = Live([20, 20, 20], 40, suffix_tokens=3)
+        live.serve([0, 1])
+        ordering = live.orderer.order([live.documents[0], live.documents[1]])
+        live.engine.foreign(40 * BLOCK)
+        live.engine.tell()
+        ordering.discard()
+        foretold, reported = live.begin([0, 1])
+        assert foretold == reported == 0
+
+    def test_what_the_events_say_is_held_no_report_takes_away(self) -> None:
+        live = Live([20, 20, 20, 20], 40, suffix_tokens=3)
+        live.serve([0])
+        live.serve([1])
+        for _ in range(2):
+            # Another client uses the older document, and pushes the newer one out.
+            live.engine.sim.finish(live.engine.admit([*SYSTEM, *token_ids(live.documents[0]), -7], 0)[1])
+        live.engine.foreign(29 * BLOCK)
+        foretold, reported = live.begin([1])
+        assert foretold > reported + BLOCK, "the events are late"
+        live.engine.tell()
+        live.end()
+        foretold, reported = live.begin([0])
+        assert foretold == reported > 2 * BLOCK
+
+    def test_answers_that_turn_out_longer_displace_at_once(self) -> None:
+        live = Live([20, 20, 20], 40, suffix_tokens=3)
+        live.serve([0])
+        live.serve([1], answer_tokens=90)
+        live.total_tokens = 31 + 91
+        foretold, reported = live.serve([2], answer_tokens=90)
+        foretold, reported = live.begin([0])
+        assert abs(foretold - reported) <= BLOCK
+
     def test_wrong_beliefs_about_answers_cost_nothing(self) -> None:
         """The mirror alone gives up what the engine still holds, and loses hits."""
         reported = {}
@@ -265,6 +344,66 @@ class TestExactness:
                     reported[suffix_tokens, told] += cached
         assert reported[400, True] >= 0.98 * reported[3, True]
         assert reported[400, False] < 0.95 * reported[3, False]
+
+
+class TestSilence:
+    """An engine of which nothing is heard."""
+
+    @settings(max_examples=100)
+    @given(LENGTHS, st.integers(20, 100), STEPS, st.booleans())
+    def test_the_mirror_with_feedback_stands(
+        self, lengths: list[int], capacity_blocks: int, steps: list[tuple[str, Any]], feedback: bool
+    ) -> None:
+        silent, mirrored = (Live(lengths, capacity_blocks, feedback=feedback) for _ in range(2))
+        mirrored.orderer = Orderer(
+            capacity_tokens=capacity_blocks * BLOCK,
+            block_size=BLOCK,
+            prefix_tokens=len(SYSTEM),
+            partial_blocks_first=False,
+            feedback=feedback,
+            strict=True,
+        )
+        for step, value in steps:
+            results = []
+            for live in (silent, mirrored):
+                if step in ("serve", "begin"):
+                    results.append(live.begin(value, suffix_tokens=9))
+                elif step == "end" and live.in_flight:
+                    live.end()
+                elif step == "discard" and live.in_flight:
+                    ordering, handle, _ = live.in_flight.popleft()
+                    live.engine.sim.finish(handle)
+                    ordering.discard()
+                elif step == "foreign":
+                    live.engine.foreign(value)
+            assert not results or results[0] == results[1]
+        if silent.orderer._scopes:
+            assert not silent.residency._doomed
+            assert not silent.residency._pending
+
+    def test_what_is_awaited_for_ever_is_forgotten(self) -> None:
+        live = Live([8] * 12, 40, suffix_tokens=60)
+        rng = random.Random(0)
+        live.serve([0, 1, 2])
+        for _ in range(3_000):
+            # Events stop after the first request, and every answer is believed to be longer than it is.
+            live.begin(rng.sample(range(12), 3))
+            live.end()
+        assert len(live.residency._pending) <= 1_024
+        assert len(live.residency._doomed) <= live.residency.tree.size <= 40
+
+    def test_other_clients_that_leave_make_room_for_requests_in_flight(self) -> None:
+        live = Live([40] * 12, 100, suffix_tokens=3)
+        live.serve([0, 1])
+        for _ in range(5):
+            live.engine.foreign(90 * BLOCK)
+            live.engine.tell()
+            live.serve([2])
+        for numbers in ([3, 4], [5, 6], [7, 8]):
+            live.begin(numbers)
+        assert [lease.open for lease in live.residency._in_flight if lease.open] == [True] * 3
+        live.settle()
+        live.check()
 
 
 class TestOthers:
@@ -287,9 +426,15 @@ class TestOthers:
     def test_a_cleared_cache_is_empty_for_us(self) -> None:
         live = Live([20, 20], 100)
         live.serve([0, 1])
+        nominal = live.residency.capacity_blocks
+        live.engine.foreign(90 * BLOCK)
+        live.engine.tell()
+        live.serve([0])
+        assert live.residency.capacity_blocks < nominal
         live.engine.clear()
         live.engine.tell()
         assert live.begin([0, 1]) == (0, 0)
+        assert live.residency.capacity_blocks == nominal
 
     def test_another_engine_ends_what_is_in_flight(self) -> None:
         live = Live([20, 20, 20], 100)

@@ -1146,8 +1146,18 @@ class TestOnTheCommandLine:
             (("--output-tokens", "0"), "--output-tokens"),
             (("--base-url", "http://x"), "--base-url and --served-model go with --engine openai"),
             (("--served-model", "x"), "--base-url and --served-model go with --engine openai"),
-            (("--engine", "openai"), "--engine openai needs one --base-url, or one for each --policy"),
-            (("--engine", "openai", "--base-url", "x", "--base-url", "y"), "needs one --base-url, or one for each"),
+            (
+                ("--engine", "openai", "--base-url", "x", "--base-url", "y"),
+                "needs one --base-url, one for each --policy",
+            ),
+            (("--engine", "openai", "--capacity-tokens", "5%"), "give --capacity-tokens in tokens"),
+            (("--policy", "events"), "use it with --engine openai"),
+            (
+                ("--engine", "openai", "--base-url", "x", "--policy", "events"),
+                "policy 'events' needs --events-endpoint",
+            ),
+            (("--engine", "openai", "--events-endpoint", "ipc:///x"), "--events-endpoint goes with --base-url"),
+            (("--events-topic", "x"), "--replay-endpoint and --events-topic go with --events-endpoint"),
             (("--engine", "openai", "--base-url", "x", "--policy", "none"), "policy 'none' is the server's to decide"),
             (("--engine", "openai", "--base-url", "x", "--policy", "oracle"), "--engine sim"),
             (("--engine", "openai", "--base-url", "http://127.0.0.1:9"), "cannot be reached"),
@@ -1317,6 +1327,22 @@ class TestBenchOnVLLM:
         for run in (first, second):
             assert run["prediction_within_block"] >= 0.95
             assert abs(run["prediction_bias_blocks"]) < 0.5
+
+    def test_events_foretell_what_a_server_given_reports(self, vllm_server: Any) -> None:
+        vllm_server.reset()
+        heard = ["--events-endpoint", vllm_server.events_endpoint, "--replay-endpoint", vllm_server.replay_endpoint]
+        heard += ["--events-topic", vllm_server.events_topic, "--policy", "events"]
+        *_, events = bench(*self.options(vllm_server), *heard)
+        assert events["policy"] == "events"
+        assert events["prediction_within_block"] >= 0.95
+        assert events["cached_tokens"] > 0
+
+    def test_a_server_is_started_where_none_is_given(self, vllm_model: Path) -> None:
+        options = ["--engine", "openai", "--model", str(vllm_model), "--capacity-tokens", "8192", "--limit", "12"]
+        retrieval, events = bench(*options, "--policy", "retrieval", "--policy", "events", "--concurrency", "2")
+        assert events["capacity_tokens"] == 8192
+        assert events["cached_tokens"] > retrieval["cached_tokens"]
+        assert (events["requests"], events["failures"]) == (12, 0)
 
     def test_a_fresh_salt_is_a_fresh_cache(self, vllm_server: Any) -> None:
         vllm_server.reset()

@@ -13,6 +13,9 @@ from ragorder.trie.tree import KnowledgeTree, Node
 __all__ = ["EventsResidency"]
 
 
+_MAX_PENDING = 1024
+
+
 class _Contents:
     """The contents of a node's blocks, that of the last block before the node's end, and the tokens behind that."""
 
@@ -58,6 +61,7 @@ class EventsResidency(LRUResidency):
         self._blocks = blocks
         self._generation = blocks.generation
         self._epoch = blocks.epoch
+        self._heard = False
         self._nominal_capacity_blocks = self.capacity_blocks
         self._contents: dict[Node, _Contents] = {}
         self._watched: dict[Content, Node] = {}
@@ -77,6 +81,7 @@ class EventsResidency(LRUResidency):
         changed = self.changed
         if not changed:
             return
+        self._heard = True
         while changed:
             content, _ = changed.popitem()
             node = self._watched.get(content)
@@ -116,13 +121,30 @@ class EventsResidency(LRUResidency):
         if self.evicted_blocks > evicted_blocks:
             self._await(lease, None)
 
+    def cancel(self, lease: Lease) -> None:
+        path = lease.path
+        super().cancel(lease)
+        if self._heard:
+            # It does not fill what it had lost while it was in flight.
+            for node in path:
+                if node in self._contents:
+                    self.changed.update(dict.fromkeys(self._contents[node].blocks))
+
     def _await(self, lease: Lease, marker: Content | None) -> None:
         """The engine will tell whether it evicted for a request what the mirror did."""
-        if self._log:
-            # Of this one a part may have been evicted.
+        if self._log and self._log[0].node.missing:
             self._displaced.append(self._log[0].node)
-        self._pending.append(_Pending(lease, marker, self._displaced))
+        displaced = [
+            node
+            for node in self._displaced
+            if node in self._doomed or (node in self._contents and self._held_blocks(node))
+        ]
         self._displaced = []
+        if displaced:
+            self._pending.append(_Pending(lease, marker, displaced))
+        if len(self._pending) > _MAX_PENDING:
+            for node in self._pending.pop(0).displaced:
+                self._drop(node)
 
     def correct(self, lease: Lease) -> None:
         """Only where the events are silent about the request: else they know better."""
@@ -180,6 +202,13 @@ class EventsResidency(LRUResidency):
         else:
             self._remove(node)
 
+    def _overflow(self) -> bool:
+        if self.used_blocks <= self._nominal_capacity_blocks and self.tree.size <= self.max_nodes:
+            # What others had taken they must have given back.
+            self.capacity_blocks = self.used_blocks
+            return True
+        return super()._overflow()
+
     def _resolve(self) -> None:
         """Look again at what requests were to displace that the engine has begun by now."""
         begun = [pending.marker is not None and self._blocks.holds(pending.marker) for pending in self._pending]
@@ -187,8 +216,7 @@ class EventsResidency(LRUResidency):
             return
         # An answer may be here before its events; the events of a request that began later came after them.
         last = len(begun) - begun[::-1].index(True)
-        waiting: list[_Pending] = []
-        below_doomed: list[Node] = []
+        waiting = []
         for number, pending in enumerate(self._pending):
             if not (begun[number] or (number < last and not pending.lease.open)):
                 waiting.append(pending)
@@ -197,12 +225,7 @@ class EventsResidency(LRUResidency):
             for node in reversed(pending.displaced):
                 self._reconsider(node)
             for node in pending.displaced:
-                if waiting and node.parent in self._doomed:
-                    below_doomed.append(node)
-                else:
-                    self._drop(node)
-        if below_doomed:
-            waiting[0].displaced[:0] = below_doomed
+                self._drop(node)
         self._pending = waiting
 
     def _reconsider(self, node: Node) -> None:
@@ -244,12 +267,11 @@ class EventsResidency(LRUResidency):
         while stack:
             node = stack.pop()
             stack += (node.children or {}).values()
-            if node not in self._contents:
-                continue
-            if node.leases:
-                node.provisional = node.blocks - node.missing
-            elif self._held_blocks(node) < node.blocks - node.missing:
-                self.lose(node, self._held_blocks(node))
+            # What a request in flight has lost, it fills again.
+            if node in self._contents and not node.leases:
+                held_blocks = self._held_blocks(node)
+                if held_blocks < node.blocks - node.missing:
+                    self.lose(node, held_blocks)
 
     def _remove_watched(self, node: Node) -> None:
         # The root stays.

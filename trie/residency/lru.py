@@ -207,7 +207,7 @@ class LRUResidency:
         while (excess := self.used_blocks - self.capacity_blocks) > 0 or self.tree.size > self.max_nodes:
             if self._log:
                 self._evict_oldest(excess if excess > 0 else maxsize)
-            elif not self._finish_oldest():
+            elif not self._overflow():
                 return
 
     def _evict_oldest(self, blocks: int) -> None:
@@ -239,6 +239,10 @@ class LRUResidency:
                 self._log.popleft()
         self.used_blocks -= blocks - left
         self.evicted_blocks += blocks - left
+
+    def _overflow(self) -> bool:
+        """Only requests in flight are left, and they are too large together; whether that could be helped."""
+        return self._finish_oldest()
 
     def _finish_oldest(self) -> bool:
         while self._in_flight:
