@@ -7,11 +7,11 @@ import time
 from collections import OrderedDict
 from collections.abc import Generator, Iterable
 from contextlib import closing
-from dataclasses import dataclass
 from itertools import chain
 from threading import Event, Thread
 from typing import Any, NamedTuple, Self
 
+from ragorder.adapters._event_reader import EventCounters, EventReader
 from ragorder.trie.residency import EngineBlocks
 
 __all__ = ["EventCounters", "KVEventSubscriber"]
@@ -27,34 +27,6 @@ _FIRST_BACK_OFF_S = 0.1
 _LONGEST_BACK_OFF_S = 5.0
 _REMEMBERED_BATCHES = 4096
 _END = (-1).to_bytes(8, "big", signed=True)
-# Events come as maps; from SGLang and from older vLLM as arrays in this order.
-_FIELDS = {
-    "BlockStored": ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium"),
-    "BlockRemoved": ("block_hashes", "medium"),
-    "AllBlocksCleared": (),
-}
-
-
-@dataclass(slots=True)
-class EventCounters:
-    """What happened on the wire.
-
-    `gaps` are losses of batches, `replays` requests to hear them again, `start_overs` times when the engine's first
-    events could not be heard any more, `restarts` engines that came anew, `silences` servers that did not answer,
-    `garbage` messages and events that could not be read, `orphans` stored blocks whose beginning was never seen.
-    """
-
-    batches: int = 0
-    stored: int = 0
-    removed: int = 0
-    cleared: int = 0
-    gaps: int = 0
-    replays: int = 0
-    start_overs: int = 0
-    restarts: int = 0
-    silences: int = 0
-    garbage: int = 0
-    orphans: int = 0
 
 
 class _Batch(NamedTuple):
@@ -82,10 +54,10 @@ class KVEventSubscriber:
         topic: str = "",
         check_interval_s: float = 1.0,
     ) -> None:
-        self._zmq, self._decode = _import()
+        self._zmq, decode = _import()
         self.blocks = blocks
         self.counters = EventCounters()
-        self._told_block_size = False
+        self._reader = EventReader(decode, self.counters)
         self._topic = topic.encode()
         self._replay_endpoint = replay_endpoint
         self._check_interval_s = check_interval_s
@@ -261,7 +233,6 @@ class KVEventSubscriber:
             self._synchronised.clear()
             raise
         self.blocks.replace(blocks, same_engine=True)
-        self.counters.orphans = self.blocks.orphans
         self._synchronised.set()
 
     def _replay(self, first: int) -> Generator[_Batch, None, None]:
@@ -314,59 +285,7 @@ class KVEventSubscriber:
         self._recent[batch.number] = hash(batch.payload)
         if len(self._recent) > _REMEMBERED_BATCHES:
             self._recent.popitem(last=False)
-        self.counters.batches += 1
-        try:
-            told = self._decode(batch.payload)
-            # Some versions of vLLM send the batch as a map, too.
-            events = list(told["events"] if isinstance(told, dict) else told[1])
-        except Exception:
-            self.counters.garbage += 1
-            return
-        for event in events:
-            try:
-                self._apply_event(blocks, event)
-            except Exception:
-                self.counters.garbage += 1
-        self.counters.orphans = self.blocks.orphans
-
-    def _apply_event(self, blocks: EngineBlocks, event: Any) -> None:
-        kind, fields = _fields(event)
-        # Other groups of a hybrid model have blocks of their own for the same tokens.
-        if fields.get("group_idx") or fields.get("locality") == "REMOTE":
-            return
-        hashes, medium = fields.get("block_hashes", ()), fields.get("medium")
-        if kind == "BlockStored":
-            self._compare(fields.get("block_size", blocks.block_size))
-            parent, token_ids, extra_keys = fields["parent_block_hash"], fields["token_ids"], fields.get("extra_keys")
-            adapter = fields.get("lora_name") or fields.get("lora_id")
-            if adapter:
-                # Among the extra keys it looks like a salt, and older engines do not have it there.
-                extra_keys = [("LoRA", adapter, *(keys or ())) for keys in extra_keys or [None] * len(hashes)]
-            blocks.store(hashes, parent, token_ids, extra_keys, medium)
-            self.counters.stored += len(hashes)
-        elif kind == "BlockRemoved":
-            blocks.remove(hashes, medium)
-            self.counters.removed += len(hashes)
-        elif kind == "AllBlocksCleared":
-            blocks.clear()
-            self.counters.cleared += 1
-
-    def _compare(self, block_size: Any) -> None:
-        if block_size != self.blocks.block_size and isinstance(block_size, int) and not self._told_block_size:
-            self._told_block_size = True
-            _logger.warning(
-                "the engine's KV blocks have %d tokens, the orderer's %d: give block_size=%d",
-                block_size,
-                self.blocks.block_size,
-                block_size,
-            )
-
-
-def _fields(event: Any) -> tuple[str, dict[str, Any]]:
-    if isinstance(event, dict):
-        return event["type"], event
-    kind, *values = event
-    return kind, dict(zip(_FIELDS.get(kind, ()), values, strict=False))
+        self._reader.read(batch.payload, blocks)
 
 
 def _import() -> tuple[Any, Any]:

@@ -1,0 +1,109 @@
+"""Reads batches of KV events, in every dialect that engines send them in."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ragorder.trie.residency import EngineBlocks
+
+__all__ = ["EventCounters", "EventReader"]
+
+_logger = logging.getLogger("ragorder")
+
+# Events come as maps; from SGLang and from older vLLM as arrays in this order.
+_FIELDS = {
+    "BlockStored": ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium"),
+    "BlockRemoved": ("block_hashes", "medium"),
+    "AllBlocksCleared": (),
+}
+
+
+@dataclass(slots=True)
+class EventCounters:
+    """What happened on the wire.
+
+    `gaps` are losses of batches, `replays` requests to hear them again, `start_overs` times when the engine's first
+    events could not be heard any more, `restarts` engines that came anew, `silences` servers that did not answer,
+    `garbage` messages and events that could not be read, `orphans` stored blocks whose beginning was never seen.
+    """
+
+    batches: int = 0
+    stored: int = 0
+    removed: int = 0
+    cleared: int = 0
+    gaps: int = 0
+    replays: int = 0
+    start_overs: int = 0
+    restarts: int = 0
+    silences: int = 0
+    garbage: int = 0
+    orphans: int = 0
+
+
+class EventReader:
+    """Applies batches to the blocks that they are about, and counts what was in them. Raises nothing.
+
+    `decode` makes Python objects of msgpack.
+    """
+
+    def __init__(self, decode: Callable[[bytes], Any], counters: EventCounters) -> None:
+        self.counters = counters
+        self._decode = decode
+        self._told_block_size = False
+
+    def read(self, payload: bytes, blocks: EngineBlocks) -> None:
+        """Apply one batch. What cannot be read of it is passed over."""
+        self.counters.batches += 1
+        try:
+            told = self._decode(payload)
+            # Some versions of vLLM send the batch as a map, too.
+            events = list(told["events"] if isinstance(told, dict) else told[1])
+        except Exception:
+            self.counters.garbage += 1
+            return
+        for event in events:
+            try:
+                self._apply(event, blocks)
+            except Exception:
+                self.counters.garbage += 1
+
+    def _apply(self, event: Any, blocks: EngineBlocks) -> None:
+        kind, fields = _fields(event)
+        # Other groups of a hybrid model have blocks of their own for the same tokens.
+        if fields.get("group_idx") or fields.get("locality") == "REMOTE":
+            return
+        hashes, medium = fields.get("block_hashes", ()), fields.get("medium")
+        if kind == "BlockStored":
+            self._compare(fields.get("block_size", blocks.block_size), blocks.block_size)
+            parent, token_ids, extra_keys = fields["parent_block_hash"], fields["token_ids"], fields.get("extra_keys")
+            adapter = fields.get("lora_name") or fields.get("lora_id")
+            if adapter:
+                # Among the extra keys it looks like a salt, and older engines do not have it there.
+                extra_keys = [("LoRA", adapter, *(keys or ())) for keys in extra_keys or [None] * len(hashes)]
+            orphans = blocks.orphans
+            blocks.store(hashes, parent, token_ids, extra_keys, medium)
+            self.counters.orphans += blocks.orphans - orphans
+            self.counters.stored += len(hashes)
+        elif kind == "BlockRemoved":
+            blocks.remove(hashes, medium)
+            self.counters.removed += len(hashes)
+        elif kind == "AllBlocksCleared":
+            blocks.clear()
+            self.counters.cleared += 1
+
+    def _compare(self, theirs: Any, ours: int) -> None:
+        if theirs != ours and isinstance(theirs, int) and not self._told_block_size:
+            self._told_block_size = True
+            _logger.warning(
+                "the engine's KV blocks have %d tokens, the orderer's %d: give block_size=%d", theirs, ours, theirs
+            )
+
+
+def _fields(event: Any) -> tuple[str, dict[str, Any]]:
+    if isinstance(event, dict):
+        return event["type"], event
+    kind, *values = event
+    return kind, dict(zip(_FIELDS.get(kind, ()), values, strict=False))
