@@ -224,7 +224,7 @@ class TestForeignTraffic:
         errors = self.errors(vllm_server, rag, rankings(40, documents, seed=blocks), blocks, every=4)
         assert max(map(abs, errors)) <= 1
 
-    @pytest.mark.parametrize("blocks", [60, 128])
+    @pytest.mark.parametrize("blocks", [100, 128])
     def test_feedback_recovers_within_three_requests(
         self,
         vllm_server: Any,
