@@ -192,15 +192,16 @@ class EventsResidency(LRUResidency):
 
     def _doom(self, node: Node) -> None:
         """The mirror evicts a node. Whether the engine does, it will say when it has begun the request in flight."""
-        if node.children or (node in self._contents and self._held_blocks(node)):
+        in_doubt = node.children or (node in self._contents and self._held_blocks(node))
+        if in_doubt and self.tree.size <= self.max_nodes:
             self._doomed[node] = node.stamp
             self._displaced.append(node)
             node.missing = node.blocks
             node.stamp = 0
-            if self.tree.size > self.max_nodes:
-                self._drop_doomed()
         else:
-            self._remove(node)
+            # Below it there are doomed nodes at most, which hold nothing.
+            for each in reversed(list(self.tree.walk(node))):
+                self._remove(each)
 
     def _overflow(self) -> bool:
         if self.used_blocks <= self._nominal_capacity_blocks and self.tree.size <= self.max_nodes:
@@ -285,3 +286,5 @@ class EventsResidency(LRUResidency):
                     del self._watched[content]
                     self._blocks.unwatch(content, self)
         self.tree.remove(node)
+        # Several entries of the log may lead to a node that had been put back.
+        node.stamp = 0
