@@ -247,9 +247,8 @@ class TestOrdering:
         ordering = orderer.order(documents("cd"))
         assert ordering.cached_tokens == 64
         ordering.confirm(cached_tokens=0)
-        # A cache that evicts is full: what is computed now takes the place of the next oldest.
-        assert orderer.order(documents("ef")).cached_tokens == 64
         assert orderer.order(documents("ab")).cached_tokens == 0
+        assert orderer.order(documents("ef")).cached_tokens == 64
         assert orderer.order(documents("cd")).cached_tokens == 64
 
     def test_changed_text_under_an_old_id_is_another_document(self) -> None:

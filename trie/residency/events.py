@@ -61,7 +61,7 @@ class EventsResidency(LRUResidency):
         self._blocks = blocks
         self._generation = blocks.generation
         self._epoch = blocks.epoch
-        self._heard = False
+        self._heard = self._closed = False
         self._nominal_capacity_blocks = self.capacity_blocks
         self._contents: dict[Node, _Contents] = {}
         self._watched: dict[Content, Node] = {}
@@ -79,9 +79,9 @@ class EventsResidency(LRUResidency):
         if self._generation != self._blocks.generation:
             self._start_over()
         changed = self.changed
-        if not changed:
+        if not (changed or self._closed):
             return
-        self._heard = True
+        self._heard = self._heard or bool(changed)
         while changed:
             content, _ = changed.popitem()
             node = self._watched.get(content)
@@ -118,6 +118,7 @@ class EventsResidency(LRUResidency):
     def release(self, lease: Lease, cached_tokens: float | None = None, total_tokens: float | None = None) -> None:
         evicted_blocks = self.evicted_blocks
         super().release(lease, cached_tokens, total_tokens)
+        self._closed = True
         if self.evicted_blocks > evicted_blocks:
             self._await(lease, None)
 
@@ -189,6 +190,9 @@ class EventsResidency(LRUResidency):
                 self.capacity_blocks = max(0, self.capacity_blocks - used_blocks + self.used_blocks)
         elif node.missing and (node.parent is None or not node.parent.missing):
             self.find(node, self._held_blocks(node))
+            if node.parent is None:
+                # Whoever else computed the system prompt: it has a turn to go like anything else.
+                self._append(node, node.stamp, 0)
 
     def _doom(self, node: Node) -> None:
         """The mirror evicts a node. Whether the engine does, it will say when it has begun the request in flight."""
@@ -212,14 +216,14 @@ class EventsResidency(LRUResidency):
 
     def _resolve(self) -> None:
         """Look again at what requests were to displace that the engine has begun by now."""
-        begun = [pending.marker is not None and self._blocks.holds(pending.marker) for pending in self._pending]
-        if not any(begun):
-            return
+        self._closed = False
+        heard = [pending.marker is not None and self._blocks.holds(pending.marker) for pending in self._pending]
         # An answer may be here before its events; the events of a request that began later came after them.
-        last = len(begun) - begun[::-1].index(True)
+        last = len(heard) - heard[::-1].index(True) if any(heard) else 0
         waiting = []
         for number, pending in enumerate(self._pending):
-            if not (begun[number] or (number < last and not pending.lease.open)):
+            begun = heard[number] or (not pending.lease.open and (number < last or pending.marker is None))
+            if not begun:
                 waiting.append(pending)
                 continue
             # Parents were displaced after their children.

@@ -159,16 +159,17 @@ class LRUResidency:
     def correct(self, lease: Lease) -> None:
         """The request found less than was foretold: others have used the engine.
 
-        Whatever was used before what it missed is gone as well. The room is theirs: blocks that were used just now, and
+        Whatever was used before what it missed is gone as well. Its room is theirs: blocks that were used just now, and
         grow old like ours.
         """
+        used_blocks = self.used_blocks
         while self._log and self._log[0].stamp <= lease.previous_stamp:
             self._evict_oldest(maxsize)
-        if lease.previous_stamp > 0 and self.capacity_blocks != maxsize:
+        theirs = used_blocks - self.used_blocks
+        if theirs and self.capacity_blocks != maxsize:
             self._clock += 1
-            theirs = max(0, self.capacity_blocks - self.used_blocks)
             self._log.append(_Use(self.tree.root, self._clock, theirs))
-            self.used_blocks += theirs
+            self.used_blocks = used_blocks
 
     def lose(self, node: Node, kept_blocks: int) -> None:
         """The engine holds only the first `kept_blocks` of a node that no request uses, and nothing below it."""
