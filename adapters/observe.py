@@ -140,6 +140,17 @@ class ObservedOrderer:
         served = batches[id(self._orderer)]
         return Batch(served.indices, lambda place: self._watch(lambda orderer: batches[id(orderer)][place]))
 
+    def preview(
+        self, documents: Iterable[D], *, waiting: Sequence[Iterable[D]] = (), scope: Hashable = None
+    ) -> list[D]:
+        """As `Orderer.preview`; in shadow mode the documents stay in retrieval order. Watchers are not told."""
+        waiting = () if self.shadow else waiting
+        return self._orderer.preview(documents, waiting=waiting, scope=scope)
+
+    def holds_prefix(self, *, scope: Hashable = None) -> bool:
+        """As `Orderer.holds_prefix`."""
+        return self._orderer.holds_prefix(scope=scope)
+
     def fall_back(self, documents: Iterable[D], error: Exception) -> Ordering[D]:
         """As `Orderer.fall_back`."""
         return self._watch(lambda orderer: orderer.fall_back(documents, error), compare=False)

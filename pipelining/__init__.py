@@ -1,1 +1,52 @@
 """Retrieval overlapped with prefill (RAGCache++ section 3.6, RAGCache section 5.3)."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from ragorder.pipelining.engine import Chunk, Engine, Request, Usage
+from ragorder.pipelining.load import Load, prefill_batch
+from ragorder.pipelining.pipeline import Committed, Pipeline, PipelinedStream, Prompts
+from ragorder.pipelining.retrieval import Provisional, Retrieval, plain_retrieval, staged_retrieval
+from ragorder.pipelining.sync import SyncPipeline, SyncStream
+from ragorder.pipelining.trace import Trace
+from ragorder.pipelining.warmup import Prefix, WarmUp
+
+if TYPE_CHECKING:
+    from ragorder.pipelining.staged import Stage, StagedHNSW, StagedIVF, StagedSearch
+
+__all__ = [
+    "Chunk",
+    "Committed",
+    "Engine",
+    "Load",
+    "Pipeline",
+    "PipelinedStream",
+    "Prefix",
+    "Prompts",
+    "Provisional",
+    "Request",
+    "Retrieval",
+    "Stage",
+    "StagedHNSW",
+    "StagedIVF",
+    "StagedSearch",
+    "SyncPipeline",
+    "SyncStream",
+    "Trace",
+    "Usage",
+    "WarmUp",
+    "plain_retrieval",
+    "prefill_batch",
+    "staged_retrieval",
+]
+
+# Loaded when first asked for: numpy and FAISS are no part of the core.
+_LAZY = dict.fromkeys(("Stage", "StagedHNSW", "StagedIVF", "StagedSearch"), "ragorder.pipelining.staged")
+
+
+def __getattr__(name: str) -> object:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_LAZY[name]), name)

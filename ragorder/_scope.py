@@ -86,19 +86,21 @@ class Scope:
 
     def order(self, request: Request[D], waiting: Waiting, suffix_tokens: int | None) -> Ordering[D]:
         """Order one request and count it as in flight."""
-        tree, keys, ranks = self.tree, request.keys, request.ranks
         self.residency.refresh()
-        self.tail.observe(keys)
-        node = self.search.find(tree, ranks)
-        if self._guards is None:
-            permutation = self._complete(ranks_on_path(node, ranks), keys, waiting)
-            return self._begin(request, permutation, 0, suffix_tokens)
-        guards = self._guards.for_request(len(keys), request.groups)
-        guarded = self.search.find(tree, ranks, guards.permits)
-        cost = max(0, tree.cached_tokens(node) - tree.cached_tokens(guarded))
-        prefix = ranks_on_path(guarded, ranks)
-        permutation = guards.complete(prefix, self._complete(prefix, keys, waiting))
-        return self._begin(request, permutation, cost, suffix_tokens)
+        self.tail.observe(request.keys)
+        permutation, guard_cost_tokens = self._arrange(request, waiting)
+        return self._begin(request, permutation, guard_cost_tokens, suffix_tokens)
+
+    def preview(self, request: Request[D], waiting: Waiting) -> list[int]:
+        """The permutation that `order` would give now. Nothing is recorded."""
+        self.residency.refresh()
+        with self.tail.observing(request.keys):
+            return self._arrange(request, waiting)[0]
+
+    def holds_prefix(self) -> bool:
+        """Whether what stands in front of the documents is held, or being computed, or fills no block."""
+        self.residency.refresh()
+        return self.mirror.holds(self.tree.root)
 
     def cached_path(self, request: Request[D]) -> CachedPath:
         """The best cached path of a request."""
@@ -148,6 +150,18 @@ class Scope:
         """The scope is forgotten."""
         if isinstance(self.mirror, EventsResidency):
             self.mirror.close()
+
+    def _arrange(self, request: Request[D], waiting: Waiting) -> tuple[list[int], int]:
+        """The permutation, and the cached tokens that guards cost."""
+        tree, keys, ranks = self.tree, request.keys, request.ranks
+        node = self.search.find(tree, ranks)
+        if self._guards is None:
+            return self._complete(ranks_on_path(node, ranks), keys, waiting), 0
+        guards = self._guards.for_request(len(keys), request.groups)
+        guarded = self.search.find(tree, ranks, guards.permits)
+        cost = max(0, tree.cached_tokens(node) - tree.cached_tokens(guarded))
+        prefix = ranks_on_path(guarded, ranks)
+        return guards.complete(prefix, self._complete(prefix, keys, waiting)), cost
 
     def _complete(self, prefix: list[int], keys: Sequence[Key], waiting: Waiting) -> list[int]:
         if len(prefix) == len(keys):

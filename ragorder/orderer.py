@@ -52,6 +52,12 @@ class Orders(Protocol):
         prefix_tokens: int | None = None,
     ) -> Ordering[D]: ...
 
+    def preview(
+        self, documents: Iterable[D], *, waiting: Sequence[Iterable[D]] = (), scope: Hashable = None
+    ) -> list[D]: ...
+
+    def holds_prefix(self, *, scope: Hashable = None) -> bool: ...
+
     def order_batch(
         self,
         requests: Iterable[Iterable[D]],
@@ -194,6 +200,31 @@ class Orderer:
         except Exception as error:
             self._forget(scope)
             return self.fall_back(given, error)
+
+    def preview(
+        self, documents: Iterable[D], *, waiting: Sequence[Iterable[D]] = (), scope: Hashable = None
+    ) -> list[D]:
+        """The documents as `order` would place them now. Nothing is in flight, and nothing is learnt of the request:
+        for what is computed before anybody knows whether it will be wanted."""
+        given = list(documents)
+        try:
+            request = self._read(given)
+            backlog = [frozenset(map(self._key, others)) for others in waiting] if waiting else ()
+            with self._lock:
+                permutation = self._scope(scope).preview(request, backlog)
+        except Exception as error:
+            return self.fall_back(given, error).documents
+        return [given[rank] for rank in permutation]
+
+    def holds_prefix(self, *, scope: Hashable = None) -> bool:
+        """Whether the engine is expected to hold what stands in front of the documents, or to be computing it. True
+        where it is shorter than a block, of which nothing can be held."""
+        try:
+            with self._lock:
+                return self._scope(scope).holds_prefix()
+        except Exception as error:
+            self._report(error)
+            return True
 
     def order_batch(
         self,

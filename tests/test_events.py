@@ -444,6 +444,16 @@ class TestOthers:
         assert live.begin([0, 1]) == (0, 0)
         assert live.residency.capacity_blocks == nominal
 
+    def test_a_cleared_cache_does_not_hold_the_prefix(self) -> None:
+        live = Live([20], 80)
+        assert not live.orderer.holds_prefix()
+        live.serve([0])
+        live.settle()
+        assert live.orderer.holds_prefix()
+        live.engine.clear()
+        live.engine.tell()
+        assert not live.orderer.holds_prefix()
+
     def test_another_engine_ends_what_is_in_flight(self) -> None:
         live = Live([20, 20, 20], 100)
         live.begin([0, 1])

@@ -342,6 +342,74 @@ BROKEN: dict[str, dict[str, Any]] = {
 }
 
 
+class TestPreview:
+    @given(STREAMS, OPTIONS, st.lists(st.integers(0, 3), max_size=20), st.data())
+    def test_it_is_what_order_does_next_and_changes_nothing(
+        self, stream: list[list[str]], options: dict[str, Any], previews: list[int], data: st.DataObject
+    ) -> None:
+        plain, previewed = strict(**options), strict(**options)
+        for request, count in zip(stream, [*previews, *[1] * len(stream)], strict=False):
+            for _ in range(count):
+                other = data.draw(REQUESTS)
+                assert sorted(each.id for each in previewed.preview(documents(other))) == sorted(other)
+            foretold = "".join(each.id for each in previewed.preview(documents(request)))
+            expected, ordering = plain.order(documents(request)), previewed.order(documents(request))
+            assert foretold == ids(ordering) == ids(expected)
+            assert ordering.cached_tokens == expected.cached_tokens
+            if data.draw(st.booleans()):
+                expected.confirm()
+                ordering.confirm()
+        assert plain.tree_size == previewed.tree_size
+
+    def test_it_does_not_count_as_popularity(self) -> None:
+        orderer = strict(tail="frequency")
+        for _ in range(9):
+            orderer.preview(documents("xb"))
+        assert [each.id for each in orderer.preview(documents("ab"))] == ["a", "b"]
+
+    def test_it_knows_who_waits(self) -> None:
+        orderer = strict()
+        waiting = [documents("c"), documents("cd")]
+        foretold = orderer.preview(documents("abc"), waiting=waiting)
+        assert [each.id for each in foretold] == list(ids(orderer.order(documents("abc"), waiting=waiting)))
+
+    def test_the_callers_own_objects_each_as_often_as_given(self) -> None:
+        given = [CORPUS["a"], CORPUS["b"], CORPUS["a"]]
+        assert all(any(each is one for one in given) for each in strict().preview(given))
+        assert len(strict().preview(given)) == 3
+
+    def test_it_never_raises(self) -> None:
+        orderer = Orderer(key=lambda document: [])
+        assert orderer.preview(["a", "b"]) == ["a", "b"] and orderer.fallbacks == 1
+
+
+class TestHoldsPrefix:
+    def test_from_the_first_request_on(self) -> None:
+        orderer = strict(prefix_tokens=40)
+        assert not orderer.holds_prefix()
+        ordering = orderer.order([])
+        assert orderer.holds_prefix(), "it is being computed"
+        ordering.confirm()
+        assert orderer.holds_prefix()
+
+    def test_not_if_the_first_request_failed(self) -> None:
+        orderer = strict(prefix_tokens=40)
+        orderer.order(documents("ab")).discard()
+        assert not orderer.holds_prefix()
+
+    def test_of_each_tenant_alone(self) -> None:
+        orderer = strict(prefix_tokens=40)
+        orderer.order([], scope="a").confirm()
+        assert orderer.holds_prefix(scope="a") and not orderer.holds_prefix(scope="b")
+
+    def test_a_prefix_without_a_whole_block_cannot_be_held_and_asks_for_nothing(self) -> None:
+        assert strict(prefix_tokens=15, block_size=16).holds_prefix()
+
+    def test_it_never_raises(self) -> None:
+        orderer = Orderer(prefix_tokens=40)
+        assert orderer.holds_prefix(scope=[]) and orderer.fallbacks == 1  # type: ignore[arg-type]
+
+
 class TestNeverRaises:
     @pytest.mark.parametrize("broken", BROKEN)
     def test_an_error_leaves_retrieval_order_and_is_counted(self, broken: str) -> None:

@@ -147,6 +147,12 @@ class EventsResidency(LRUResidency):
             for node in self._pending.pop(0).displaced:
                 self._drop(node)
 
+    def holds(self, node: Node) -> bool:
+        """As the events have it, where they tell of the node."""
+        if node in self._contents and not node.leases:
+            return self._held_blocks(node) == node.blocks
+        return super().holds(node)
+
     def correct(self, lease: Lease) -> None:
         """Only where the events are silent about the request: else they know better."""
         if not any(node in self._contents and self._held_blocks(node) for node in lease.path):

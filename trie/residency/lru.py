@@ -156,6 +156,10 @@ class LRUResidency:
         self._append(path[kept - 1], stamp, 0)
         lease.path = ()
 
+    def holds(self, node: Node) -> bool:
+        """Whether the engine holds the node whole, or a request in flight fills it."""
+        return not node.blocks or (bool(node.stamp) and not node.missing)
+
     def correct(self, lease: Lease) -> None:
         """The request found less than was foretold: others have used the engine.
 

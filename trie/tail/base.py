@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 from ragorder.trie.tree import Key
@@ -21,6 +22,9 @@ class Tail(Protocol):
 
     def observe(self, keys: Sequence[Key]) -> None:
         """A request for these documents arrived (called once a request, before `arrange`)."""
+
+    def observing(self, keys: Sequence[Key]) -> AbstractContextManager[None]:
+        """A block in which the request counts as observed, and behind which it does not."""
 
     def arrange(self, keys: Sequence[Key], prefix: Sequence[int], rest: list[int], waiting: Waiting) -> list[int]:
         """The ranks in `rest` (in rank order) in the order in which they are to follow `prefix`."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from ragorder.trie.tail.base import Waiting
 from ragorder.trie.tree import Key
@@ -37,6 +38,21 @@ class FrequencyTail:
         if weight > _RESCALE:
             self._counts = {key: count / weight for key, count in self._counts.items()}
             self._weight = 1.0
+
+    @contextmanager
+    def observing(self, keys: Sequence[Key]) -> Iterator[None]:
+        counts, weight = self._counts, self._weight
+        before = {key: counts.get(key) for key in keys}
+        self.observe(keys)
+        try:
+            yield
+        finally:
+            self._counts, self._weight = counts, weight
+            for key, count in before.items():
+                if count is None:
+                    del counts[key]
+                else:
+                    counts[key] = count
 
     def arrange(self, keys: Sequence[Key], prefix: Sequence[int], rest: list[int], waiting: Waiting) -> list[int]:
         counts = self._counts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 from ragorder.trie.tail.base import Tail, Waiting
 from ragorder.trie.tree import Key
@@ -21,6 +22,9 @@ class QueueTail:
 
     def observe(self, keys: Sequence[Key]) -> None:
         self.fallback.observe(keys)
+
+    def observing(self, keys: Sequence[Key]) -> AbstractContextManager[None]:
+        return self.fallback.observing(keys)
 
     def arrange(self, keys: Sequence[Key], prefix: Sequence[int], rest: list[int], waiting: Waiting) -> list[int]:
         rest = self.fallback.arrange(keys, prefix, rest, waiting)

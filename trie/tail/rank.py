@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 from ragorder.trie.tail.base import Waiting
 from ragorder.trie.tree import Key
@@ -15,6 +16,9 @@ class RankTail:
 
     def observe(self, keys: Sequence[Key]) -> None:
         pass
+
+    def observing(self, keys: Sequence[Key]) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def arrange(self, keys: Sequence[Key], prefix: Sequence[int], rest: list[int], waiting: Waiting) -> list[int]:
         return rest

@@ -1,0 +1,253 @@
+"""The pipeline: retrieval, with the prefill of what will probably be needed behind it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Hashable, Sequence
+from contextlib import aclosing
+from operator import attrgetter
+from typing import Any, Generic, Protocol, Self, TypeVar
+
+from ragorder.pipelining.engine import Chunk, Engine, Request, Usage
+from ragorder.pipelining.load import Load
+from ragorder.pipelining.retrieval import Retrieval
+from ragorder.pipelining.speculation import Speculation, counted
+from ragorder.pipelining.trace import Trace
+from ragorder.pipelining.warmup import WarmUp
+
+__all__ = ["Committed", "Pipeline", "PipelinedStream", "Prompts"]
+
+Q = TypeVar("Q")
+D = TypeVar("D")
+R = TypeVar("R", bound=Request)
+R_co = TypeVar("R_co", bound=Request, covariant=True)
+Q_contra = TypeVar("Q_contra", contravariant=True)
+D_contra = TypeVar("D_contra", contravariant=True)
+
+_logger = logging.getLogger("ragorder")
+_own_key: Callable[[Any], Hashable] = attrgetter("key")
+
+
+class Committed(Protocol[R_co]):
+    """A request that is sent for good. It is either confirmed, with what the engine reports, or discarded."""
+
+    @property
+    def request(self) -> R_co: ...
+
+    def confirm(self, usage: Usage | None, /) -> None: ...
+
+    def discard(self) -> None: ...
+
+
+class Prompts(Protocol[Q_contra, D_contra, R_co]):
+    """How a question and its documents, in retrieval order, become a request."""
+
+    def foretell(self, question: Q_contra, documents: Sequence[D_contra], /) -> R_co:
+        """The request that `commit` would make now. Nothing is recorded."""
+
+    def commit(self, question: Q_contra, documents: Sequence[D_contra], /) -> Committed[R_co]: ...
+
+
+class Pipeline(Generic[Q, D, R]):
+    """Answers questions on documents that are still being searched for.
+
+    - `warm_up` prefills the system prompt during retrieval where the engine does not hold it (RAGCache++ section 3.6).
+    - `load` switches speculation on (RAGCache section 5.3, Algorithm 2): whenever the provisional documents change, the
+      generation on the ones before is aborted and, if there is room, one on the new ones begins. In the end a
+      generation is taken only if its request is the one that the final documents make; else the answer is generated
+      anew, and finds in the engine's cache what both have in common. So the answer is the one without speculation.
+
+    `key` tells documents apart. `clock` gives seconds.
+    """
+
+    def __init__(
+        self,
+        retrieval: Retrieval[Q, D],
+        prompts: Prompts[Q, D, R],
+        engine: Engine[R],
+        *,
+        warm_up: WarmUp[Q] | None = None,
+        load: Load | None = None,
+        key: Callable[[D], Hashable] = _own_key,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.warm_up = warm_up
+        self.load = load
+        self._retrieval = retrieval
+        self._prompts = prompts
+        self._engine = engine
+        self._key = key
+        self._clock = clock
+
+    def stream(self, question: Q) -> PipelinedStream:
+        """The answer as it arrives. Nothing happens before it is asked for its first piece.
+
+        Raises what retrieval and the engine raise, and nothing of its own.
+        """
+        trace = Trace()
+        return PipelinedStream(_Course(self, question, trace).run(), trace)
+
+    async def answer(self, question: Q) -> PipelinedStream:
+        """The whole answer: a stream that has ended. Raises what `stream` does."""
+        async with self.stream(question) as stream:
+            async for _ in stream:
+                pass
+        return stream
+
+    async def close(self) -> None:
+        """End the warm-ups that are on their way."""
+        if self.warm_up is not None:
+            await self.warm_up.close()
+
+
+class PipelinedStream(AsyncIterator[str]):
+    """The pieces of an answer. Use it by `async with`, or close it: closing early ends all that runs for it.
+
+    `text` is what has come so far, `usage` what the engine reported at the end, `trace` how it went.
+    """
+
+    def __init__(self, chunks: AsyncGenerator[Chunk, None], trace: Trace) -> None:
+        self.trace = trace
+        self.usage: Usage | None = None
+        self._pieces: list[str] = []
+        self._chunks = chunks
+
+    @property
+    def text(self) -> str:
+        return "".join(self._pieces)
+
+    async def __anext__(self) -> str:
+        async for chunk in self._chunks:
+            self.usage = chunk.usage or self.usage
+            if chunk.text:
+                self._pieces.append(chunk.text)
+                return chunk.text
+        raise StopAsyncIteration
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Abort what is still running."""
+        await self._chunks.aclose()
+
+
+class _Course(Generic[Q, D, R]):
+    """The way of one question."""
+
+    def __init__(self, pipeline: Pipeline[Q, D, R], question: Q, trace: Trace) -> None:
+        self._pipeline = pipeline
+        self._question = question
+        self._trace = trace
+        self._start_s = 0.0
+        self._keys: tuple[Hashable, ...] | None = None
+        self._speculation: Speculation[R] | None = None
+
+    async def run(self) -> AsyncGenerator[Chunk, None]:
+        self._start_s = self._pipeline._clock()
+        try:
+            documents = await self._retrieve()
+            async with aclosing(self._answer(documents)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+            self._trace.total_s = self._elapsed_s()
+        finally:
+            await self._abort()
+
+    def _elapsed_s(self) -> float:
+        return self._pipeline._clock() - self._start_s
+
+    async def _retrieve(self) -> Sequence[D]:
+        pipeline, trace = self._pipeline, self._trace
+        warming = pipeline.warm_up.start(self._question) if pipeline.warm_up is not None else None
+        trace.warmed_up = warming is not None
+        documents: Sequence[D] = ()
+        try:
+            async with aclosing(pipeline._retrieval(self._question)) as stages:
+                async for stage in stages:
+                    trace.stages += 1
+                    documents = stage.documents
+                    if stage.final:
+                        break
+                    if pipeline.load is not None:
+                        await self._speculate(documents, pipeline.load)
+        finally:
+            if warming is not None:
+                warming.leave()
+        trace.retrieval_s = trace.exposed_search_s = self._elapsed_s()
+        return documents
+
+    async def _speculate(self, documents: Sequence[D], load: Load) -> None:
+        """RAGCache Algorithm 2, lines 6-10; one that was refused is tried again after the next stage."""
+        keys = tuple(map(self._pipeline._key, documents))
+        if keys == self._keys:
+            return
+        await self._abort()
+        if not load.has_room:
+            self._trace.refused += 1
+            return
+        try:
+            request = self._pipeline._prompts.foretell(self._question, documents)
+        except Exception as error:
+            _logger.warning("no speculation: %s", type(error).__name__)
+            return
+        self._keys = keys
+        self._trace.speculations += 1
+        self._trace.speculated_stage = self._trace.stages
+        self._speculation = Speculation(self._pipeline._engine, request, load, at_s=self._elapsed_s())
+
+    async def _abort(self) -> None:
+        speculation, self._speculation, self._keys = self._speculation, None, None
+        if speculation is not None:
+            self._trace.wasted_prompt_tokens += speculation.request.prompt_tokens or 0
+            speculation.cancel()
+            await speculation.ended()
+
+    async def _answer(self, documents: Sequence[D]) -> AsyncGenerator[Chunk, None]:
+        committed = self._pipeline._prompts.commit(self._question, documents)
+        usage, began = None, False
+        try:
+            async with aclosing(self._generate(committed.request)) as chunks:
+                async for chunk in chunks:
+                    if not began:
+                        began = True
+                        self._trace.first_token_s = self._elapsed_s()
+                    usage = chunk.usage or usage
+                    yield chunk
+        except BaseException:
+            # A prompt that was computed stays in the cache, whatever became of the answer.
+            if began:
+                committed.confirm(usage)
+            else:
+                committed.discard()
+            raise
+        committed.confirm(usage)
+
+    async def _generate(self, request: R) -> AsyncGenerator[Chunk, None]:
+        speculation = self._speculation
+        if speculation is not None and not speculation.failed and speculation.request == request:
+            self._speculation = None
+            began = False
+            try:
+                async with aclosing(speculation.chunks()) as chunks:
+                    async for chunk in chunks:
+                        if not began:
+                            began = self._trace.right = True
+                            self._trace.exposed_search_s = speculation.at_s
+                        yield chunk
+                return
+            except Exception:
+                # Sent now, as it would have been without speculation, the request may well succeed.
+                if began:
+                    raise
+        elif speculation is not None:
+            # It ends while the final request is on its way already.
+            speculation.cancel()
+        self._trace.speculated_stage = None
+        async with aclosing(counted(self._pipeline._engine, request, self._pipeline.load)) as chunks:
+            async for chunk in chunks:
+                yield chunk

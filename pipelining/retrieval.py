@@ -1,0 +1,63 @@
+"""Retrieval that shows what it has found so far."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+
+if TYPE_CHECKING:
+    from ragorder.pipelining.staged import StagedSearch
+
+__all__ = ["Provisional", "Retrieval", "plain_retrieval", "staged_retrieval"]
+
+Q = TypeVar("Q")
+D = TypeVar("D")
+
+
+@dataclass(frozen=True, slots=True)
+class Provisional(Generic[D]):
+    """The best documents after a stage, in retrieval-rank order. `final`: the search has ended, and these are they."""
+
+    documents: Sequence[D]
+    final: bool = False
+
+
+Retrieval = Callable[[Q], AsyncGenerator[Provisional[D], None]]
+"""Yields what was found for a question after each stage. The last stage is final."""
+
+
+def plain_retrieval(retrieve: Callable[[Q], Sequence[D] | Awaitable[Sequence[D]]]) -> Retrieval[Q, D]:
+    """A retriever without stages. One that is no coroutine runs in a thread, so that it blocks nobody."""
+
+    async def search(question: Q) -> AsyncGenerator[Provisional[D], None]:
+        if inspect.iscoroutinefunction(retrieve) or inspect.iscoroutinefunction(getattr(retrieve, "__call__", None)):  # noqa: B004
+            found: Any = await cast("Callable[[Q], Awaitable[Sequence[D]]]", retrieve)(question)
+        else:
+            found = await asyncio.to_thread(retrieve, question)
+            if inspect.isawaitable(found):
+                found = await found
+        yield Provisional(found, final=True)
+
+    return search
+
+
+def staged_retrieval(
+    search: StagedSearch, embed: Callable[[Q], Any], document: Callable[[int], D], *, top_k: int
+) -> Retrieval[Q, D]:
+    """A vector search in stages (`StagedIVF`, `StagedHNSW`).
+
+    `embed` makes a question's vector, `document` finds the document with an id of the index. Both and each stage run in
+    a thread; a search that is abandoned ends with the stage that it is in.
+    """
+
+    async def stages(question: Q) -> AsyncGenerator[Provisional[D], None]:
+        vector = await asyncio.to_thread(embed, question)
+        found = iter(search.search(vector, top_k))
+        while (stage := await asyncio.to_thread(next, found, None)) is not None:
+            ids = stage.ids[0]
+            yield Provisional([document(int(id)) for id in ids if id >= 0], stage.final)
+
+    return stages

@@ -1,0 +1,73 @@
+"""A request that is generated before anybody knows whether it will be wanted (RAGCache section 5.3)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Generic, TypeVar
+
+from ragorder.pipelining.engine import Chunk, Engine
+from ragorder.pipelining.load import Load
+
+__all__ = ["Speculation", "counted"]
+
+R = TypeVar("R")
+
+
+async def counted(engine: Engine[R], request: R, load: Load | None) -> AsyncGenerator[Chunk, None]:
+    """The engine's stream; the request counts as pending until its first chunk."""
+    async with aclosing(engine.stream(request)) as stream:
+        if load is None:
+            async for chunk in stream:
+                yield chunk
+            return
+        with load.prefilling() as started:
+            async for chunk in stream:
+                started()
+                yield chunk
+
+
+class Speculation(Generic[R]):
+    """Generates in a task of its own and keeps what comes. In the end it is either taken (`chunks`) or aborted."""
+
+    def __init__(self, engine: Engine[R], request: R, load: Load, *, at_s: float) -> None:
+        self.request = request
+        self.at_s = at_s
+        self._chunks: asyncio.Queue[Chunk | None] = asyncio.Queue()
+        self._error: Exception | None = None
+        self._task = asyncio.create_task(self._generate(engine, load))
+
+    @property
+    def failed(self) -> bool:
+        """Whether the engine raised: nobody can take it then."""
+        return self._error is not None
+
+    def cancel(self) -> None:
+        """Have the engine abort the request once its iteration ends. `ended` waits for that."""
+        self._task.cancel()
+
+    async def ended(self) -> None:
+        """Wait until the request is over, however it ended."""
+        await asyncio.wait((self._task,))
+
+    async def chunks(self) -> AsyncGenerator[Chunk, None]:
+        """What was generated so far, and what is to come. Closing it early aborts the request."""
+        try:
+            while (chunk := await self._chunks.get()) is not None:
+                yield chunk
+            if self._error is not None:
+                raise self._error
+        finally:
+            self.cancel()
+            await self.ended()
+
+    async def _generate(self, engine: Engine[R], load: Load) -> None:
+        try:
+            async with aclosing(counted(engine, self.request, load)) as stream:
+                async for chunk in stream:
+                    self._chunks.put_nowait(chunk)
+        except Exception as error:
+            self._error = error
+        finally:
+            self._chunks.put_nowait(None)
