@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 pytest.importorskip("scipy")
 
 from ragorder import Document
+from ragorder.cli.eval import eval as evaluate
 from ragorder.cli.eval_quality import quality as command
 from ragorder.eval.capacity import Capacity
 from ragorder.eval.corpora import CorpusError
@@ -46,6 +47,7 @@ from ragorder.eval.quality.answering import vllm_answers
 from ragorder.eval.quality.asking import SYSTEM, Builders, ask_all
 from ragorder.eval.quality.base import Reading
 from ragorder.eval.quality.compare import bootstrap_difference, mcnemar_exact
+from ragorder.eval.quality.kept import judge_kept
 from ragorder.eval.quality.models import model_facts
 from ragorder.eval.retrieval import BM25Retriever
 
@@ -348,11 +350,18 @@ class TestNaturalQuestions:
 
 
 class Hub:
-    """In place of the package `datasets`: gives the rows, as the Hub has them, and remembers what it was asked for."""
+    """In place of the packages `datasets` and `huggingface_hub`: gives the rows, as the Hub has them, and remembers
+    what it was asked for. The Hub itself is `away` where it cannot be reached."""
 
-    def __init__(self, *rows: JSON, error: Exception | None = None) -> None:
-        self.rows, self.error = rows, error
+    def __init__(self, *rows: JSON, error: Exception | None = None, away: Exception | None = None) -> None:
+        self.rows, self.error, self.away = rows, error, away
         self.asked: list[Any] = []
+        self.HfApi = lambda: self
+
+    def dataset_info(self, repo_id: str, *, timeout: float) -> None:
+        assert 0 < timeout <= 30
+        if self.away is not None:
+            raise self.away
 
     def load_dataset(self, path: str, name: str | None = None, *, split: str, streaming: bool) -> Iterator[JSON]:
         self.asked.append((path, name, split, streaming))
@@ -363,9 +372,10 @@ class Hub:
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Hub]:
-    def put(*rows: JSON, error: Exception | None = None) -> Hub:
-        stand_in = Hub(*rows, error=error)
-        monkeypatch.setitem(sys.modules, "datasets", stand_in)  # type: ignore[arg-type]
+    def put(*rows: JSON, error: Exception | None = None, away: Exception | None = None) -> Hub:
+        stand_in = Hub(*rows, error=error, away=away)
+        for package in ("datasets", "huggingface_hub"):
+            monkeypatch.setitem(sys.modules, package, stand_in)  # type: ignore[arg-type]
         return stand_in
 
     return put
@@ -473,6 +483,17 @@ class TestTheHub:
         with pytest.raises(CorpusError, match=r"cannot be loaded \(ConnectionError\).*give --data FILE") as caught:
             load_questions("hotpotqa")
         assert "hf_secret" not in str(caught.value)
+
+    def test_without_a_network_the_packages_own_patience_is_not_tried(self, hub: Callable[..., Hub]) -> None:
+        there = hub(HUB_ROWS["hotpotqa"][1], away=ConnectionError("no route to hf_secret"))
+        with pytest.raises(CorpusError, match=r"cannot be loaded \(ConnectionError\).*eval run: --questions DIR"):
+            load_questions("hotpotqa")
+        assert there.asked == []
+
+    def test_offline_by_choice_the_packages_cache_is_used(self, hub: Callable[..., Hub]) -> None:
+        away = type("OfflineModeIsEnabled", (ConnectionError,), {})
+        hub(HUB_ROWS["hotpotqa"][1], away=away())
+        assert len(load_questions("hotpotqa").questions) == 1
 
     def test_an_error_names_the_record(self, hub: Callable[..., Hub]) -> None:
         hub(HUB_ROWS["hotpotqa"][1], {"id": "x"})
@@ -954,6 +975,10 @@ class TestLines:
         lines = list(serve_quality(bench, done=lambda cell, policy: policy != "auto" or cell["answers"] == "empty"))
         assert [(line["policy"], line["cell"]["answers"]) for line in lines] == [("auto", "accepted")]
 
+    def test_what_is_done_whole_is_not_even_loaded(self, tmp_path: Path) -> None:
+        bench = QualityBench("hotpotqa", tmp_path / "gone.json", dry_run=True)
+        assert list(serve_quality(bench, done=lambda cell, policy: True)) == []
+
     def test_progress_counts_what_takes_long(self, hotpot: Path) -> None:
         announced, steps = [], []
 
@@ -1320,6 +1345,35 @@ class TestComparison:
         assert checks(summarise(lines), "quality-comparison")[0]["em"] == 100
 
 
+class TestJudgingWhatIsKept:
+    def file(self, folder: Path, *lines: Any) -> Path:
+        return written(folder / "results.jsonl", lines)
+
+    def test_is_about_the_cells_to_which_something_was_added(self, tmp_path: Path) -> None:
+        old = [line("retrieval", [1]), line("auto", [1])]
+        new = line("sorted", [0])
+        done = [line("retrieval", [1], seed=1), line("auto", [1], seed=1)]
+        path = self.file(tmp_path, *old, *summarise(old), *done, *summarise(done), new)
+        lines, found = judge_kept(path, "quality", "now")
+        assert lines == [*old, new]
+        assert [each["policy"] for each in checks(found, "quality-comparison")] == ["auto", "sorted"]
+        assert {(each["seed"], each["session"]) for each in found} == {(0, "now")}
+        assert judge_kept(self.file(tmp_path, *lines, *found), "quality", "later") == ([], [])
+
+    def test_an_interrupt_before_the_verdict_is_made_good(self, tmp_path: Path) -> None:
+        lines = [line("retrieval", [1]), line("auto", [1])]
+        *compared, _ = summarise(lines)
+        path = self.file(tmp_path, *lines, *compared)
+        with path.open("a") as torn:
+            torn.write('{"type":"check","name":"quality-verd')
+        assert judge_kept(path, "quality", "now")[0] == lines
+
+    def test_leaves_other_suites_alone(self, tmp_path: Path) -> None:
+        path = self.file(tmp_path, line("retrieval", [1], suite="table-2"), {"type": "run", "suite": "quality"})
+        assert judge_kept(path, "quality", "now") == ([], [])
+        assert len(judge_kept(path, "table-2", "now")[0]) == 1
+
+
 class TestVerdict:
     def model(self, parameters: int | None = None, random_weights: bool = False) -> JSON:
         return {"name": "m", "parameters": parameters, "random_weights": random_weights}
@@ -1571,6 +1625,71 @@ class TestCommand:
         text = invoke("--help").output
         assert all(name in text for name in DATASETS)
         assert all(option.opts[0] in text for option in command.params if option.opts[0].startswith("--"))
+
+
+SUITE = """
+title = "Answers"
+source = "tests"
+says = "Something."
+kind = "quality"
+policies = ["retrieval", "sorted", "auto+keep_first=1"]
+warmup = 0
+requests = 4
+[cell]
+top_k = 2
+document_words = 3
+output_tokens = 6
+[sweep]
+dataset = ["hotpotqa"]
+[report]
+figure = "quality"
+"""
+
+
+class TestInASuite:
+    @pytest.fixture
+    def run(self, hotpot: Path, tmp_path: Path, service: Service) -> Callable[..., list[JSON]]:
+        """The lines of `ragorder eval run` against the server, those of its session's beginning left out."""
+        (tmp_path / "mine.toml").write_text(SUITE)
+
+        def run(*options: str) -> list[JSON]:
+            arguments = ["run", tmp_path / "mine.toml", "-o", tmp_path / "out", "--questions", hotpot.parent]
+            arguments += ["--engine", "openai", "--base-url", service.base_url, *options]
+            done = CliRunner().invoke(evaluate, [str(argument) for argument in arguments])
+            assert done.exit_code == 0, done.output
+            return [each for each in kept(tmp_path / "out") if each["type"] != "session"]
+
+        return run
+
+    def test_what_the_cell_says_reaches_the_server(self, run: Callable[..., list[JSON]], service: Service) -> None:
+        lines = run()
+        assert by_order(lines).keys() == {"retrieval", "sorted", "auto+keep_first=1"}
+        assert {json.dumps(each["cell"]) for each in lines} == {
+            '{"dataset": "hotpotqa", "top_k": 2, "document_words": 3, "output_tokens": 6}'
+        }
+        assert len(service.bodies) == 12
+        assert {body["max_tokens"] for body in service.bodies} == {6}
+        prompt = json.dumps(service.bodies[0]["messages"])
+        assert "Radio City is" in prompt
+        assert "First for Women" in prompt
+        assert "a radio station" not in prompt
+        assert "Echosmith" not in prompt
+
+    def test_it_ends_with_the_same_checks_as_the_command(self, run: Callable[..., list[JSON]]) -> None:
+        lines = run()
+        found = [each for each in lines if each["type"] == "check"]
+        assert [{**each, "session": ""} for each in found] == [{**each, "session": ""} for each in summarise(lines)]
+        (verdict,) = checks(lines, "quality-verdict")
+        assert verdict["measured"] is True
+
+    def test_going_on_compares_with_what_was_there_and_repeats_nothing(
+        self, run: Callable[..., list[JSON]], service: Service
+    ) -> None:
+        assert not checks(run("--policy", "retrieval"), "quality-comparison")
+        lines = run()
+        assert len(service.bodies) == 12
+        assert [each["policy"] for each in checks(lines, "quality-comparison")] == ["sorted", "auto+keep_first=1"]
+        assert run() == lines
 
 
 def test_a_question_keeps_documents_of_the_core() -> None:

@@ -23,6 +23,7 @@ from ragorder.cli.eval_report import report as report_command
 from ragorder.eval.bench import Bench, run_traces
 from ragorder.eval.capacity import Capacity
 from ragorder.eval.harness.suite import read_suite
+from ragorder.eval.quality import summarise
 from ragorder.eval.report import Report, ReportError, make_report, read_results, render_html, render_markdown
 from ragorder.eval.report.suites import SuiteInfo, info_of
 
@@ -422,19 +423,104 @@ class TestWhatWasNotMeasured:
         assert "A real engine" in said
         assert "figure-3" in said
 
-    def test_quality_is_compared_by_question(self, tmp_path: Path) -> None:
-        ids = [str(number) for number in range(60)]
-        lines = [
-            DRY | {"dry_run": False, "policy": policy, "rows": {"id": order, "em": [0] * 60, "f1": scores}}
-            for policy, order, scores in (
-                ("retrieval", ids, [n / 100 for n in range(60)]),
-                ("auto", ids[::-1], [(n + 10) / 100 for n in reversed(range(60))]),
-            )
+
+def answered(policy: str, shift: float = 0.0, **changed: Any) -> dict[str, Any]:
+    """Sixty questions that a capable model answered in an order, a little better by `shift`."""
+    scores = [number / 100 + shift for number in range(60)]
+    rows = {
+        "id": [f"q{number}" for number in range(60)],
+        "em": [int(score >= 0.55) for score in scores],
+        "f1": scores,
+        "displacement": [0.0 if policy == "retrieval" else 1.0] * 60,
+        "gold_places": [[0, 2]] * 60,
+    }
+    model = {"name": "big-7B", "parameters": 7_000_000_000, "random_weights": False}
+    return DRY | {"dry_run": False, "policy": policy, "model": model, "rows": rows} | changed
+
+
+class TestQuality:
+    def found(self, folder: Path, *lines: dict[str, Any]) -> Report:
+        return make_report(read_results(written(folder, SESSION, *lines)), suites())
+
+    def measured(self, folder: Path, **changed: Any) -> Report:
+        lines = [answered("retrieval", **changed), answered("auto", 0.1, **changed)]
+        return self.found(folder, *lines, *summarise(lines))
+
+    def test_says_what_the_checks_say_of_each_order(self, tmp_path: Path) -> None:
+        report = self.measured(tmp_path)
+        table = report.sections[0].tables[0]
+        assert table.title == "Answers: hotpotqa, big-7B"
+        plain, ours = table.rows
+        assert [entry.note for entry in plain[1:3]] == ["baseline", "baseline"]
+        assert ours[1].note.replace("\u00a0", " ") == "+16.7: 10 won, 0 lost, p 0.002"
+        assert ours[2].note == "+10.0 [+10.0, +10.0]"
+        assert [entry.verdict for entry in ours[1:3]] == ["better", "better"]
+        assert [entry.text for entry in ours[3:]] == ["60", "100.0"]
+        assert report.sections[0].words == []
+        assert not any("EM, F1" in words for words in report.not_measured)
+
+    def test_checks_on_it_stand_in_no_other_table(self, tmp_path: Path) -> None:
+        assert self.measured(tmp_path).checks is None
+
+    def test_shows_the_scores_by_the_place_of_a_gold_document(self, tmp_path: Path) -> None:
+        table = self.measured(tmp_path).sections[0].tables[1]
+        assert [[entry.text for entry in row] for row in table.rows] == [
+            ["1", "120", "16.7", "34.5"],
+            ["3", "120", "16.7", "34.5"],
         ]
-        found = make_report(read_results(written(tmp_path, *lines)), suites())
-        row = found.sections[0].tables[0].rows[1]
-        assert (row[1].verdict, row[2].verdict) == ("no difference", "better")
-        assert row[2].note == "+10.0 [+10.0, +10.0]"
+
+    def test_the_last_check_on_the_same_counts(self, tmp_path: Path) -> None:
+        lines = [answered("retrieval"), answered("auto", 0.1)]
+        early = summarise([answered("retrieval"), answered("auto", -0.1)])
+        report = self.found(tmp_path, *lines, *early, *summarise(lines))
+        assert report.sections[0].tables[0].rows[1][2].verdict == "better"
+        assert len(report.sections[0].tables[1].rows) == 2
+
+    def test_seeds_are_not_thrown_together(self, tmp_path: Path) -> None:
+        lines = [answered(policy, seed=seed) for seed in (0, 1) for policy in ("retrieval", "auto")]
+        report = self.found(tmp_path, *lines, *summarise(lines))
+        answers = [table.title for table in report.sections[0].tables if table.title.startswith("Answers")]
+        assert answers == ["Answers: hotpotqa, big-7B, seed 0", "Answers: hotpotqa, big-7B, seed 1"]
+
+    def test_a_verdict_that_nothing_was_measured_takes_the_place_of_the_scores(self, tmp_path: Path) -> None:
+        noise = {"name": "tiny", "parameters": 9_000, "random_weights": True}
+        report = self.measured(tmp_path, model=noise)
+        assert report.sections[0].words == [
+            "hotpotqa, tiny: Quality was NOT measured: the model has random weights: its answers are noise."
+        ]
+        assert [table.title for table in report.sections[0].tables] == ["The paper's own numbers"]
+        assert any("(EM, F1): the model has random weights" in words for words in report.not_measured)
+
+    def test_low_scores_of_a_capable_model_are_a_measurement(self, tmp_path: Path) -> None:
+        low = answered("retrieval")["rows"] | {"em": [0] * 60, "f1": [0.05] * 60}
+        report = self.measured(tmp_path, rows=low)
+        assert [row[2].text for row in report.sections[0].tables[0].rows] == ["5.0", "5.0"]
+        assert "exact match is 0 in every order" in report.sections[0].tables[0].note
+
+    def test_answers_that_nobody_compared_are_shown_and_said_to_be_so(self, tmp_path: Path) -> None:
+        lines = [answered("retrieval"), answered("auto", 0.1)]
+        for checks in ([], summarise(lines[:1])):
+            report = self.found(tmp_path, *lines, *checks)
+            assert "hotpotqa, big-7B: The answers were not compared" in report.sections[0].words[0]
+            assert [row[2].verdict for row in report.sections[0].tables[0].rows] == ["", ""]
+
+    def test_a_check_that_does_not_say_all_it_must_is_passed_over(self, tmp_path: Path) -> None:
+        lines = [answered("retrieval"), answered("auto")]
+        verdict = {name: value for name, value in summarise(lines)[-1].items() if name != "measured"}
+        report = self.found(tmp_path, *lines, verdict)
+        assert "'check' without all it must say" in " ".join(report.notes)
+
+    def test_a_data_set_that_is_not_here_is_named_once(self, tmp_path: Path) -> None:
+        gone = MISSING | {"suite": "table-2", "cell": {"dataset": "nq"}, "reason": "not here"}
+        report = self.found(tmp_path, gone | {"policy": "retrieval"}, gone | {"policy": "auto"})
+        assert report.sections[0].unavailable == [("nq", "not here")]
+
+    def test_the_command_that_asked_about_it_alone_can_be_repeated(self, tmp_path: Path) -> None:
+        arguments = {"command": "quality", "dataset": "nq", "question_order": "random", "orders": ["none", "auto"]}
+        arguments |= {"capacity": "5%", "dry_run": True, "data": None, "output": "elsewhere"}
+        report = make_report(read_results(written(tmp_path, SESSION | {"arguments": arguments}, DRY)), suites())
+        said = f"ragorder eval quality nq -o {tmp_path} --order random --policy none --policy auto"
+        assert report.commands == [f"{said} --capacity-tokens 5% --dry-run"]
 
 
 class TestMarkdown:

@@ -127,8 +127,9 @@ class Store:
 _KEYS = {
     "run": ("suite", "cell", "seed", "policy"),
     "quality": ("suite", "cell", "seed", "policy", "dry_run"),
+    "pipelining": ("suite", "cell", "seed", "policy"),
     "unavailable": ("suite", "cell", "policy", "reason"),
-    "check": ("name",),
+    "check": ("name", "suite", "cell", "seed", "policy", "dry_run"),
 }
 
 

@@ -93,6 +93,11 @@ class QualityBench:
             "concurrency": self.concurrency,
         }
 
+    def cells(self) -> list[Line]:
+        """That of `cell`; in a dry run the one with the accepted answers, and the one with none."""
+        said = [{"answers": "accepted"}, {"answers": "empty"}] if self.dry_run else [{}]
+        return [self.cell() | each for each in said]
+
 
 def _silent(description: str, steps: int) -> Callable[[], None]:
     return lambda: None
@@ -117,6 +122,8 @@ def serve_quality(bench: QualityBench, progress: Progress = _silent, done: Done 
     """
     _check(bench)
     orders = [Order.parse(name) for name in bench.orders]
+    if all(done(cell, order.name) for cell in bench.cells() for order in orders):
+        return
     data = load_questions(
         bench.dataset,
         bench.data,

@@ -68,14 +68,14 @@ def _scipy_stats() -> Any:
 
 
 def summarise(lines: Iterable[Mapping[str, Any]], progress: Progress | None = None) -> list[Line]:
-    """Lines of type "check" on what lines of type "quality" say together, for each (suite, cell, seed): a
-    "quality-comparison" of each order with retrieval order, "quality-positions" of each order, and "quality-verdict",
-    which alone there is of a dry run. Lines of other types are passed over; of several for one order the last one
-    counts."""
+    """Lines of type "check" on what lines of type "quality" say together, for each (suite, cell, seed, dry run): a
+    "quality-comparison" of each order with retrieval order, "quality-positions" of each order, and at last
+    "quality-verdict", which alone there is of a dry run. Lines of other types are passed over; of several for one order
+    the last one counts."""
     groups: dict[str, dict[str, Mapping[str, Any]]] = defaultdict(dict)
     for line in lines:
         if line.get("type") == "quality":
-            key = json.dumps([line["suite"], line["cell"], line["seed"]], sort_keys=True)
+            key = json.dumps([line[field] for field in _KEY if field != "session"], sort_keys=True)
             groups[key][line["policy"]] = line
     summary: list[Line] = []
     advance = progress("comparing", len(groups)) if progress else None

@@ -41,8 +41,7 @@ def rehearse(
     capacity_tokens = (bench.capacity or _CAPACITY).resolve(corpus_tokens(data, builders))
     _check_prompts(bench, data, orders, builders, capacity_tokens, progress)
     wordless = {question.id for question in data.questions if scorer.is_empty(question.answers)}
-    for said, expected in (("accepted", 1), ("empty", 0)):
-        cell = bench.cell() | {"answers": said}
+    for cell, expected in zip(bench.cells(), (1, 0), strict=True):
         say = (lambda question: question.answers[0]) if expected else (lambda question: "")
         stub = StubAnswers(say, bench.block_size, capacity_tokens)
         wanted = [order for order in orders if not done(cell, order.name)]
@@ -55,8 +54,8 @@ def rehearse(
             ]
             if wrong:
                 raise QualityError(
-                    f"{bench.dataset}: the {said} answer to question {wrong[0]!r} ({len(wrong)} in all) does not score "
-                    f"{100 * expected}: are its accepted answers as the official script wants them?"
+                    f"{bench.dataset}: the {cell['answers']} answer to question {wrong[0]!r} ({len(wrong)} in all) "
+                    f"does not score {100 * expected}: are its accepted answers as the official script wants them?"
                 )
             yield {**line, "wordless_answers": len(wordless)}
 

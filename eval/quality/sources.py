@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 __all__ = ["DATASETS", "Dataset", "QuestionSet", "load_questions"]
 
 
+_FILE = "give --data FILE (eval run: --questions DIR)"
+_PATIENCE_S = 10.0
+
+
 @dataclass(frozen=True, slots=True)
 class Dataset:
     """A data set: how its records are read and scored, and where it is on the Hub. `container` is the field of a file
@@ -144,12 +148,12 @@ def _from_hub(dataset: Dataset, *, streaming: bool) -> Iterator[Record]:
         datasets: Any = import_module("datasets")
     except ImportError as error:
         raise ImportError(
-            f"loading {dataset.name} from the Hub needs the package datasets: pip install datasets, or "
-            "give --data FILE",
+            f"loading {dataset.name} from the Hub needs the package datasets: pip install datasets, or {_FILE}",
             name="datasets",
         ) from error
     where = f"{dataset.hub} ({', '.join(filter(None, (dataset.config, dataset.split)))})"
     try:
+        _reach(dataset)
         rows = datasets.load_dataset(dataset.hub, dataset.config, split=dataset.split, streaming=streaming)
         for number, row in enumerate(rows, 1):
             yield Record(f"{where}: record {number}", row)
@@ -158,8 +162,19 @@ def _from_hub(dataset: Dataset, *, streaming: bool) -> Iterator[Record]:
     except Exception as error:
         # The package raises errors of many libraries, whose texts may quote addresses and tokens.
         raise CorpusError(
-            f"{where}: cannot be loaded ({type(error).__name__}): download the official file and give --data FILE"
+            f"{where}: cannot be loaded ({type(error).__name__}): download the official file and {_FILE}"
         ) from error
+
+
+def _reach(dataset: Dataset) -> None:
+    """Raises whatever the Hub's client raises. Without a network `datasets` tries again for half a minute before it
+    says so; this asks once. With HF_HUB_OFFLINE=1 `datasets` looks into its cache alone, and nobody is asked."""
+    hub: Any = import_module("huggingface_hub")
+    try:
+        hub.HfApi().dataset_info(dataset.hub, timeout=_PATIENCE_S)
+    except Exception as error:
+        if type(error).__name__ != "OfflineModeIsEnabled":
+            raise
 
 
 def _beside(data: Path, name: str) -> Path | None:

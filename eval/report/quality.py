@@ -3,78 +3,130 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-from ragorder.eval.report.reading import Quality, key_of
+from ragorder.eval.report.reading import Quality, Results, key_of
 from ragorder.eval.report.suites import SuiteInfo
 from ragorder.eval.report.tables import Entry, Table
-from ragorder.eval.report.words import cell_words, change_words, figure, policy_words
-from ragorder.eval.statistics import StatisticsError, compare, summary
+from ragorder.eval.report.words import THIN, cell_words, figure, policy_words, signed
+from ragorder.eval.statistics import summary
 
-__all__ = ["quality_tables"]
+__all__ = ["quality_not_measured", "quality_tables"]
 
-_SCORES = {"em": "exact match, %", "f1": "F1, %"}
+_Check = Mapping[str, Any]
+
+_NOT_COMPARED = "The answers were not compared: give the same command again, which asks nothing twice and compares."
+_PAIRED = (
+    "Differences in points to retrieval order, paired by question, over those that both answered. Exact match by "
+    "McNemar's exact test at 5 %, F1 by the 95 % interval in brackets. Nothing is corrected for comparing several "
+    "orders."
+)
+_PLACES = "Over all orders; places from the front. A question counts once for each of its gold documents."
+_NOT_IN_TITLES = ("data", "base_url", "model", "engine", "answers")
 
 
-def quality_tables(suite: SuiteInfo, lines: Sequence[Quality], baseline: str) -> tuple[list[Table], list[str]]:
-    """A table for each data set and model; and what must be said about them."""
-    scored = [line for line in lines if not line.dry_run]
-    if not scored and (lines or suite.kind == "quality"):
-        what = "There was only a dry run, which checks the path without a model" if lines else "Nothing was asked"
-        return [], [f"Quality was not measured. {what}; a capable model is needed: its scores would stand here."]
+def quality_tables(suite: SuiteInfo, results: Results) -> tuple[list[Table], list[str]]:
+    """Of each cell that measured something what the checks say; and what must be said about all of them."""
     cells: dict[object, list[Quality]] = {}
-    for line in scored:
-        cells.setdefault(key_of(line.cell), []).append(line)
-    tables = [_table(group, baseline) for group in cells.values()]
-    best = max((_score([line], "f1") or 0.0 for line in scored), default=1.0)
-    words = []
-    if scored and best < 10:
-        words.append(
-            f"The best F1 is {figure(best)} %: a model that hardly answers cannot tell orders apart. "
-            "Take this for not measured."
-        )
-    return tables, words
+    for line in results.quality:
+        if line.suite == suite.name:
+            cells.setdefault(_key(line), []).append(line)
+    if not cells:
+        nothing = "Quality was not measured. Nothing was asked; a capable model is needed: its scores would stand here."
+        return [], [nothing] * (suite.kind == "quality")
+    tables: list[Table] = []
+    said: dict[str, dict[str, None]] = {}
+    for key, lines in cells.items():
+        checks = [check for check in results.quality_checks if _check_key(check) == key]
+        verdict = next((check for check in checks if check["name"] == "quality-verdict"), None)
+        title = _title(lines[0], several=sum(line.cell == lines[0].cell for line in _firsts(cells)) > 1)
+        if verdict is None or any(line.policy not in verdict["reordered"] for line in lines):
+            said.setdefault(_NOT_COMPARED, {})[title] = None
+        if verdict is not None and not verdict["measured"]:
+            message = str(verdict["message"])
+            said.setdefault(f"{message[:1].upper()}{message[1:]}.", {})[title] = None
+            continue
+        if not lines[0].dry_run:
+            tables += [_table(title, lines, checks, verdict), *_places(title, checks)]
+    return tables, [f"{', '.join(titles)}: {message}" for message, titles in said.items()]
 
 
-def _table(lines: Sequence[Quality], baseline: str) -> Table:
-    policies: dict[str, dict[int, Quality]] = {}
+def quality_not_measured(results: Results) -> str | None:
+    """Why nothing is known about quality, if nothing is."""
+    verdicts = [check for check in results.quality_checks if check["name"] == "quality-verdict"]
+    if any(verdict["measured"] for verdict in verdicts):
+        return None
+    if not results.quality:
+        return "no capable model answered questions"
+    if all(line.dry_run for line in results.quality):
+        return "only a dry run, whose answers are made up"
+    reasons = dict.fromkeys(str(verdict["reason"]) for verdict in verdicts if not verdict["dry_run"])
+    return "; ".join(reasons) or "the answers have not been compared yet"
+
+
+def _key(line: Quality) -> object:
+    return line.suite, key_of(line.cell), line.seed, line.dry_run
+
+
+def _check_key(check: _Check) -> object:
+    return check["suite"], key_of(check["cell"]), check["seed"], check["dry_run"]
+
+
+def _firsts(cells: Mapping[object, Sequence[Quality]]) -> list[Quality]:
+    return [lines[0] for lines in cells.values()]
+
+
+def _title(line: Quality, *, several: bool) -> str:
+    said = {name: value for name, value in line.cell.items() if value is not None and name not in _NOT_IN_TITLES}
+    return ", ".join(filter(None, (cell_words(said), line.model, f"seed {line.seed}" * several)))
+
+
+def _table(title: str, lines: Sequence[Quality], checks: Sequence[_Check], verdict: _Check | None) -> Table:
+    compared = {check["policy"]: check for check in checks if check["name"] == "quality-comparison"}
+    headings = ["order of documents", "exact match, %", "F1, %", "questions", "of these reordered, %"]
+    table = Table(f"Answers: {title}", headings)
     for line in lines:
-        policies.setdefault(line.policy, {})[line.seed] = line
-    table = Table(f"Answers: {cell_words(lines[0].cell)}", ["order of documents", *_SCORES.values(), "questions"])
-    for policy, runs in policies.items():
-        row = [Entry(policy_words(policy))]
-        for name in _SCORES:
-            value = figure(_score(list(runs.values()), name))
-            row.append(
-                _compared(value, runs, policies.get(baseline, {}), name)
-                if policy != baseline
-                else Entry(value, "baseline")
-            )
-        row.append(Entry(f"{sum(len(run.rows.get('em', ())) for run in runs.values()):,}"))
-        table.rows.append(row)
-    table.note = "Differences in points, paired by question."
+        row = [Entry(policy_words(line.policy))]
+        check = compared.get(line.policy)
+        for name in ("em", "f1"):
+            value = figure(_score(line, name))
+            if check is None:
+                baseline = line.policy in {each["baseline"] for each in compared.values()}
+                row.append(Entry(value, "baseline" * baseline))
+            else:
+                row.append(Entry(value, _change(check, name), str(check[f"{name}_verdict"])))
+        share = None if verdict is None else verdict["reordered"].get(line.policy)
+        reordered = figure(None if share is None else 100 * share)
+        table.rows.append([*row, Entry(f"{len(line.rows.get('em', ())):,}"), Entry(reordered)])
+    note = verdict and verdict["note"]
+    table.note = " ".join(filter(None, (_PAIRED * bool(compared), f"Mind: {note}." if note else "")))
     return table
 
 
-def _score(lines: Sequence[Quality], name: str) -> float | None:
-    found = summary([100 * float(value) for line in lines for value in line.rows.get(name, ())])
+def _change(check: _Check, name: str) -> str:
+    if name == "em":
+        lost, won, p = check["em_lost"], check["em_won"], check["em_p"]
+        words = [f"{won:,} won", f"{lost:,} lost", f"p {p:.2g}" if p >= 0.001 else "p < 0.001"]
+        return f"{signed(check['em'] - check['em_baseline'])}: {', '.join(each.replace(' ', THIN) for each in words)}"
+    low, high = signed(check["f1_low"]), signed(check["f1_high"])
+    return f"{signed(check['f1_difference'])} [{low}, {high}]"
+
+
+def _score(line: Quality, name: str) -> float | None:
+    found = summary([100 * float(value) for value in line.rows.get(name, ())])
     return found.mean if found else None
 
 
-def _compared(value: str, ours: Mapping[int, Quality], plain: Mapping[int, Quality], name: str) -> Entry:
-    """Questions that both answered, by their ids."""
-    sides: tuple[list[list[float]], list[list[float]]] = ([], [])
-    for seed in sorted(ours.keys() & plain.keys()):
-        scores = [_by_question(line, name) for line in (plain[seed], ours[seed])]
-        shared = [question for question in scores[0] if question in scores[1]]
-        for side, score in zip(sides, scores, strict=True):
-            side.append([100 * score[question] for question in shared])
-    try:
-        found = compare(*sides)
-    except StatisticsError:
-        return Entry(value)
-    return Entry(value, change_words(found), found.verdict if found.known else "too few questions")
-
-
-def _by_question(line: Quality, name: str) -> dict[str, float]:
-    ids = line.rows.get("id") or range(len(line.rows.get(name, ())))
-    return {str(question): float(value) for question, value in zip(ids, line.rows.get(name, ()), strict=False)}
+def _places(title: str, checks: Sequence[_Check]) -> list[Table]:
+    """The scores by the place at which a gold document stood, over all orders."""
+    places: dict[int, list[Mapping[str, Any]]] = {}
+    for check in checks:
+        for found in check["places"] if check["name"] == "quality-positions" else ():
+            places.setdefault(found["place"], []).append(found)
+    headings = ["place", "gold documents there", "exact match, %", "F1, %"]
+    table = Table(f"By the place of a gold document: {title}", headings, note=_PLACES)
+    for place, several in sorted(places.items()):
+        gold = sum(each["gold"] for each in several)
+        scores = [sum(each["gold"] * each[name] for each in several) / gold for name in ("em", "f1")]
+        table.rows.append([Entry(str(place + 1)), Entry(f"{gold:,}"), *(Entry(figure(score)) for score in scores)])
+    return [table] * bool(places)

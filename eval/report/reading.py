@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ragorder.eval.report.pipelining_lines import Pipelined
 from ragorder.eval.statistics import need_scipy
 
 if TYPE_CHECKING:
@@ -100,6 +101,7 @@ class Quality:
     policy: str
     rows: Mapping[str, Any]
     dry_run: bool
+    model: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,20 +116,26 @@ class Unavailable:
 
 @dataclass(slots=True)
 class Results:
-    """All that was measured, in the order in which it was written. `notes` say what could not be read."""
+    """All that was measured, in the order in which it was written. `notes` say what could not be read.
+
+    `quality_checks` are the checks on quality: of several on the same the last one, which knows most.
+    """
 
     folder: Path
     sessions: list[Session] = field(default_factory=list)
     runs: list[Run] = field(default_factory=list)
     quality: list[Quality] = field(default_factory=list)
+    pipelining: list[Pipelined] = field(default_factory=list)
     unavailable: list[Unavailable] = field(default_factory=list)
     checks: list[Mapping[str, Any]] = field(default_factory=list)
+    quality_checks: list[Mapping[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     @property
     def suites(self) -> list[str]:
         """The names of all suites of which there is anything."""
-        lines: list[Run | Quality | Unavailable] = [*self.runs, *self.quality, *self.unavailable]
+        lines: list[Run | Quality | Pipelined | Unavailable] = [*self.runs, *self.quality]
+        lines += [*self.pipelining, *self.unavailable]
         return list(dict.fromkeys(line.suite for line in lines))
 
 
@@ -215,10 +223,19 @@ def _quality(entry: dict[str, Any], results: Results, seen: set[object]) -> str:
         str(entry["policy"]),
         {name: values for name, values in rows.items() if isinstance(values, list)},
         dry_run,
+        str((entry.get("model") or {}).get("name") or ""),
     )
     if _again(seen, "quality", quality.suite, key_of(cell), quality.seed, quality.policy, dry_run):
         return "a quality run that is there already was passed over (the first one counts)"
     results.quality.append(quality)
+    return ""
+
+
+def _pipelining(entry: dict[str, Any], results: Results, seen: set[object]) -> str:
+    line = Pipelined.read(entry)
+    if _again(seen, "pipelining", line.suite, key_of(line.cell), key_of(line.engine), line.seed, line.policy):
+        return "a measurement of a pipeline that is there already was passed over (the first one counts)"
+    results.pipelining.append(line)
     return ""
 
 
@@ -231,8 +248,33 @@ def _unavailable(entry: dict[str, Any], results: Results, seen: set[object]) -> 
 
 
 def _check(entry: dict[str, Any], results: Results, seen: set[object]) -> str:
-    results.checks.append({"name": str(entry["name"])} | {k: v for k, v in entry.items() if k not in ("type", "name")})
+    name = str(entry["name"])
+    check = {"name": name} | {k: v for k, v in entry.items() if k not in ("type", "name")}
+    if name not in _ON_QUALITY:
+        results.checks.append(check)
+        return ""
+    missing = next((each for each in (*_OF_A_CELL, *_ON_QUALITY[name]) if each not in check), None)
+    if missing:
+        raise KeyError(missing)
+    known = results.quality_checks
+    same = (*_OF_A_CELL, "name", "policy")
+    known[:] = [each for each in known if any(each.get(part) != check.get(part) for part in same)]
+    known.append(check)
     return ""
+
+
+_OF_A_CELL = ("suite", "cell", "seed", "dry_run")
+_ON_QUALITY = {
+    "quality-verdict": ("measured", "reason", "note", "reordered", "message"),
+    "quality-positions": ("policy", "places"),
+    "quality-comparison": (
+        "policy",
+        "baseline",
+        *("em", "em_baseline", "em_lost", "em_won", "em_p", "em_verdict"),
+        *("f1_difference", "f1_low", "f1_high", "f1_verdict"),
+    ),
+}
+"""What the report needs of each check on quality."""
 
 
 def _again(seen: set[object], *key: object) -> bool:
@@ -245,4 +287,11 @@ def key_of(cell: Cell) -> Key:
     return tuple(sorted((name, json.dumps(value, sort_keys=True)) for name, value in cell.items()))
 
 
-_READERS = {"session": _session, "run": _run, "quality": _quality, "unavailable": _unavailable, "check": _check}
+_READERS = {
+    "session": _session,
+    "run": _run,
+    "quality": _quality,
+    "pipelining": _pipelining,
+    "unavailable": _unavailable,
+    "check": _check,
+}

@@ -12,7 +12,8 @@ from ragorder.eval.report.finding import finding
 from ragorder.eval.report.groups import Group, group_runs
 from ragorder.eval.report.metrics import CACHED, TTFT_P50
 from ragorder.eval.report.paper import paper_rows
-from ragorder.eval.report.quality import quality_tables
+from ragorder.eval.report.pipelining import pipelining_engine, pipelining_tables
+from ragorder.eval.report.quality import quality_not_measured, quality_tables
 from ragorder.eval.report.reading import Results, Session
 from ragorder.eval.report.suites import SuiteInfo
 from ragorder.eval.report.tables import Entry, Table, comparison_tables, detail_tables
@@ -31,6 +32,18 @@ STATISTICS = (
     "truth, and there are many here: look for what holds across rows. Cached tokens differ by percentage points, times "
     "by per cent of the baseline's."
 )
+
+
+_OWN = {
+    "quality": SuiteInfo(
+        "quality",
+        "Answer quality, asked about by itself",
+        source="ragorder eval quality",
+        says="Whether the order of the documents changes the answers, question by question.",
+        kind="quality",
+    )
+}
+"""What is in no suite's file."""
 
 
 def silent(description: str, steps: int) -> Callable[[], None]:
@@ -71,7 +84,7 @@ def make_report(results: Results, suites: Mapping[str, SuiteInfo], progress: Pro
     order = [*(name for name in suites if name in results.suites), *(n for n in results.suites if n not in suites)]
     advance, sections = progress("comparing", len(order)), []
     for name in order:
-        sections.append(_section(suites.get(name, SuiteInfo(name, name)), results))
+        sections.append(_section(suites.get(name) or _OWN.get(name) or SuiteInfo(name, name), results))
         advance()
     words, side_by_side = finding([group for section in sections for group in section.groups])
     return Report(
@@ -96,8 +109,11 @@ def _section(suite: SuiteInfo, results: Results) -> Section:
     baseline = suite.baseline if suite.baseline in policies else next(iter(policies), suite.baseline)
     section = Section(suite, baseline, groups, _engines(groups), _setting(groups))
     section.tables = [*comparison_tables(suite, groups, baseline), *detail_tables(suite, groups, baseline)]
-    tables, section.words = quality_tables(suite, quality, baseline)
+    tables, section.words = quality_tables(suite, results)
     section.tables += tables
+    section.tables += pipelining_tables(suite, results)
+    pipelined = [line for line in results.pipelining if line.suite == suite.name]
+    section.engine = section.engine or pipelining_engine(pipelined)
     headings, rows = paper_rows(suite)
     if rows:
         labels = sum(heading in ("at", "policy", "hardware") for heading in headings)
@@ -112,7 +128,9 @@ def _section(suite: SuiteInfo, results: Results) -> Section:
     for reason, policies_of in reasons.items():
         cells = list(dict.fromkeys(cell for cells in policies_of.values() for cell in cells))
         where = f" ({_few(cells)})" if measured & policies_of.keys() and cells != [""] else ""
-        section.unavailable.append((", ".join(map(policy_words, policies_of)), f"{reason}{where}"))
+        # A data set that is not here is missing in all orders.
+        who = cells if suite.kind == "quality" else map(policy_words, policies_of)
+        section.unavailable.append((", ".join(who), f"{reason}{where}"))
     return section
 
 
@@ -189,28 +207,28 @@ def _main_policy(section: Section) -> str | None:
 def _measured(results: Results) -> str:
     days = sorted(session.started[:10] for session in results.sessions if session.started)
     when = f"{days[0]} to {days[-1]}" if days and days[0] != days[-1] else days[0] if days else "at an unknown time"
-    requests = sum(run.requests for run in results.runs)
-    return f"{len(results.runs):,} runs, {requests:,} requests after warm-up, measured {when}"
+    runs = len(results.runs) + len(results.pipelining)
+    requests = sum(run.requests for run in results.runs) + sum(line.requests for line in results.pipelining)
+    return f"{runs:,} runs, {requests:,} requests after warm-up, measured {when}"
 
 
 def _not_measured(results: Results, suites: Mapping[str, SuiteInfo]) -> list[str]:
     engines = {str(run.engine.get("name")) for run in results.runs}
     models = {str(run.engine.get("model") or "") for run in results.runs if run.engine.get("name") != "sim"}
     said = []
-    if not engines - {"sim"}:
+    if engines and not engines - {"sim"}:
         said.append(
             "A real engine: all runs are simulated. There are cached tokens, and times only of a virtual clock."
         )
-    elif not models or any("random" in model or not model for model in models):
+    elif engines and any("random" in model or not model for model in models):
         said.append(
             "A model with real weights: those of a served model were random. Its answers mean nothing; times and hits "
             "are real."
         )
     if not any(_gpu(session) for session in results.sessions):
         said.append("A GPU: no session has seen one. The paper's milliseconds are of GPUs, ours are not.")
-    scored = [line for line in results.quality if not line.dry_run]
-    if not scored:
-        why = "only a dry run, whose answers are made up" if results.quality else "no capable model answered questions"
+    why = quality_not_measured(results)
+    if why:
         said.append(f"Whether another order changes answers (EM, F1): {why}.")
     said += [f"{suite.title} ({name}): needs {suite.needs}." for name, suite in suites.items() if suite.needs]
     rest = [name for name, suite in suites.items() if name not in results.suites and not suite.needs]
@@ -263,15 +281,18 @@ def _sessions(results: Results) -> Table:
 def _command(session: Session, folder: Path) -> str:
     """The command that repeats a session."""
     given = dict(session.arguments)
-    suites = given.pop("suites", None) or []
-    words = ["ragorder", "eval", "run", *map(str, suites), "-o", str(folder)]
-    if given.get("seeds"):
-        words += ["--seeds", ",".join(map(str, given["seeds"]))]
-    for policy in given.get("policies") or ():
-        words += ["--policy", str(policy)]
+    suites, seeds = given.pop("suites", None) or [], given.pop("seeds", None) or []
+    about = [given.pop("dataset", "")] if given.pop("command", "") == "quality" else None
+    words = ["ragorder", "eval", *(["run", *suites] if about is None else ["quality", *about]), "-o", folder]
+    words += ["--seeds", ",".join(map(str, seeds))] * bool(seeds)
     for name, value in given.items():
-        if name in ("seeds", "policies", "output") or value in (None, False, [], ""):
+        if name == "output" or value in (None, False, [], ""):
             continue
-        option = "--" + name.replace("_", "-")
-        words += [option] if value is True else [option, str(value)]
-    return shlex.join(words)
+        option = _OPTIONS.get(name, "--" + name.replace("_", "-"))
+        for each in value if isinstance(value, list) else [value]:
+            words += [option] if each is True else [option, each]
+    return shlex.join(map(str, words))
+
+
+_OPTIONS = {"policies": "--policy", "orders": "--policy", "question_order": "--order", "capacity": "--capacity-tokens"}
+"""Options whose names are not those of the arguments as a session keeps them."""

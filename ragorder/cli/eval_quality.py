@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import uuid
+import secrets
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -138,14 +138,15 @@ def quality(
     from ragorder.eval.environment import describe_environment
     from ragorder.eval.harness.store import RESULTS, SCHEMA, Store, StoreError
     from ragorder.eval.policies import PolicyError
-    from ragorder.eval.quality import DEFAULT_ORDERS, QualityBench, QualityError, serve_quality, summarise
-    from ragorder.eval.quality.kept import kept_quality
+    from ragorder.eval.quality import DEFAULT_ORDERS, QualityBench, QualityError, serve_quality
+    from ragorder.eval.quality.kept import judge_kept
     from ragorder.eval.quality.tables import print_quality
     from ragorder.eval.retrieval import make_retriever
 
     if embedding_model and retriever != "dense":
         raise click.UsageError("--embedding-model goes with --retriever dense")
-    session = uuid.uuid4().hex
+    started = datetime.now(UTC)
+    session = f"{started:%Y%m%dT%H%M%S}-{secrets.token_hex(3)}"
     given = click.get_current_context().params
     arguments = {name: str(value) if isinstance(value, Path) else value for name, value in given.items()}
     arguments.pop("api_key")
@@ -168,15 +169,14 @@ def quality(
                     "type": "session",
                     "schema": SCHEMA,
                     "session": session,
-                    "started": datetime.now(UTC).isoformat(timespec="seconds"),
+                    "started": started.isoformat(timespec="seconds"),
                     "arguments": {"command": "quality", **arguments},
                     "environment": describe_environment(),
                 }
             )
             for line in serve_quality(bench, progress, done):
                 store.append(line)
-            lines = kept_quality(output / RESULTS, [session])
-            checks = summarise(lines, progress)
+            lines, checks = judge_kept(output / RESULTS, bench.suite, session, progress)
             for line in checks:
                 store.append(line)
     except (

@@ -1,0 +1,82 @@
+"""HNSW in stages: the same search again and again, each time with a longer list of candidates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from operator import index as as_int
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ragorder.pipelining.staged._faiss import load_faiss, read_k, read_queries, unwrap
+from ragorder.pipelining.staged.base import Stage
+
+__all__ = ["StagedHNSW"]
+
+_FACTOR = 4
+
+
+class StagedHNSW:
+    """Searches an HNSW index with a growing efSearch; the last stage is `index.search` with the efSearch asked for.
+
+    index: a FAISS HNSW index, bare or in IndexIDMap, IndexIDMap2 or IndexPreTransform; any metric
+    ef_search: the last stage's; the index's own where None
+    stages: how many; each stage's efSearch is four times the one before
+    schedule: efSearch of each stage instead, growing; the last is the `ef_search`
+
+    FAISS searches with no less than k candidates, so that stages below become one.
+
+    Why a schedule: the traversal that stops and goes on, in slices of time, is RAGCache's, but FAISS offers no way
+    back into one (interrupting it loses what it holds), and in Python it takes 8 times as long as FAISS's whole search.
+    Beginning anew costs a fixed share, 1/4 + 1/16 of the last stage for three stages at most, and nothing depends on
+    the index's inner layout. At 1/16 of the efSearch the top 2 of real questions are final in 88 % (of 64) to 96 %
+    (of 256) of the searches: `python -m ragorder.eval.staging --corpus pydocs`.
+
+    Raises TypeError for another index, ValueError for a schedule that does not grow.
+    """
+
+    def __init__(
+        self, index: Any, ef_search: int | None = None, *, stages: int = 3, schedule: Sequence[int] | None = None
+    ) -> None:
+        self._core = unwrap(index)
+        if not isinstance(self._core.index, load_faiss().IndexHNSW):
+            raise TypeError(
+                f"StagedHNSW searches HNSW indexes, got {type(self._core.index).__name__}: use StagedIVF for IVF, or "
+                f"search it without stages"
+            )
+        self._schedule = None if schedule is None else tuple(as_int(ef) for ef in schedule)
+        if self._schedule is not None:
+            if not self._schedule or any(before >= after for before, after in pairwise((0, *self._schedule))):
+                raise ValueError(f"schedule must hold growing efSearch of at least 1, got {self._schedule}")
+            if ef_search not in (None, self._schedule[-1]):
+                raise ValueError(f"ef_search={ef_search}, but the last of schedule={self._schedule} is another")
+        if ef_search is not None and ef_search < 1:
+            raise ValueError(f"ef_search must be at least 1, got {ef_search}")
+        if stages < 1:
+            raise ValueError(f"stages must be at least 1, got {stages}")
+        self._ef_search, self._stages = ef_search, stages
+
+    def search(self, queries: Any, k: int, *, selector: Any = None) -> Iterator[Stage]:
+        """See `StagedSearch.search`. `selector`, a faiss.IDSelector, says which ids may be found."""
+        k, rows = read_k(k), read_queries(queries, self._core.outer.d)
+        schedule = self._schedule
+        if schedule is None:
+            target = self._core.index.hnsw.efSearch if self._ef_search is None else self._ef_search
+            schedule = tuple(target // _FACTOR**left for left in reversed(range(self._stages)))
+        return self._run(rows, k, sorted({max(k, ef) for ef in schedule}), selector)
+
+    def _run(self, queries: NDArray[np.float32], k: int, schedule: list[int], selector: Any) -> Iterator[Stage]:
+        faiss, index = load_faiss(), self._core.index
+        queries, selector = self._core.into(queries), self._core.selector(selector)
+        chosen = {} if selector is None else {"sel": selector}
+        for number, ef_search in enumerate(schedule, 1):
+            parameters = faiss.SearchParametersHNSW(
+                efSearch=ef_search,
+                check_relative_distance=index.hnsw.check_relative_distance,
+                bounded_queue=index.hnsw.search_bounded_queue,
+                **chosen,
+            )
+            distances, found = index.search(queries, k, params=parameters)
+            yield Stage(number, len(schedule), self._core.ids(found), distances)

@@ -1,0 +1,175 @@
+"""IVF in stages: some of the clusters at a time, the nearest first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from operator import index as as_int
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ragorder.pipelining.staged._faiss import Found, load_faiss, read_k, read_queries, unwrap
+from ragorder.pipelining.staged._merge import Merge
+from ragorder.pipelining.staged.base import Stage
+
+__all__ = ["StagedIVF"]
+
+# What scans cluster after cluster into one heap, each code's distance depending on nothing but query, cluster and code.
+_EXACT = {
+    "IndexIVFFlat",
+    "IndexIVFFlatPanorama",
+    "IndexIVFPQ",
+    "IndexIVFScalarQuantizer",
+    "IndexIVFSpectralHash",
+    "IndexIVFRaBitQ",
+    "IndexIVFEDEN",
+    "IndexIVFResidualQuantizer",
+    "IndexIVFLocalSearchQuantizer",
+    "IndexIVFProductResidualQuantizer",
+    "IndexIVFProductLocalSearchQuantizer",
+}
+
+
+class StagedIVF:
+    """Searches an IVF index stage by stage, each of which scans the next nearest clusters.
+
+    index: a FAISS IVF index, bare or in IndexIDMap, IndexIDMap2 or IndexPreTransform; any metric
+    stages: how many, at most one a cluster
+    growth: "equal" stages; "geometric" ones, each of which doubles the clusters scanned so far; or how many clusters
+        each stage scans, which makes `stages` and `nprobe` (their sum)
+    nprobe: clusters to scan in all; as FAISS does it, the index's own where None, and no more than there are
+
+    The last stage's ids and distances are those of `index.search` with the same nprobe, ties included. Where vectors
+    tie for the k-th place across stages such that it matters, the last stage scans that query's clusters once more.
+    The index and its nprobe are only read; as ever with FAISS, nobody may add to it during a search. A stage runs on
+    one core, and a batch, too: FAISS splits a batch over cores, at best.
+
+    Raises TypeError for an index that is not staged exactly, ValueError for settings that make no stages.
+    """
+
+    def __init__(
+        self,
+        index: Any,
+        stages: int = 4,
+        *,
+        growth: Literal["equal", "geometric"] | Sequence[int] = "equal",
+        nprobe: int | None = None,
+    ) -> None:
+        self._core = unwrap(index)
+        self._ivf = self._core.index
+        _check_index(self._ivf)
+        self._faiss = load_faiss()
+        self._similarity = self._faiss.is_similarity_metric(self._ivf.metric_type)
+        self._counts: tuple[int, ...] | None = None
+        if not isinstance(growth, str):
+            self._counts = tuple(as_int(count) for count in growth)
+            if not self._counts or min(self._counts) < 1:
+                raise ValueError(f"each stage scans at least one cluster, got growth={self._counts}")
+            if nprobe is not None and nprobe != sum(self._counts):
+                raise ValueError(f"nprobe={nprobe}, but the stages of growth={self._counts} scan {sum(self._counts)}")
+            nprobe = sum(self._counts)
+        elif growth not in ("equal", "geometric"):
+            raise ValueError(f"growth must be 'equal', 'geometric' or counts of clusters, got {growth!r}")
+        if stages < 1:
+            raise ValueError(f"stages must be at least 1, got {stages}")
+        if nprobe is not None and nprobe < 1:
+            raise ValueError(f"nprobe must be at least 1, got {nprobe}")
+        self._stages, self._growth, self._nprobe = stages, growth, nprobe
+
+    def search(self, queries: Any, k: int, *, selector: Any = None) -> Iterator[Stage]:
+        """See `StagedSearch.search`. `selector`, a faiss.IDSelector, says which ids may be found.
+
+        Raises ValueError, too, if the index was set meanwhile to `max_codes` or a `parallel_mode` that stages cannot
+        keep to; FAISS's own RuntimeError, at the first stage, if it is not trained.
+        """
+        k, rows = read_k(k), read_queries(queries, self._core.outer.d)
+        _check_settings(self._ivf)
+        nprobe = min(self._ivf.nlist, self._ivf.nprobe if self._nprobe is None else self._nprobe)
+        return self._run(rows, k, _cuts(nprobe, self._stages, self._growth, self._counts), selector)
+
+    def _run(self, queries: NDArray[np.float32], k: int, cuts: list[int], selector: Any) -> Iterator[Stage]:
+        queries, selector = self._core.into(queries), self._core.selector(selector)
+        coarse, clusters = self._nearest_clusters(queries, cuts[-1])
+        merge: Merge | None = None
+        for number, (start, stop) in enumerate(pairwise(cuts), 1):
+            found = self._scan(queries, k, clusters[:, start:stop], coarse[:, start:stop], selector)
+            if merge is None:
+                merge = Merge(found, similarity=self._similarity)
+            else:
+                merge.add(found)
+            if stop == cuts[-1] and len(unsure := merge.unsure):
+                merge.replace(unsure, self._scan(queries[unsure], k, clusters[unsure], coarse[unsure], selector))
+            yield Stage(number, len(cuts) - 1, self._core.ids(merge.ids), merge.distances)
+
+    def _nearest_clusters(self, queries: NDArray[np.float32], nprobe: int) -> Found:
+        # In slices as FAISS cuts them: the distances to many centroids at once differ in their last bits.
+        slices = 1
+        if len(queries) > 1 and self._ivf.parallel_mode == 0:
+            slices = min(self._faiss.omp_get_max_threads(), len(queries))
+        if slices == 1:
+            distances, clusters = self._ivf.quantizer.search(queries, nprobe)
+            return distances, clusters
+        bounds = pairwise(len(queries) * number // slices for number in range(slices + 1))
+        parts = [self._ivf.quantizer.search(queries[start:stop], nprobe) for start, stop in bounds]
+        return np.concatenate([part[0] for part in parts]), np.concatenate([part[1] for part in parts])
+
+    def _scan(
+        self,
+        queries: NDArray[np.float32],
+        k: int,
+        clusters: NDArray[np.int64],
+        coarse: NDArray[np.float32],
+        selector: Any,
+    ) -> Found:
+        faiss = self._faiss
+        clusters, coarse = np.ascontiguousarray(clusters), np.ascontiguousarray(coarse)
+        distances = np.empty((len(queries), k), np.float32)
+        ids = np.empty((len(queries), k), np.int64)
+        chosen = {} if selector is None else {"sel": selector}
+        # FAISS's Python wrapper of it knows no parameters, and wants the index's nprobe changed instead.
+        self._ivf.search_preassigned_c(
+            len(queries),
+            faiss.swig_ptr(queries),
+            k,
+            faiss.swig_ptr(clusters),
+            faiss.swig_ptr(coarse),
+            faiss.swig_ptr(distances),
+            faiss.swig_ptr(ids),
+            False,
+            faiss.SearchParametersIVF(nprobe=clusters.shape[1], **chosen),
+        )
+        return distances, ids
+
+
+def _check_index(ivf: Any) -> None:
+    name = type(ivf).__name__
+    if name not in _EXACT:
+        if not isinstance(ivf, load_faiss().IndexIVF):
+            advice = "StagedHNSW is for HNSW; of an IndexRefine, stage the base_index and refine what it finds"
+        elif "FastScan" in name:
+            advice = "of its many ties other ones stay; use the index without fast scan"
+        else:
+            advice = "its stages do not add up to its search; use IndexIVFFlat, IndexIVFPQ or IndexIVFScalarQuantizer"
+        raise TypeError(f"StagedIVF cannot search {name} in stages exactly: {advice}, or search it without stages")
+    _check_settings(ivf)
+
+
+def _check_settings(ivf: Any) -> None:
+    if ivf.max_codes:
+        raise ValueError(f"{type(ivf).__name__} has max_codes={ivf.max_codes}, a limit across stages: set it to 0")
+    if ivf.parallel_mode not in (0, 3):
+        raise ValueError(
+            f"{type(ivf).__name__} has parallel_mode={ivf.parallel_mode}, whose ties go by chance: set it to 0 or 3"
+        )
+
+
+def _cuts(nprobe: int, stages: int, growth: object, counts: Sequence[int] | None) -> list[int]:
+    """How many clusters were scanned before the first stage (none) and after each."""
+    if counts is not None:
+        return sorted({min(nprobe, int(total)) for total in np.cumsum((0, *counts))})
+    stages = min(stages, nprobe)
+    if growth == "geometric":
+        return [0] + [max(number, nprobe >> (stages - number)) for number in range(1, stages + 1)]
+    return [nprobe * number // stages for number in range(stages + 1)]

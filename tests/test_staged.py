@@ -1,0 +1,553 @@
+"""A search in stages tells what it has found so far, and ends with exactly what the search without stages finds."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import re
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+faiss = pytest.importorskip("faiss")
+np = pytest.importorskip("numpy")
+
+from ragorder.eval import staging
+from ragorder.pipelining import Stage, StagedHNSW, StagedIVF
+
+D, N = 16, 2000
+L2, IP = faiss.METRIC_L2, faiss.METRIC_INNER_PRODUCT
+METRICS = {"L2": L2, "inner product": IP}
+OTHER_METRICS = ("L1", "Linf", "BrayCurtis", "Canberra", "JensenShannon", "Jaccard")
+FLAVOURS = [
+    "IVF24,Flat",
+    "IVF24,FlatPanorama4",
+    "IVF24,PQ4x4",
+    "IVF24,SQ8",
+    "IVF24,SQ4",
+    "IVF24,SQfp16",
+    "IVF24,RaBitQ",
+    "IVF24,EDEN",
+    "IVF24,RQ2x4",
+    "IVF24_HNSW8,Flat",
+    "PCA8,IVF24,Flat",
+    "L2norm,IVF24,Flat",
+]
+
+
+def clustered(count: int, seed: int) -> Any:
+    return staging.clustered(count, D, clusters=60, seed=seed)
+
+
+def tied(count: int, seed: int) -> Any:
+    """Vectors of few small integers, many of them twice: most distances occur again and again."""
+    rng = np.random.default_rng(seed)
+    vectors = rng.integers(0, 3, (count, D)).astype(np.float32)
+    vectors[count // 2 :] = vectors[: count - count // 2]
+    return vectors
+
+
+DATA = {"distinct distances": clustered, "ties": tied}
+
+
+def build(description: str, metric: int = L2, vectors: Any = None) -> Any:
+    vectors = clustered(N, 0) if vectors is None else vectors
+    index = faiss.index_factory(D, description, metric)
+    index.train(vectors)
+    index.add(vectors)
+    return index
+
+
+def set_nprobe(index: Any, nprobe: int) -> None:
+    faiss.ParameterSpace().set_index_parameter(index, "nprobe", nprobe)
+
+
+def last(stages: Iterator[Stage]) -> Stage:
+    *_, found = stages
+    return found
+
+
+def assert_same(found: Stage, searched: tuple[Any, Any]) -> None:
+    distances, ids = searched
+    np.testing.assert_array_equal(found.distances, distances)
+    np.testing.assert_array_equal(found.ids, ids)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """FAISS on one thread: on small work its threads wait for each other longer than they work."""
+    before = faiss.omp_get_max_threads()
+    faiss.omp_set_num_threads(1)
+    yield
+    faiss.omp_set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def flat() -> Any:
+    return build("IVF24,Flat")
+
+
+@pytest.fixture(scope="module")
+def hnsw() -> Any:
+    return build("HNSW16,Flat")
+
+
+@pytest.fixture(scope="module")
+def queries() -> Any:
+    return clustered(1000, 1)
+
+
+class TestTheLastStageIsTheSearch:
+    """Ids and distances, bit for bit."""
+
+    @pytest.mark.parametrize("metric", METRICS.values(), ids=METRICS)
+    @pytest.mark.parametrize("description", ["IVF24,Flat", "IVF24,PQ4x4", "IVF24,SQ8"])
+    def test_over_1000_random_queries_of_an_ivf_index(self, description: str, metric: int, queries: Any) -> None:
+        index = build(description, metric)
+        set_nprobe(index, 16)
+        for growth in ("equal", "geometric"):
+            assert_same(last(StagedIVF(index, 4, growth=growth).search(queries, 10)), index.search(queries, 10))
+        for query in queries[:100, None]:
+            assert_same(last(StagedIVF(index, 4).search(query, 5)), index.search(query, 5))
+
+    @pytest.mark.parametrize("metric", METRICS.values(), ids=METRICS)
+    @pytest.mark.parametrize("description", ["HNSW16,Flat", "HNSW16,SQ8", "HNSW16,PQ4x4"])
+    def test_over_1000_random_queries_of_an_hnsw_index(self, description: str, metric: int, queries: Any) -> None:
+        index = build(description, metric)
+        faiss.ParameterSpace().set_index_parameter(index, "efSearch", 40)
+        assert_same(last(StagedHNSW(index).search(queries, 10)), index.search(queries, 10))
+
+    @pytest.mark.parametrize("data", DATA)
+    @pytest.mark.parametrize(
+        ("description", "metric"),
+        [*itertools.product(FLAVOURS, METRICS.values()), ("IMI2x3,Flat", L2)],
+    )
+    def test_in_every_flavour_of_ivf(self, description: str, metric: int, data: str) -> None:
+        index = build(description, metric, DATA[data](600, 0))
+        set_nprobe(index, 11)
+        queries = DATA[data](40, 1)
+        for k in (1, 7, 40):
+            assert_same(last(StagedIVF(index, 4).search(queries, k)), index.search(queries, k))
+
+    @pytest.mark.parametrize("data", DATA)
+    @pytest.mark.parametrize("metric", OTHER_METRICS)
+    def test_in_every_metric(self, metric: str, data: str) -> None:
+        kind = getattr(faiss, f"METRIC_{metric}")
+        vectors, queries = (abs(DATA[data](count, seed)) + 1 for count, seed in ((600, 0), (40, 1)))
+        quantizer = faiss.IndexFlat(D, kind)
+        index = faiss.IndexIVFFlat(quantizer, D, 16, kind)
+        index.train(vectors)
+        index.add(vectors)
+        index.nprobe = 9
+        assert_same(last(StagedIVF(index, 3).search(queries, 7)), index.search(queries, 7))
+
+    def test_whatever_the_index_was_set_to(self, queries: Any) -> None:
+        bits = build("IVF24,RaBitQ")
+        bits.qb, bits.nprobe = 4, 12
+        assert_same(last(StagedIVF(bits).search(queries[:50], 5)), bits.search(queries[:50], 5))
+        codes = faiss.IndexIVFPQ(faiss.IndexFlatL2(D), D, 8, 4, 4)
+        codes.train(clustered(N, 0))
+        codes.add(clustered(N, 0))
+        codes.polysemous_ht, codes.nprobe = 7, 8
+        strict = codes.search(queries[:50], 5)
+        assert_same(last(StagedIVF(codes).search(queries[:50], 5)), strict)
+        codes.polysemous_ht = 0
+        assert not np.array_equal(strict[1], codes.search(queries[:50], 5)[1])
+        graph = build("HNSW16,Flat")
+        graph.hnsw.check_relative_distance = graph.hnsw.search_bounded_queue = False
+        assert_same(last(StagedHNSW(graph).search(queries[:50], 5)), graph.search(queries[:50], 5))
+
+    def test_in_a_batch_that_faiss_would_split_over_cores(self, queries: Any) -> None:
+        index = build("IVF24,PQ4x4")
+        set_nprobe(index, 12)
+        try:
+            for threads in (1, 3):
+                faiss.omp_set_num_threads(threads)
+                assert_same(last(StagedIVF(index).search(queries[:70], 5)), index.search(queries[:70], 5))
+        finally:
+            faiss.omp_set_num_threads(1)
+
+    @settings(max_examples=300)
+    @given(
+        data=st.data(),
+        metric=st.sampled_from([L2, IP]),
+        levels=st.integers(2, 6),
+        vectors=st.integers(0, 120),
+        nlist=st.integers(1, 12),
+        k=st.integers(1, 30),
+        seed=st.integers(0, 2**16),
+    )
+    def test_where_distances_tie_all_over(
+        self, data: st.DataObject, metric: int, levels: int, vectors: int, nlist: int, k: int, seed: int
+    ) -> None:
+        rng = np.random.default_rng(seed)
+        quantizer = faiss.IndexFlat(3, metric)
+        quantizer.add(rng.integers(0, levels, (nlist, 3)).astype(np.float32))
+        index = faiss.IndexIVFFlat(quantizer, 3, nlist, metric)
+        index.add_with_ids(rng.integers(0, levels, (vectors, 3)).astype(np.float32), rng.permutation(vectors))
+        queries = rng.integers(0, levels, (20, 3)).astype(np.float32)
+        index.nprobe = data.draw(st.integers(1, nlist + 3), "nprobe")
+        growth = data.draw(st.sampled_from(["equal", "geometric"]), "growth")
+        stages = data.draw(st.integers(1, 8), "stages")
+        assert_same(last(StagedIVF(index, stages, growth=growth).search(queries, k)), index.search(queries, k))
+
+
+class TestStages:
+    def test_are_numbered_and_only_the_last_is_final(self, flat: Any, queries: Any) -> None:
+        found = list(StagedIVF(flat, 3, nprobe=9).search(queries[:2], 5))
+        assert [(stage.number, stage.stages, stage.final) for stage in found] == [
+            (1, 3, False),
+            (2, 3, False),
+            (3, 3, True),
+        ]
+        assert {stage.ids.shape for stage in found} == {stage.distances.shape for stage in found} == {(2, 5)}
+        assert {(stage.ids.dtype, stage.distances.dtype) for stage in found} == {(np.dtype("i8"), np.dtype("f4"))}
+
+    @pytest.mark.parametrize(
+        ("growth", "scanned"),
+        [
+            ("equal", [5, 10, 15, 20]),
+            ("geometric", [2, 5, 10, 20]),
+            ((1, 2, 17), [1, 3, 20]),
+        ],
+    )
+    def test_of_ivf_hold_the_best_of_the_nearest_clusters(
+        self, growth: Any, scanned: list[int], flat: Any, queries: Any
+    ) -> None:
+        staged = StagedIVF(flat, 4, growth=growth, nprobe=20)
+        for stage, nprobe in zip(staged.search(queries, 5), scanned, strict=True):
+            assert_same(stage, flat.search(queries, 5, params=faiss.SearchParametersIVF(nprobe=nprobe)))
+
+    @pytest.mark.parametrize(
+        ("options", "searched"),
+        [
+            ({}, [4, 16, 64]),
+            ({"stages": 2}, [16, 64]),
+            ({"ef_search": 1000, "stages": 4}, [15, 62, 250, 1000]),
+            ({"schedule": (8, 9, 50)}, [8, 9, 50]),
+            ({"schedule": (2, 3, 50)}, [4, 50]),
+            ({"ef_search": 3}, [4]),
+        ],
+    )
+    def test_of_hnsw_are_searches_with_growing_ef(
+        self, options: dict[str, Any], searched: list[int], hnsw: Any, queries: Any
+    ) -> None:
+        hnsw.hnsw.efSearch = 64
+        for stage, ef_search in zip(StagedHNSW(hnsw, **options).search(queries[:100], 4), searched, strict=True):
+            assert_same(stage, hnsw.search(queries[:100], 4, params=faiss.SearchParametersHNSW(efSearch=ef_search)))
+
+    @given(nlist=st.integers(1, 40), stages=st.integers(1, 12), nprobe=st.integers(1, 60), k=st.integers(1, 3))
+    @settings(max_examples=30)
+    def test_are_as_many_as_asked_for_but_no_more_than_clusters(
+        self, nlist: int, stages: int, nprobe: int, k: int
+    ) -> None:
+        index = faiss.IndexIVFFlat(faiss.IndexFlatL2(2), 2, nlist)
+        index.train(np.random.default_rng(0).random((40, 2), np.float32))
+        for growth in ("equal", "geometric"):
+            staged = StagedIVF(index, stages, growth=growth, nprobe=nprobe)
+            assert len(list(staged.search(np.zeros((1, 2)), k))) == min(stages, nprobe, nlist)
+
+    def test_counts_beyond_the_clusters_there_are_end_with_the_last_cluster(self, flat: Any, queries: Any) -> None:
+        found = list(StagedIVF(flat, growth=(8, 8, 8, 8)).search(queries[:5], 5))
+        assert len(found) == 3
+        assert_same(found[-1], flat.search(queries[:5], 5, params=faiss.SearchParametersIVF(nprobe=24)))
+
+    def test_cannot_be_changed(self, flat: Any, queries: Any) -> None:
+        for stage in StagedIVF(flat, 4, nprobe=9).search(queries[:2], 5):
+            with pytest.raises(ValueError, match="read-only"):
+                stage.ids[0, 0] = 7
+            with pytest.raises(ValueError, match="read-only"):
+                stage.distances[0, 0] = 7
+
+
+class TestWorkIsDoneStageByStage:
+    @pytest.fixture
+    def scanned(self) -> Callable[[], int]:
+        """How many clusters FAISS has scanned."""
+        faiss.cvar.indexIVF_stats.reset()
+        return lambda: int(faiss.cvar.indexIVF_stats.nlist)
+
+    def test_and_none_before_the_first_is_asked_for(self, flat: Any, queries: Any, scanned: Callable[[], int]) -> None:
+        stages = StagedIVF(flat, 4, nprobe=20).search(queries[:1], 5)
+        assert scanned() == 0
+        for number in range(1, 5):
+            next(stages)
+            assert scanned() == 5 * number
+
+    def test_and_no_more_after_the_search_was_given_up(
+        self, flat: Any, queries: Any, scanned: Callable[[], int]
+    ) -> None:
+        stages = StagedIVF(flat, 4, nprobe=20).search(queries[:1], 5)
+        next(stages)
+        del stages
+        assert scanned() == 5
+
+    def test_and_ties_that_the_stages_cannot_settle_are_scanned_once_more(self, scanned: Callable[[], int]) -> None:
+        index = build("IVF24,Flat", L2, tied(1000, 0))
+        query = tied(400, 1)
+        assert last(StagedIVF(index, 4, nprobe=20).search(query, 7)).final
+        assert 20 * 400 < scanned() < 2 * 20 * 400
+
+    def test_and_the_index_is_left_as_it_was(self, flat: Any, hnsw: Any, queries: Any) -> None:
+        flat.nprobe, hnsw.hnsw.efSearch = 3, 33
+        list(StagedIVF(flat, nprobe=20).search(queries[:3], 5))
+        list(StagedHNSW(hnsw, 100).search(queries[:3], 5))
+        assert (flat.nprobe, flat.parallel_mode, hnsw.hnsw.efSearch) == (3, 0, 33)
+
+    def test_in_several_searches_of_several_threads_at_once(self, flat: Any, hnsw: Any, queries: Any) -> None:
+        searches = [StagedIVF(flat, 8, nprobe=20), StagedIVF(flat, 3, nprobe=7), StagedHNSW(hnsw, 60)]
+        parts = [(staged, queries[start : start + 50]) for start in range(0, 1000, 50) for staged in searches]
+        alone = [last(staged.search(part, 5)) for staged, part in parts]
+        running = [staged.search(part, 5) for staged, part in parts]
+        found: dict[int, Stage] = {}
+        with ThreadPoolExecutor(4) as pool:
+            # Each next() in whichever thread is free.
+            while len(running) > sum(stage.final for stage in found.values()):
+                going = [number for number in range(len(running)) if number not in found or not found[number].final]
+                found.update(zip(going, pool.map(lambda number: next(running[number]), going), strict=True))
+        for number, stage in enumerate(alone):
+            assert_same(found[number], (stage.distances, stage.ids))
+
+
+class TestWrappedIndexes:
+    @pytest.fixture(params=["IDMap", "IDMap2"])
+    def mapped(self, request: pytest.FixtureRequest) -> Any:
+        inner = faiss.index_factory(D, "PCA8,IVF24,Flat", IP)
+        inner.train(clustered(N, 0))
+        index = {"IDMap": faiss.IndexIDMap, "IDMap2": faiss.IndexIDMap2}[request.param](inner)
+        index.add_with_ids(clustered(N, 0), np.arange(N)[::-1] * 7 + 10**12)
+        set_nprobe(inner, 9)
+        return index
+
+    def test_give_the_callers_own_ids_in_every_stage(self, mapped: Any, queries: Any) -> None:
+        for stage in StagedIVF(mapped).search(queries[:50], 5):
+            assert ((stage.ids >= 10**12) & (stage.ids % 7 == 10**12 % 7)).all()
+        assert_same(stage, mapped.search(queries[:50], 5))
+
+    def test_give_minus_one_where_nothing_was_found(self, mapped: Any, queries: Any) -> None:
+        found = last(StagedIVF(mapped, nprobe=1).search(queries[:50], 1000))
+        assert (found.ids[:, -1] == -1).all()
+        set_nprobe(mapped.index, 1)
+        assert_same(found, mapped.search(queries[:50], 1000))
+
+    def test_are_seen_as_they_are_after_more_was_added(self, mapped: Any, queries: Any) -> None:
+        staged = StagedIVF(mapped)
+        mapped.add_with_ids(queries[:50], np.arange(50))
+        found = last(staged.search(queries[:50], 5))
+        assert (found.ids < 50).any()
+        assert_same(found, mapped.search(queries[:50], 5))
+
+    def test_of_hnsw_as_well(self, queries: Any) -> None:
+        index = faiss.IndexIDMap2(faiss.index_factory(D, "PCA8,HNSW16,Flat"))
+        index.train(clustered(N, 0))
+        index.add_with_ids(clustered(N, 0), np.arange(N) + 10**12)
+        assert_same(last(StagedHNSW(index).search(queries[:50], 5)), index.search(queries[:50], 5))
+
+    def test_may_be_restricted_to_ids_of_the_caller(self, mapped: Any, flat: Any, hnsw: Any, queries: Any) -> None:
+        chosen = np.arange(0, N, 3)
+        some = faiss.IDSelectorBatch(chosen)
+        found = last(StagedIVF(flat, nprobe=24).search(queries[:50], 5, selector=some))
+        assert_same(found, flat.search(queries[:50], 5, params=faiss.SearchParametersIVF(nprobe=24, sel=some)))
+        found = last(StagedHNSW(hnsw, 50).search(queries[:50], 5, selector=some))
+        assert_same(found, hnsw.search(queries[:50], 5, params=faiss.SearchParametersHNSW(efSearch=50, sel=some)))
+        few = faiss.IDSelectorBatch(chosen * 7 + 10**12)
+        found = last(StagedIVF(mapped, nprobe=24).search(queries[:50], 5, selector=few))
+        assert set(found.ids.ravel().tolist()) <= set((chosen * 7 + 10**12).tolist())
+        assert (found.ids != -1).all()
+
+
+class TestWhatIsNotStagedExactlyIsRefused:
+    @pytest.mark.parametrize(
+        ("description", "says"),
+        [
+            ("Flat", "IndexFlat in stages exactly.*StagedHNSW is for HNSW"),
+            ("HNSW16,Flat", "IndexHNSWFlat in stages exactly.*StagedHNSW"),
+            ("IVF8,Flat,RFlat", "IndexRefineFlat in stages exactly.*stage the base_index"),
+            ("IVF8,PQ4x4fs", "IndexIVFPQFastScan in stages exactly.*without fast scan"),
+            ("IVF8,RaBitQfs", "IndexIVFRaBitQFastScan in stages exactly.*without fast scan"),
+            ("IVF8,PQ4+8", "IndexIVFPQR in stages exactly.*use IndexIVFFlat"),
+            ("IVF8,FlatDedup", "IndexIVFFlatDedup in stages exactly.*use IndexIVFFlat"),
+            ("PCA8,IVF8,PQ4x4fs", "IndexIVFPQFastScan in stages exactly"),
+        ],
+    )
+    def test_by_ivf_stages(self, description: str, says: str) -> None:
+        with pytest.raises(TypeError, match=says):
+            StagedIVF(faiss.index_factory(D, description))
+
+    @pytest.mark.parametrize("description", ["Flat", "IVF8,Flat", "NSG8,Flat", "PCA8,Flat"])
+    def test_by_hnsw_stages(self, description: str) -> None:
+        with pytest.raises(TypeError, match=r"StagedHNSW searches HNSW indexes, got Index.*use StagedIVF for IVF"):
+            StagedHNSW(faiss.index_factory(D, description))
+
+    @pytest.mark.parametrize("staged", [StagedIVF, StagedHNSW])
+    @pytest.mark.parametrize("index", [faiss.IndexBinaryFlat(16), "ivf", None])
+    def test_by_both_where_it_is_no_index_of_floats(self, staged: Any, index: Any) -> None:
+        with pytest.raises(TypeError, match="expected a FAISS index of float vectors"):
+            staged(index)
+
+    @pytest.mark.parametrize(
+        ("setting", "value", "says"),
+        [("max_codes", 100, "a limit across stages: set it to 0"), ("parallel_mode", 1, "set it to 0 or 3")],
+    )
+    def test_for_a_setting_at_once_and_when_it_is_set_later(
+        self, setting: str, value: int, says: str, queries: Any
+    ) -> None:
+        index = build("IVF24,Flat")
+        staged = StagedIVF(index)
+        setattr(index, setting, value)
+        with pytest.raises(ValueError, match=says):
+            StagedIVF(index)
+        with pytest.raises(ValueError, match=says):
+            staged.search(queries, 5)
+
+    @pytest.mark.parametrize(
+        ("options", "says"),
+        [
+            ({"stages": 0}, "stages must be at least 1, got 0"),
+            ({"nprobe": 0}, "nprobe must be at least 1, got 0"),
+            ({"growth": "quadratic"}, "growth must be 'equal', 'geometric' or counts"),
+            ({"growth": ()}, "each stage scans at least one cluster"),
+            ({"growth": (1, 0)}, "each stage scans at least one cluster"),
+            ({"growth": (1, 2), "nprobe": 4}, "nprobe=4, but the stages of growth=.* scan 3"),
+        ],
+    )
+    def test_for_stages_of_ivf_that_make_no_sense(self, options: dict[str, Any], says: str, flat: Any) -> None:
+        with pytest.raises(ValueError, match=says):
+            StagedIVF(flat, **options)
+
+    @pytest.mark.parametrize(
+        ("options", "says"),
+        [
+            ({"stages": 0}, "stages must be at least 1, got 0"),
+            ({"ef_search": 0}, "ef_search must be at least 1, got 0"),
+            ({"schedule": ()}, "schedule must hold growing efSearch"),
+            ({"schedule": (8, 8)}, "schedule must hold growing efSearch"),
+            ({"schedule": (0, 8)}, "schedule must hold growing efSearch"),
+            ({"schedule": (4, 8), "ef_search": 9}, "ef_search=9, but the last of schedule"),
+        ],
+    )
+    def test_for_schedules_that_make_no_sense(self, options: dict[str, Any], says: str, hnsw: Any) -> None:
+        with pytest.raises(ValueError, match=says):
+            StagedHNSW(hnsw, **options)
+
+
+@pytest.mark.parametrize("kind", ["ivf", "hnsw"])
+class TestQueries:
+    @pytest.fixture
+    def index(self, kind: str, flat: Any, hnsw: Any) -> Any:
+        set_nprobe(flat, 5)
+        return flat if kind == "ivf" else hnsw
+
+    @pytest.fixture
+    def staged(self, kind: str, index: Any) -> StagedIVF | StagedHNSW:
+        return StagedIVF(index) if kind == "ivf" else StagedHNSW(index)
+
+    def test_may_be_none_at_all(self, staged: Any) -> None:
+        found = list(staged.search(np.empty((0, D), np.float32), 5))
+        assert found[-1].final
+        assert {stage.ids.shape for stage in found} == {(0, 5)}
+
+    def test_may_be_of_any_number_type(self, staged: Any, index: Any, queries: Any) -> None:
+        expected = index.search(queries[:3], 5)
+        for form in (queries[:3].astype(np.float64), queries[:3].tolist(), np.asfortranarray(queries[:3])):
+            assert_same(last(staged.search(form, np.int64(5))), expected)
+
+    def test_with_no_number_find_what_faiss_finds(self, staged: Any, index: Any) -> None:
+        query = np.full((1, D), np.nan, np.float32)
+        assert_same(last(staged.search(query, 5)), index.search(query, 5))
+
+    def test_may_ask_for_more_than_there_are(self, kind: str, queries: Any) -> None:
+        few = build("IVF2,Flat" if kind == "ivf" else "HNSW4,Flat", L2, clustered(80, 0))
+        staged = StagedIVF(few, nprobe=2) if kind == "ivf" else StagedHNSW(few)
+        found = last(staged.search(queries[:5], 100))
+        assert (found.ids[:, :80] != -1).all()
+        assert (found.ids[:, 80:] == -1).all()
+
+    def test_of_an_empty_index_find_nothing(self, kind: str, queries: Any) -> None:
+        empty = build("IVF2,Flat" if kind == "ivf" else "HNSW4,Flat", L2, clustered(80, 0))
+        empty.reset()
+        found = last((StagedIVF if kind == "ivf" else StagedHNSW)(empty).search(queries[:5], 3))
+        assert_same(found, empty.search(queries[:5], 3))
+        assert (found.ids == -1).all()
+
+    @pytest.mark.parametrize("shape", [(D,), (3, D + 1), (1, 1, D)])
+    def test_of_another_shape_are_refused_before_the_search(self, shape: tuple[int, ...], staged: Any) -> None:
+        with pytest.raises(ValueError, match=r"queries must have the shape \(n, 16\), got \("):
+            staged.search(np.zeros(shape), 5)
+
+    @pytest.mark.parametrize("k", [0, -1])
+    def test_for_no_neighbour_are_refused_before_the_search(self, k: int, staged: Any, queries: Any) -> None:
+        with pytest.raises(ValueError, match=f"k must be at least 1, got {k}"):
+            staged.search(queries, k)
+
+
+def test_an_index_that_was_not_trained_is_faiss_own_error(queries: Any) -> None:
+    with pytest.raises(RuntimeError, match="not trained"):
+        next(StagedIVF(faiss.index_factory(D, "IVF8,Flat")).search(queries, 5))
+
+
+class TestImports:
+    def test_of_the_package_bring_neither_numpy_nor_faiss(self, python: Any) -> None:
+        code = "import sys, ragorder.pipelining; print({'numpy', 'faiss'} & set(sys.modules))"
+        assert python("-c", code).stdout == "set()\n"
+
+    def test_of_a_staged_search_without_faiss_name_the_extra(self, python: Any) -> None:
+        code = "from ragorder.pipelining import StagedIVF; StagedIVF(None)"
+        assert "ImportError: staged search needs faiss" in python("-c", code, blocked=("faiss",)).stderr
+        assert "pip install 'ragorder[retrieval]'" in python("-c", code, blocked=("faiss",)).stderr
+
+    def test_of_an_unknown_name_fail_as_ever(self) -> None:
+        with pytest.raises(ImportError, match="cannot import name 'StagedLSH'"):
+            from ragorder.pipelining import StagedLSH  # noqa: F401
+
+
+class Scripted:
+    """A staged search whose stages are given."""
+
+    def __init__(self, *stages: list[list[int]]) -> None:
+        self.stages = stages
+
+    def search(self, queries: Any, k: int) -> Iterator[Stage]:
+        for number, ids in enumerate(self.stages, 1):
+            yield Stage(number, len(self.stages), np.array(ids), np.zeros((len(ids), k), np.float32))
+
+
+class TestConvergence:
+    def test_is_the_share_of_questions_whose_best_no_longer_change(self) -> None:
+        staged = Scripted([[1, 2], [3, 4], [5, 6]], [[1, 9], [3, 4], [7, 6]], [[1, 2], [3, 4], [5, 6]])
+        measured = staging.measure_convergence("scripted", staged, np.zeros((3, 1), np.float32), depths=(1, 2))
+        assert measured.final == {1: [2 / 3, 2 / 3, 1], 2: [1 / 3, 1 / 3, 1]}
+
+    def test_minds_the_order_of_the_best(self) -> None:
+        staged = Scripted([[1, 2]], [[2, 1]])
+        measured = staging.measure_convergence("scripted", staged, np.zeros((1, 1), np.float32), depths=(2,))
+        assert measured.final == {2: [0, 1]}
+
+    def test_is_shown_stage_by_stage(self) -> None:
+        console = Console(record=True, width=120, file=io.StringIO())
+        rows = [staging.Convergence("IVF", 1200, {1: [0.5, 1], 2: [0.25, 1]})]
+        console.print(staging.convergence_table(rows, "docs"))
+        shown = console.export_text()
+        assert "docs, 1,200 questions" in " ".join(shown.split())
+        assert re.search(r"IVF +│ +50.0 100.0 │ +25.0 100.0 │", shown)
+
+
+class TestTheMeasurement:
+    def test_counts_stages_and_times_both_searches(self, flat: Any, queries: Any) -> None:
+        measured = staging.measure_overhead("flat", flat.search, StagedIVF(flat, 4, nprobe=24), queries[:20])
+        assert (measured.search, measured.stages) == ("flat", 4)
+        assert measured.plain_ms > 0
+        assert measured.stage_ms == measured.added_ms / 4
+
+    def test_runs_from_the_command_line(self) -> None:
+        options = ["--vectors", "400", "--dimensions", "8", "--queries", "3"]
+        done = CliRunner().invoke(staging.main, options, catch_exceptions=False)
+        assert done.exit_code == 0
+        assert "What stages add to a search" in done.stdout
+        assert done.stdout.count("IVFFlat") == 8
