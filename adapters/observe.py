@@ -147,6 +147,12 @@ class ObservedOrderer:
         waiting = () if self.shadow else waiting
         return self._orderer.preview(documents, waiting=waiting, scope=scope)
 
+    def foretell(
+        self, documents: Iterable[D], *, scope: Hashable = None, prefix_tokens: int | None = None
+    ) -> tuple[int, int]:
+        """As `Orderer.foretell`, of the order that is served."""
+        return self._orderer.foretell(documents, scope=scope, prefix_tokens=prefix_tokens)
+
     def holds_prefix(self, *, scope: Hashable = None) -> bool:
         """As `Orderer.holds_prefix`."""
         return self._orderer.holds_prefix(scope=scope)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Hashable, Iterable, Sequence
-from typing import Any, ClassVar, Generic, TypeVar
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Hashable, Iterable, Sequence
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 from ragorder import Document
+from ragorder.adapters._openai_batch import Backlog, Outcome, Question, answer_many, answer_many_async
 from ragorder.adapters._openai_call import Call, Setup
 from ragorder.adapters._openai_reply import Answer
 from ragorder.adapters._openai_streams import AsyncOrderedStream, OrderedStream, generate, generate_async
@@ -14,14 +15,16 @@ __all__ = ["Answer", "AsyncOrderedClient", "AsyncOrderedStream", "OrderedClient"
 
 A = TypeVar("A")
 S = TypeVar("S")
+M = TypeVar("M")
 
 
-class _Client(Setup, Generic[A, S]):
-    """What the two clients have in common: `generate` gives A, `stream` gives S."""
+class _Client(Setup, Generic[A, S, M]):
+    """What the two clients have in common: `generate` gives A, `stream` gives S, `generate_many` gives M."""
 
     _foreign: ClassVar[tuple[str, str]]
     _generate: Callable[[Call], A]
     _stream: Callable[[Call], S]
+    _answer_many: Callable[[Backlog], M]
 
     def __post_init__(self) -> None:
         try:
@@ -71,8 +74,32 @@ class _Client(Setup, Generic[A, S]):
         options |= {"max_tokens": max_tokens, "temperature": temperature}
         return self._stream(Call(self, query, documents, scope, waiting, options, hands_out=True))
 
+    def generate_many(
+        self,
+        requests: Iterable[Question],
+        *,
+        concurrency: int = 8,
+        window: int = 32,
+        on_error: Literal["return", "raise"] = "return",
+        max_tokens: int | None = 256,
+        temperature: float | None = 0.0,
+        **options: Any,
+    ) -> M:
+        """(index, `Answer`) for each of the requests (query, documents) or (query, documents, scope), as they come.
 
-class OrderedClient(_Client[Answer, OrderedStream]):
+        At most `concurrency` are in flight. The others wait: those go first of which the cache has most, but none is
+        overtaken by more than `window` that came later, and each is laid out for those that will probably follow it. A
+        request that failed has its exception instead of an answer, or ends everything (`on_error`). Nothing is sent
+        before the first outcome is asked for; closing the iterator early ends what is in flight.
+
+        Options are as for `generate`. Raises TypeError or ValueError for options or requests that cannot be.
+        """
+        options |= {"max_tokens": max_tokens, "temperature": temperature}
+        limits: dict[str, Any] = {"concurrency": concurrency, "window": window, "on_error": on_error}
+        return self._answer_many(Backlog(self, requests, options, **limits))
+
+
+class OrderedClient(_Client[Answer, OrderedStream, Generator[Outcome, None, None]]):
     """Asks an OpenAI-compatible server questions on documents, ordered for its prefix cache. Thread-safe.
 
     - `client` is an `openai.OpenAI`, or anything with the same `create`. It repeats requests that get no response.
@@ -96,12 +123,14 @@ class OrderedClient(_Client[Answer, OrderedStream]):
     _foreign = ("AsyncOpenAI", "AsyncOrderedClient")
     _generate = staticmethod(generate)
     _stream = OrderedStream
+    _answer_many = staticmethod(answer_many)
 
 
-class AsyncOrderedClient(_Client[Coroutine[Any, Any, Answer], AsyncOrderedStream]):
+class AsyncOrderedClient(_Client[Coroutine[Any, Any, Answer], AsyncOrderedStream, AsyncGenerator[Outcome, None]]):
     """`OrderedClient` for an `openai.AsyncOpenAI`. `generate` and `sleep` are awaited; `stream` sends its request when
-    it is entered by `async with`, or asked for its first piece."""
+    it is entered by `async with`, or asked for its first piece; `generate_many` is for `async for`."""
 
     _foreign = ("OpenAI", "OrderedClient")
     _generate = staticmethod(generate_async)
     _stream = AsyncOrderedStream
+    _answer_many = staticmethod(answer_many_async)

@@ -7,13 +7,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ragorder.eval.arrivals import Arrivals
 from ragorder.eval.cache import cache_folder
 from ragorder.eval.capacity import Capacity
 from ragorder.eval.corpora import Corpus, CorpusError, load_folder, load_pydocs
 from ragorder.eval.engines.base import Cache
+from ragorder.eval.engines.sim import Like
 from ragorder.eval.environment import describe_environment
 from ragorder.eval.load import Advance, Load, ServiceTimes
 from ragorder.eval.local import MakeRun, serve_on_sim, serve_on_vllm
@@ -24,6 +25,9 @@ from ragorder.eval.runner import Run, RunResult
 from ragorder.eval.trace import Trace, trace_of_corpus, trace_of_workload
 from ragorder.eval.workloads import make_workload
 from ragorder.prompt import PromptBuilder
+
+if TYPE_CHECKING:
+    from ragorder.eval.vllm_pool import VLLMPool
 
 __all__ = [
     "DEFAULT_POLICIES",
@@ -61,7 +65,7 @@ class Bench:
     """What to measure. `workloads` are names of synthetic workloads or "pydocs", `corpora` folders, "pydocs" or corpora
     that are loaded already. `settings` are those of the policies that are orderers, besides their own. With
     `time_builds` prompts are built as text, too, where the engine takes them without words; with `timelines` the runs
-    know how the cache filled.
+    know how the cache filled. `like` is the simulated engine's: in what order it reuses blocks (`SimEngine`).
 
     Engine "openai" takes `base_urls`: of one server, where the policies are run one after another, or of one server for
     each policy; without any, a vLLM of its own is started. `events` says where that server's KV events are, for policy
@@ -75,6 +79,7 @@ class Bench:
     retriever: Retriever | None = None
     policies: Sequence[str] = DEFAULT_POLICIES
     engine: str = "sim"
+    like: Like = "lru"
     model: Path | None = None
     base_urls: Sequence[str] = ()
     events: EventsAddress | None = None
@@ -146,12 +151,14 @@ def run_bench(bench: Bench, progress: Progress = _silent) -> list[RunResult]:
     return [run.result() for runs in run_traces(bench, progress) for run in runs]
 
 
-def run_traces(bench: Bench, progress: Progress = _silent, *, keep: bool = False) -> Iterator[list[Run]]:
-    """For each trace and seed the runs of all policies, served; with `keep` each knows its served requests. Raises as
-    `run_bench` does."""
+def run_traces(
+    bench: Bench, progress: Progress = _silent, *, keep: bool = False, pool: VLLMPool | None = None
+) -> Iterator[list[Run]]:
+    """For each trace and seed the runs of all policies, served; with `keep` each knows its served requests. Engine
+    "vllm" takes its engines from `pool`, or else from one of its own. Raises as `run_bench` does."""
     _check(bench)
     with ExitStack() as stack:
-        yield from _run_traces(bench, _server(bench, stack), progress, keep)
+        yield from _run_traces(bench, _server(bench, stack, pool), progress, keep)
 
 
 def _run_traces(bench: Bench, serve: Serve, progress: Progress, keep: bool) -> Iterator[list[Run]]:
@@ -221,14 +228,16 @@ def _check(bench: Bench) -> None:
         raise BenchError("--batch plans all requests before the first is served: it goes with --concurrency")
 
 
-def _server(bench: Bench, stack: ExitStack) -> Serve:
+def _server(bench: Bench, stack: ExitStack, pool: VLLMPool | None) -> Serve:
     """Serves a trace and seed under all policies; what it starts ends with the stack."""
     if bench.engine == "openai":
         from ragorder.eval.live import Servers
 
         return Servers(bench, stack).serve
     if bench.engine == "vllm":
-        return partial(serve_on_vllm, bench)
+        from ragorder.eval.vllm_pool import VLLMPool
+
+        return partial(serve_on_vllm, bench, pool or stack.enter_context(VLLMPool()))
     return partial(serve_on_sim, bench)
 
 

@@ -1,4 +1,4 @@
-"""Engines in this process: simulated, or vLLM, a fresh one for each policy."""
+"""Engines in this process: simulated, or vLLM, one for each policy, with an empty cache."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from ragorder.eval.trace import Trace
 
 if TYPE_CHECKING:
     from ragorder.eval.bench import Bench
+    from ragorder.eval.vllm_pool import VLLMPool
 
 __all__ = ["MakeRun", "serve_on_sim", "serve_on_vllm"]
 
@@ -37,6 +38,7 @@ def serve_on_sim(bench: Bench, trace: Trace, seed: int, make: MakeRun, load: Loa
             in_flight=trace.in_flight,
             output_tokens=bench.answer_tokens or _SIM_OUTPUT_TOKENS,
             prefix_caching=policy != "none",
+            like=bench.like,
         )
         run = make(policy, engine, prompts)
         virtual = serve_virtual(run, engine, load, bench.service_times)
@@ -46,14 +48,16 @@ def serve_on_sim(bench: Bench, trace: Trace, seed: int, make: MakeRun, load: Loa
     return runs
 
 
-def serve_on_vllm(bench: Bench, trace: Trace, seed: int, make: MakeRun, load: Load, advance: Advance) -> list[Run]:
+def serve_on_vllm(
+    bench: Bench, pool: VLLMPool, trace: Trace, seed: int, make: MakeRun, load: Load, advance: Advance
+) -> list[Run]:
     """Every policy on a vLLM of its own, taking turns, one request at a time."""
-    from ragorder.eval.serving import random_model, vllm_engines
+    from ragorder.eval.serving import random_model
 
     capacity_tokens = (bench.capacity or _CAPACITY).resolve(trace.corpus_tokens)
     sizes = (capacity_tokens, bench.block_size, bench.output_tokens or 1)
-    with vllm_engines(bench.model or random_model(), bench.policies, trace, *sizes) as (engines, prompts):
-        runs = [make(policy, engine, prompts) for policy, engine in zip(bench.policies, engines, strict=True)]
-        in_flight = bench.concurrency or trace.in_flight
-        interleave([serve_in_turn(run, engine, in_flight) for run, engine in zip(runs, engines, strict=True)], advance)
+    engines, prompts = pool.take(bench.model or random_model(), bench.policies, trace, *sizes)
+    runs = [make(policy, engine, prompts) for policy, engine in zip(bench.policies, engines, strict=True)]
+    in_flight = bench.concurrency or trace.in_flight
+    interleave([serve_in_turn(run, engine, in_flight) for run, engine in zip(runs, engines, strict=True)], advance)
     return runs

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
+import shutil
 import signal
 import socket
 import subprocess
@@ -37,7 +39,8 @@ class VLLMServer:
 
     The pool holds `blocks` blocks of `block_size` tokens. `base_url` is the server's root; `events_endpoint`,
     `replay_endpoint` and `events_topic` say where its KV events are. A stopped server starts again on the same ports.
-    Development routes (`/reset_prefix_cache`) are on: this is for measurements and tests, not for serving.
+    Development routes (`/reset_prefix_cache`) are on: this is for measurements and tests, not for serving. Its log and
+    socket lie in a temporary folder of their own while it runs.
 
     Raises EngineError, with the end of the server's log, if it does not come up.
     """
@@ -57,14 +60,14 @@ class VLLMServer:
         replay_steps: int = 10_000,
     ) -> None:
         port, replay = _free_ports(2)
-        folder = Path(tempfile.mkdtemp(prefix="ragorder-vllm-"))
+        self._folder = Path(tempfile.gettempdir(), f"ragorder-vllm-{secrets.token_hex(8)}")
         self.base_url = f"http://127.0.0.1:{port}"
         # vLLM would bind a TCP endpoint on every interface of the machine.
-        self.events_endpoint = f"ipc://{folder}/events"
+        self.events_endpoint = f"ipc://{self._folder}/events"
         self.replay_endpoint = f"tcp://127.0.0.1:{replay}"
         self.block_size = block_size
         self.capacity_tokens = blocks * block_size
-        self._log = folder / "server.log"
+        self._log = self._folder / "server.log"
         self._process: subprocess.Popen[bytes] | None = None
         kv_events = {
             "enable_kv_cache_events": True,
@@ -103,6 +106,8 @@ class VLLMServer:
 
     def start(self, timeout_s: float = 240) -> None:
         """Start the server and wait until it answers."""
+        # Whoever was killed has left it there.
+        self._folder.mkdir(mode=0o700, exist_ok=True)
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(  # noqa: S603
                 self._command,
@@ -113,12 +118,15 @@ class VLLMServer:
                 start_new_session=True,
             )
         deadline = time.monotonic() + timeout_s
-        while not self._answers():
-            if self._process.poll() is not None or time.monotonic() > deadline:
-                self.kill()
-                tail = self._log.read_text("utf-8", "replace")[-3000:]
-                raise EngineError(f"vLLM did not come up:\n{tail}")
-            time.sleep(0.1)
+        try:
+            while not self._answers():
+                if self._process.poll() is not None or time.monotonic() > deadline:
+                    raise EngineError(f"vLLM did not come up:\n{self._log.read_text('utf-8', 'replace')[-3000:]}")
+                time.sleep(0.1)
+        except BaseException:
+            self.kill()
+            shutil.rmtree(self._folder, ignore_errors=True)
+            raise
 
     def reset(self) -> None:
         """Empty the prefix cache."""
@@ -127,12 +135,13 @@ class VLLMServer:
             pass
 
     def stop(self, timeout_s: float = 30) -> None:
-        """End the server politely, then for good."""
+        """End the server politely, then for good, and remove its folder."""
         if self._process is not None and self._process.poll() is None:
             self._process.terminate()
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(timeout_s)
         self.kill()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     def kill(self) -> None:
         """SIGKILL the whole process group, as a machine that dies would."""

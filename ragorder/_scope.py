@@ -97,6 +97,14 @@ class Scope:
         with self.tail.observing(request.keys):
             return self._arrange(request, waiting)[0]
 
+    def foretell(self, request: Request[D]) -> tuple[int, int]:
+        """(cached tokens, tokens up to the end of the documents) of the request if it were ordered now. Nothing is
+        recorded."""
+        self.residency.refresh()
+        permits = None if self._guards is None else self._guards.for_request(len(request.keys), request.groups).permits
+        node = self.search.find(self.tree, request.ranks, permits)
+        return max(0, self.tree.cached_tokens(node)), self.tree.root.end + sum(request.tokens)
+
     def holds_prefix(self) -> bool:
         """Whether what stands in front of the documents is held, or being computed, or fills no block."""
         self.residency.refresh()

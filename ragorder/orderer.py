@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from operator import attrgetter, index
 from threading import Lock
@@ -55,6 +55,10 @@ class Orders(Protocol):
     def preview(
         self, documents: Iterable[D], *, waiting: Sequence[Iterable[D]] = (), scope: Hashable = None
     ) -> list[D]: ...
+
+    def foretell(
+        self, documents: Iterable[D], *, scope: Hashable = None, prefix_tokens: int | None = None
+    ) -> tuple[int, int]: ...
 
     def holds_prefix(self, *, scope: Hashable = None) -> bool: ...
 
@@ -210,18 +214,37 @@ class Orderer:
         try:
             request = self._read(given)
             backlog = [frozenset(map(self._key, others)) for others in waiting] if waiting else ()
-            with self._lock:
-                permutation = self._scope(scope).preview(request, backlog)
+            with self._lock, self._looking_at(scope) as looked_at:
+                permutation = looked_at.preview(request, backlog)
         except Exception as error:
             return self.fall_back(given, error).documents
         return [given[rank] for rank in permutation]
+
+    def foretell(
+        self, documents: Iterable[D], *, scope: Hashable = None, prefix_tokens: int | None = None
+    ) -> tuple[int, int]:
+        """What `order` would foretell of a request now: its cached tokens, and its tokens up to the end of the last
+        document. Nothing is recorded, and no order is made: for a request that waits for its turn.
+
+        `prefix_tokens` is as for `order`. After an internal error nothing is cached, and documents have no length.
+        """
+        try:
+            request = self._read(list(documents))
+            with self._lock:
+                if (known := self._scopes.get(scope)) is not None:
+                    return known.foretell(request)
+            prefix = self.settings.prefix_tokens if prefix_tokens is None else _length(prefix_tokens)
+            return 0, prefix + sum(request.tokens)
+        except Exception as error:
+            self._report(error)
+            return 0, 0
 
     def holds_prefix(self, *, scope: Hashable = None) -> bool:
         """Whether the engine is expected to hold what stands in front of the documents, or to be computing it. True
         where it is shorter than a block, of which nothing can be held."""
         try:
-            with self._lock:
-                return self._scope(scope).holds_prefix()
+            with self._lock, self._looking_at(scope) as looked_at:
+                return looked_at.holds_prefix()
         except Exception as error:
             self._report(error)
             return True
@@ -324,6 +347,17 @@ class Orderer:
         elif len(self._scopes) > 1:
             self._scopes.move_to_end(name)
         return scope
+
+    @contextmanager
+    def _looking_at(self, name: Hashable) -> Iterator[Scope]:
+        """The scope as it is; one that nobody has used yet is not kept."""
+        known = self._scopes.get(name)
+        scope = known or Scope(name, self.settings, self._lock, self._report, self._contents)
+        try:
+            yield scope
+        finally:
+            if known is None:
+                scope.close()
 
     def _forget(self, scope: Hashable) -> None:
         """An error may have left the scope's tree half changed: start it anew."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -530,6 +531,17 @@ class TestOrderAsAProcess:
                 assert json.loads(process.stdout.readline())["documents"] == ["a", "b", "c"]
             process.stdin.close()
             assert process.wait(10) == 0
+
+    def test_told_to_end_it_ends_what_it_has_started_as_after_an_interrupt(self) -> None:
+        script = Path(sys.executable).with_name("ragorder")
+        with subprocess.Popen([script, "order"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            process.stdin.write(lines(request("abc")))
+            process.stdin.flush()
+            process.stdout.readline()
+            process.terminate()
+            assert process.wait(10) == 128 + signal.SIGTERM
 
     def test_needs_none_of_the_extras(self, python: Any) -> None:
         done = python(*COMMAND, "order", input=lines(request("ab")), blocked=MISSING)

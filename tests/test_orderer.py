@@ -361,6 +361,13 @@ class TestPreview:
                 ordering.confirm()
         assert plain.tree_size == previewed.tree_size
 
+    def test_a_scope_that_is_looked_at_is_not_made(self) -> None:
+        orderer = strict(prefix_tokens=16)
+        orderer.preview(documents("ab"), scope="new")
+        assert not orderer.holds_prefix(scope="new") and not orderer._scopes
+        orderer.order(documents("ab"), scope="new", prefix_tokens=160).confirm()
+        assert orderer.order(documents("ab"), scope="new").cached_tokens == 160 + 64
+
     def test_it_does_not_count_as_popularity(self) -> None:
         orderer = strict(tail="frequency")
         for _ in range(9):

@@ -11,6 +11,7 @@ except ImportError as error:
 
 from ragorder.adapters.proxy.app import make_app
 from ragorder.adapters.proxy.template import DocumentTemplate, TemplateError
+from ragorder.adapters.proxy.turns import Turns
 from ragorder.adapters.proxy.upstream import Timeouts
 
-__all__ = ["DocumentTemplate", "TemplateError", "Timeouts", "make_app"]
+__all__ = ["DocumentTemplate", "TemplateError", "Timeouts", "Turns", "make_app"]

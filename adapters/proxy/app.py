@@ -19,6 +19,7 @@ from ragorder.adapters.proxy.lengths import Lengths
 from ragorder.adapters.proxy.openapi import describe
 from ragorder.adapters.proxy.ordering import BodyOrderer
 from ragorder.adapters.proxy.template import DocumentTemplate
+from ragorder.adapters.proxy.turns import Turns
 from ragorder.adapters.proxy.upstream import Timeouts, Upstream
 from ragorder.orderer import Orders
 from ragorder.prompt import PromptBuilder
@@ -40,6 +41,7 @@ def make_app(
     upstream_api_key: str | None = None,
     body_limit: int = BODY_LIMIT,
     timeouts: Timeouts = Timeouts(),  # noqa: B008
+    turns: Turns | None = None,
     routes: Sequence[BaseRoute] = (),
     make_transport: Callable[[], httpx.AsyncBaseTransport] | None = None,
 ) -> ASGIApp:
@@ -50,6 +52,7 @@ def make_app(
       builder's as well.
     - `template` finds documents in messages that are not tagged.
     - `api_key` is asked of every request but GET /ragorder/health; `upstream_api_key` is sent upstream.
+    - `turns` lets so many requests through to the server at a time; the others wait (None: it gets all at once).
     - `body_limit` is in bytes. `routes` are the proxy's own, besides /ragorder/health and /ragorder/openapi.json.
     - `make_transport` replaces the connections to the upstream server.
 
@@ -67,7 +70,7 @@ def make_app(
         make_transport=make_transport,
     )
     bodies = BodyOrderer(orderer, builder, lengths, template)
-    forward = Forward(server, bodies, body_limit=body_limit, in_thread=lengths.exact)
+    forward = Forward(server, bodies, body_limit=body_limit, in_thread=lengths.exact, turns=turns)
     description = describe()
 
     async def health(_: Request) -> JSONResponse:

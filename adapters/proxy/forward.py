@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
 from functools import partial
+from typing import TypeVar
 
 import anyio
 import anyio.to_thread
@@ -14,11 +16,14 @@ from starlette.types import Receive, Scope, Send
 from ragorder.adapters.proxy.errors import ProxyError
 from ragorder.adapters.proxy.headers import Headers, end_to_end, header, without
 from ragorder.adapters.proxy.incoming import ClientGoneError, Incoming
-from ragorder.adapters.proxy.ordering import BodyOrderer, Route
+from ragorder.adapters.proxy.ordering import BodyOrderer, ReadBody, Route
 from ragorder.adapters.proxy.settling import Ordered
+from ragorder.adapters.proxy.turns import Turns
 from ragorder.adapters.proxy.upstream import Upstream
 
 __all__ = ["Forward"]
+
+T = TypeVar("T")
 
 _ROUTES: dict[str, Route] = {"/v1/chat/completions": "chat", "/v1/completions": "completions"}
 # Up to here, in bytes, a body takes less time than another thread would.
@@ -30,16 +35,19 @@ class Forward:
     """An ASGI application that passes every HTTP request on to the upstream server.
 
     The bodies of POST /v1/chat/completions and /v1/completions are read and ordered, in a thread if they are long or
-    `in_thread` says so; all others, and all answers, are passed on as they arrive. Raises ProxyError where there is no
-    answer to pass on.
+    `in_thread` says so; all others, and all answers, are passed on as they arrive. With `turns` each POST below /v1/ is
+    read whole, and waits for its turn. Raises ProxyError where there is no answer to pass on.
     """
 
-    def __init__(self, upstream: Upstream, bodies: BodyOrderer, *, body_limit: int, in_thread: bool) -> None:
+    def __init__(
+        self, upstream: Upstream, bodies: BodyOrderer, *, body_limit: int, in_thread: bool, turns: Turns | None = None
+    ) -> None:
         self._upstream = upstream
         self._bodies = bodies
         self._body_limit = body_limit
         self._in_thread = in_thread
         self._one_thread = anyio.CapacityLimiter(1)
+        self._turns = turns
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -66,27 +74,55 @@ class Forward:
             raise ProxyError(400, "WebSocket is not passed on.", code="no_websocket")
         if scope["query_string"]:
             target += b"?" + scope["query_string"]
-        content: bytes | AsyncIterator[bytes] | None
-        route = _ROUTES.get(scope["path"]) if scope["method"] == "POST" else None
-        if route is not None and header(headers, b"content-encoding") in (None, b"identity"):
-            content = await self._order(route, await incoming.read(), request)
-            # A body in one piece gets a length of its own.
-            headers = without(headers, b"content-length")
+        posted = scope["method"] == "POST"
+        route = _ROUTES.get(scope["path"]) if posted else None
+        if route is not None and header(headers, b"content-encoding") not in (None, b"identity"):
+            route = None
+        turns = self._turns if posted and scope["path"].startswith("/v1/") else None
+        async with AsyncExitStack() as until_answered:
+            content: bytes | AsyncIterator[bytes] | None
+            if route is None and turns is None:
+                content = await incoming.stream()
+                has_length = not incoming.chunked
+            else:
+                content = await self._in_turn(turns, route, await incoming.read(), request, until_answered)
+                # A body in one piece gets a length of its own.
+                has_length = False
+            if not has_length:
+                headers = without(headers, b"content-length")
             if request.ordering is not None:
                 # What the server says of its cache must be readable.
                 headers = [*without(headers, b"accept-encoding"), (b"accept-encoding", b"identity")]
-        else:
-            content = await incoming.stream()
-            if incoming.chunked:
-                headers = without(headers, b"content-length")
-        async with self._upstream.send(scope["method"], target, headers, content) as response:
-            await self._answer(response.status_code, response.headers.raw, response.aiter_raw(), send, request)
+            async with self._upstream.send(scope["method"], target, headers, content) as response:
+                await self._answer(response.status_code, response.headers.raw, response.aiter_raw(), send, request)
 
-    async def _order(self, route: Route, content: bytes, request: Ordered) -> bytes:
-        order = partial(self._bodies.order, route, content, request)
-        if self._in_thread or len(content) > _LONG:
-            return await anyio.to_thread.run_sync(order, limiter=self._one_thread)
-        return order()
+    async def _in_turn(
+        self, turns: Turns | None, route: Route | None, body: bytes, request: Ordered, until_answered: AsyncExitStack
+    ) -> bytes:
+        """The body as it goes on, with its documents ordered, once it may."""
+        if turns is None:
+            return await self._run(partial(self._order, route, body, request), len(body))
+        read = await self._run(partial(self._read, route, body), len(body))
+        lengths = None if read is None else partial(self._bodies.foretell, read)
+        waiting = await until_answered.enter_async_context(turns.take(read, lengths))
+        if read is None:
+            return body
+        # Whoever is chosen next is to find what this one has left.
+        until_answered.callback(request.end)
+        return await self._run(partial(self._bodies.order, read, request, waiting), len(body))
+
+    def _read(self, route: Route | None, body: bytes) -> ReadBody | None:
+        return None if route is None else self._bodies.read(route, body)
+
+    def _order(self, route: Route | None, body: bytes, request: Ordered) -> bytes:
+        read = self._read(route, body)
+        return body if read is None else self._bodies.order(read, request)
+
+    async def _run(self, work: Callable[[], T], length: int) -> T:
+        """Do what takes long, with a body of such a length, in a thread."""
+        if self._in_thread or length > _LONG:
+            return await anyio.to_thread.run_sync(work, limiter=self._one_thread)
+        return work()
 
     async def _answer(
         self, status: int, headers: Headers, chunks: AsyncIterator[bytes], send: Send, request: Ordered

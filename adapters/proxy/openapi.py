@@ -71,6 +71,7 @@ def _operation(name: str, body: str) -> dict[str, Any]:
         "401": "The proxy's API key is missing.",
         "413": "The body is too long.",
         "502": "The upstream server cannot be reached, or broke off.",
+        "503": "Too many requests wait for their turn already.",
         "504": "The upstream server did not answer in time.",
     }
     return {

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
@@ -19,15 +21,30 @@ from ragorder.adapters.proxy.template import DocumentTemplate
 from ragorder.document import Document
 from ragorder.orderer import Orders
 from ragorder.ordering import Ordering
+from ragorder.pipelining.reordering import Lengths as CachedLengths
 from ragorder.prompt import PromptBuilder
 
-__all__ = ["BodyOrderer", "Route"]
+__all__ = ["BodyOrderer", "ReadBody", "Route"]
 
 Route = Literal["chat", "completions"]
 
 _BODIES = {"chat": ChatBody, "completions": CompletionBody}
 _REMEMBERED = 4096
 _TAG = b'"%s"' % FIELD.encode()
+
+
+@dataclass(eq=False, slots=True)
+class ReadBody:
+    """A body whose documents were found, and wait to be ordered. `write` gives the body that goes on in an order. What
+    stands in front of the documents could not be read if there is an `error`."""
+
+    body: Body
+    documents: list[Document]
+    question_tokens: int
+    write: Callable[[Ordering[Document]], bytes]
+    scope: bytes = b""
+    prefix_tokens: int = 0
+    error: Exception | None = None
 
 
 class BodyOrderer:
@@ -52,73 +69,99 @@ class BodyOrderer:
         """A request that is on its way."""
         return Ordered(self._answer_length)
 
-    def order(self, route: Route, content: bytes, request: Ordered) -> bytes:
-        """The body that goes on. Where documents were ordered, `request` has their ordering.
+    def read(self, route: Route, content: bytes) -> ReadBody | None:
+        """The body, with its documents. None if there are none: without the field "ragorder" and without documents by
+        the template, or if it cannot be read at all; it goes on as it is.
 
-        A body without the field "ragorder", without documents by the template, or that cannot be read at all goes on
-        as it is. Raises ProxyError for fields that are not what they should be, and for a tagged body that is no JSON.
+        Raises ProxyError for fields that are not what they should be, and for a tagged body that is no JSON.
         """
         try:
             fields = msgspec.json.decode(content, type=Fields)
         except msgspec.ValidationError:
             # No object: it has no fields.
-            return content
+            return None
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             if _TAG in content:
                 message = f"The body must be strict JSON in UTF-8, or its field {FIELD} cannot be read."
                 raise ProxyError(400, message, code="invalid_json") from None
-            return content
+            return None
         body = _BODIES[route](fields)
         if FIELD in fields:
-            self._order_tagged(body, request)
-        elif self._template is None or not self._order_found(body, self._template, request):
-            return content
-        return msgspec.json.encode(fields)
+            return self._read_tagged(body)
+        return None if self._template is None else self._find(body, content, self._template)
 
-    def _order_tagged(self, body: Body, request: Ordered) -> None:
+    def order(self, read: ReadBody, request: Ordered, waiting: Sequence[ReadBody] = ()) -> bytes:
+        """The body that goes on. `request` has the ordering. `waiting` are those that will probably be next: those of
+        other scopes are passed over."""
+        orderer, body = self._orderer, read.body
+        if read.error is not None:
+            ordering = orderer.fall_back(read.documents, read.error)
+        else:
+            limits = [body.number("max_completion_tokens"), body.number("max_tokens")]
+            limit = next((limit for limit in limits if limit is not None and limit >= 0), sys.maxsize)
+            default = orderer.settings.suffix_tokens
+            ordering = orderer.order(
+                read.documents,
+                waiting=[each.documents for each in waiting if each.scope == read.scope],
+                scope=read.scope,
+                suffix_tokens=self._answer_length.suffix_tokens(read.question_tokens, limit, default),
+                prefix_tokens=read.prefix_tokens,
+            )
+        request.ordering = ordering
+        request.answers = _answers(body)
+        return read.write(ordering)
+
+    def foretell(self, read: ReadBody) -> CachedLengths:
+        """What of the prompt the server would find in its cache now, and what it would compute."""
+        if read.error is not None:
+            return CachedLengths(0, 1)
+        cached_tokens, documents_end = self._orderer.foretell(
+            read.documents, scope=read.scope, prefix_tokens=read.prefix_tokens
+        )
+        return CachedLengths(cached_tokens, documents_end + read.question_tokens - cached_tokens)
+
+    def _read_tagged(self, body: Body) -> ReadBody:
         tagged = read_tagged(body.fields.pop(FIELD))
         front, salt = body.front(), _salt(body, tagged.scope)
         if salt is not None:
             body.fields["cache_salt"] = msgspec.Raw(msgspec.json.encode(salt))
-        documents = [self._lengths.document(each) for each in tagged.documents]
-        question_tokens = self._lengths.question(tagged.query)
-        ordering = request.ordering = self._order(body, salt, front, documents, question_tokens)
-        request.answers = _answers(body)
-        body.append(self._builder.build(tagged.query, ordering).messages[-1]["content"])
 
-    def _order_found(self, body: Body, template: DocumentTemplate, request: Ordered) -> bool:
-        """Whether anything in the body has changed."""
+        def write(ordering: Ordering[Document]) -> bytes:
+            body.append(self._builder.build(tagged.query, ordering).messages[-1]["content"])
+            return msgspec.json.encode(body.fields)
+
+        documents = [self._lengths.document(each) for each in tagged.documents]
+        read = ReadBody(body, documents, self._lengths.question(tagged.query), write)
+        return self._with_scope(read, salt, front)
+
+    def _find(self, body: Body, content: bytes, template: DocumentTemplate) -> ReadBody | None:
         found = ((passage, run) for passage in body.passages() if (run := template.find(passage.text)) is not None)
         passage, run = next(found, (None, None))
         if passage is None or run is None:
-            return False
+            return None
         try:
             salt = body.string("cache_salt")
         except ProxyError:
             # The server will say so.
-            return False
-        front = passage.front._replace(text=run.head)
-        documents = [self._lengths.found(text) for text in run.documents]
-        ordering = request.ordering = self._order(body, salt, front, documents, self._lengths.text(run.tail))
-        request.answers = _answers(body)
-        if all(place == rank for place, rank in enumerate(ordering.permutation)):
-            return False
-        body.put(passage, run.arranged(ordering.permutation))
-        return True
+            return None
 
-    def _order(
-        self, body: Body, salt: str | None, front: Front, documents: list[Document], question_tokens: int
-    ) -> Ordering[Document]:
-        orderer = self._orderer
-        limits = [body.number("max_completion_tokens"), body.number("max_tokens")]
-        limit = next((limit for limit in limits if limit is not None and limit >= 0), sys.maxsize)
+        def write(ordering: Ordering[Document]) -> bytes:
+            if all(place == rank for place, rank in enumerate(ordering.permutation)):
+                return content
+            body.put(passage, run.arranged(ordering.permutation))
+            return msgspec.json.encode(body.fields)
+
+        documents = [self._lengths.found(text) for text in run.documents]
+        read = ReadBody(body, documents, self._lengths.text(run.tail), write)
+        return self._with_scope(read, salt, passage.front._replace(text=run.head))
+
+    def _with_scope(self, read: ReadBody, salt: str | None, front: Front) -> ReadBody:
         try:
-            scope = scope_of(body, salt, front)
-            prefix_tokens = self._front_tokens(scope, body, front)
+            read.scope = scope_of(read.body, salt, front)
+            read.prefix_tokens = self._front_tokens(read.scope, read.body, front)
         except Exception as error:
-            return orderer.fall_back(documents, error)
-        suffix_tokens = self._answer_length.suffix_tokens(question_tokens, limit, orderer.settings.suffix_tokens)
-        return orderer.order(documents, scope=scope, suffix_tokens=suffix_tokens, prefix_tokens=prefix_tokens)
+            read.error = error
+        return read
 
     def _front_tokens(self, scope: bytes, body: Body, front: Front) -> int:
         """The same in all requests of a scope, and counted in the first."""

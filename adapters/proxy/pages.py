@@ -14,13 +14,15 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from ragorder.adapters.metrics import Metrics
+from ragorder.adapters.proxy.turns import Turns
 from ragorder.adapters.stats import Stats
 
 __all__ = ["stats_routes"]
 
 
-def stats_routes(metrics: Metrics) -> list[Route]:
-    """`/metrics`, `/ragorder/stats` (JSON) and `/ragorder`, a page that shows them and keeps them up to date."""
+def stats_routes(metrics: Metrics, turns: Turns | None = None) -> list[Route]:
+    """`/metrics`, `/ragorder/stats` (JSON) and `/ragorder`, a page that shows them and keeps them up to date. With
+    `turns` the JSON has their figures under "queue"."""
     page = files("ragorder.adapters.proxy").joinpath("page.html").read_text("utf-8")
     headers = {"Content-Security-Policy": _policy(page), "Cache-Control": "no-store", "Referrer-Policy": "no-referrer"}
 
@@ -29,7 +31,8 @@ def stats_routes(metrics: Metrics) -> list[Route]:
 
     async def show_stats(request: Request) -> Response:
         stats = await run_in_threadpool(lambda: Stats.of(metrics.registry.collect()))
-        return JSONResponse(stats.as_json(), headers={"Cache-Control": "no-store"})
+        queue = {} if turns is None else {"queue": turns.as_json()}
+        return JSONResponse(stats.as_json() | queue, headers={"Cache-Control": "no-store"})
 
     async def show_page(request: Request) -> Response:
         return HTMLResponse(page, headers=headers)

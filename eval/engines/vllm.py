@@ -33,7 +33,10 @@ class VLLMEngine:
 
     `capacity_tokens` is what the pool holds, rounded down to whole blocks. None asks for a pool of `unlimited_tokens`
     (the caller sees to it that this is enough) and is reported as None. A prompt and its `output_tokens` must fit
-    both `max_model_len` and the pool. Output is greedy and runs past end-of-sequence tokens.
+    both `max_model_len` and the pool. Output is greedy and runs past end-of-sequence tokens, so that every answer has
+    `output_tokens` tokens; but see `answering`.
+
+    Closing one takes the process groups of all others away, which vLLM has once for the process: close them together.
     """
 
     name = "vllm"
@@ -124,6 +127,17 @@ class VLLMEngine:
             raise RuntimeError(f"vLLM ended request {self._requests} without a token")
         total_s = time.perf_counter() - started
         return Completion(ttft_s, output.num_cached_tokens or 0, len(token_ids), output.outputs[0].text, total_s)
+
+    @contextmanager
+    def answering(self, output_tokens: int) -> Iterator[None]:
+        """A block in which prompts are answered, with at most so many tokens, until the model ends its answer."""
+        kept = self._sampling, self._output_tokens, self.kept_output_tokens
+        self._sampling = type(self._sampling)(max_tokens=output_tokens, temperature=0.0)
+        self._output_tokens, self.kept_output_tokens = output_tokens, output_tokens - 1
+        try:
+            yield
+        finally:
+            self._sampling, self._output_tokens, self.kept_output_tokens = kept
 
     def reset(self) -> None:
         """Forget the prefix cache. Raises RuntimeError where vLLM says that blocks are still in use."""

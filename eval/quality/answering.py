@@ -63,11 +63,11 @@ class StubAnswers:
 
 
 class _VLLMAnswers:
-    def __init__(self, engine: VLLMEngine, output_tokens: int) -> None:
+    def __init__(self, engine: VLLMEngine) -> None:
         self.name = engine.name
         self.block_size = engine.block_size
         self.capacity_tokens = engine.capacity_tokens
-        self.kept_output_tokens = output_tokens - 1
+        self.kept_output_tokens = engine.kept_output_tokens
         self.partial_blocks_first = engine.partial_blocks_first
         self._engine = engine
         self._reuse = True
@@ -89,16 +89,9 @@ class _VLLMAnswers:
 
 @contextmanager
 def vllm_answers(engine: VLLMEngine, output_tokens: int) -> Iterator[Answerer]:
-    """Have an engine of the benchmarks, which runs past the end of the sequence, stop there for as long as it answers.
-    `output_tokens` is the longest answer."""
-    from vllm import SamplingParams
-
-    kept = engine._sampling, engine._output_tokens
-    engine._sampling, engine._output_tokens = SamplingParams(max_tokens=output_tokens, temperature=0.0), output_tokens
-    try:
-        yield _VLLMAnswers(engine, output_tokens)
-    finally:
-        engine._sampling, engine._output_tokens = kept
+    """Have an engine of the benchmarks answer while the block lasts. `output_tokens` is the longest answer."""
+    with engine.answering(output_tokens):
+        yield _VLLMAnswers(engine)
 
 
 class ServerAnswers:

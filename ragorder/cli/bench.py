@@ -12,6 +12,8 @@ from ragorder.cli.progress import progress_bar
 
 __all__ = ["Seeds", "bench"]
 
+_DELAY_MS = 50.0
+
 
 class Seeds(click.ParamType[list[int]]):
     name = "integers"
@@ -174,6 +176,21 @@ class _Capacity(click.ParamType[Any]):
     help="sim under load: the model's answer tokens a second, for each request. [default: 50]",
 )
 @click.option(
+    "--pipeline",
+    type=click.Choice(["none", "warmup", "speculative"]),
+    help="openai: every request retrieves first, and the time to the first token counts from the question. Compare "
+    "with 'none' a warm-up of the system prompt during retrieval, or that and speculation: 4 stages, of which each is "
+    "as likely to be the one since which the documents are final; with one stage to go the last of them is another, "
+    "with two the last two.",
+)
+@click.option(
+    "--retrieval-delay",
+    "delay_ms",
+    type=click.FloatRange(min=0),
+    metavar="MS",
+    help="--pipeline: how long retrieval takes. [default: 50]",
+)
+@click.option(
     "--seeds", type=Seeds(), default="0", show_default=True, help="Seeds of workloads and random orders, with commas."
 )
 @click.option(
@@ -204,6 +221,8 @@ def bench(
     events_endpoint: str | None,
     replay_endpoint: str | None,
     events_topic: str | None,
+    pipeline: str | None,
+    delay_ms: float | None,
     output: IO[str] | None,
     **options: Any,
 ) -> None:
@@ -233,6 +252,8 @@ def bench(
         raise click.UsageError("--time-scale and --replicas play a trace: give --arrivals FILE")
     if events_endpoint is None and (replay_endpoint, events_topic) != (None, None):
         raise click.UsageError("--replay-endpoint and --events-topic go with --events-endpoint")
+    if pipeline is None and delay_ms is not None:
+        raise click.UsageError("--retrieval-delay is how long a request retrieves: give --pipeline")
     modelled = options["engine"] == "sim" and (arrivals or options["concurrency"])
     if (prefill_rate or decode_rate) and not modelled:
         raise click.UsageError(
@@ -252,6 +273,9 @@ def bench(
             service_times=ServiceTimes(**_given(rates)),
             **_given(options),
         )
+        if pipeline is not None:
+            _bench_pipelines(wanted, pipeline, _DELAY_MS if delay_ms is None else delay_ms, output)
+            return
         with progress_bar() as progress:
             results = run_bench(wanted, progress)
     except (CorpusError, EngineError, PolicyError, WorkloadError, ImportError, OSError, ValueError) as error:
@@ -260,6 +284,20 @@ def bench(
     print_results(results, stderr=to_stdout)
     if output is not None:
         json.dump(as_json(wanted, results), output, indent=1)
+        output.write("\n")
+
+
+def _bench_pipelines(bench: Any, pipeline: str, delay_ms: float, output: IO[str] | None) -> None:
+    """Raises as `run_pipelines` does."""
+    from ragorder.eval.bench import as_json
+    from ragorder.eval.pipelining import run_pipelines
+    from ragorder.eval.pipelining.tables import print_pipelines
+
+    with progress_bar() as progress:
+        results = run_pipelines(bench, pipeline, delay_ms, progress)
+    print_pipelines(results, stderr=output is not None and output.name == "<stdout>")
+    if output is not None:
+        json.dump(as_json(bench, []) | {"runs": [result.as_json() for result in results]}, output, indent=1)
         output.write("\n")
 
 

@@ -70,6 +70,12 @@ def list_suites() -> None:
     "--limit", type=click.IntRange(min=1), metavar="N", help="At most N requests a run. [default: as the suite says]"
 )
 @click.option(
+    "--reduced",
+    is_flag=True,
+    help="The suites' short forms: fewer cells, policies and requests, a smaller cache, for engines that take their "
+    "time. A suite without one is left out, and says so.",
+)
+@click.option(
     "--seeds",
     type=Seeds(),
     default="0,1,2",
@@ -109,7 +115,8 @@ def list_suites() -> None:
     "--questions",
     type=click.Path(path_type=Path, file_okay=False, exists=True),
     metavar="DIR",
-    help="Folder with a file for each data set of a suite about quality, such as hotpotqa.json.",
+    help="Folder with a file for each data set of a suite about quality, such as hotpotqa.json. "
+    "[default: loaded from the Hugging Face Hub]",
 )
 @click.option(
     "--dry-run",
@@ -134,19 +141,17 @@ def run(
     from ragorder.eval.corpora import CorpusError
     from ragorder.eval.engines.base import EngineError
     from ragorder.eval.harness import HarnessError, Options, Store, StoreError, SuiteError, choose_suites, run_suites
-    from ragorder.eval.policies import POLICIES
 
-    unknown = [policy for policy in policies if policy not in POLICIES]
-    if unknown:
-        raise click.ClickException(f"unknown policy {unknown[0]!r}: choose from {', '.join(POLICIES)}")
     if events_endpoint is None and (replay_endpoint, events_topic) != (None, None):
         raise click.UsageError("--replay-endpoint and --events-topic go with --events-endpoint")
     events = EventsAddress(events_endpoint, replay_endpoint, events_topic or "") if events_endpoint else None
     try:
         chosen = choose_suites(suites)
+        _check_policies(policies, chosen)
         wanted = Options(policies=policies or None, events=events, **options)
         if wanted.dry_run:
-            _say_plan(chosen, wanted, folder)
+            if any(suite.kind == "serve" for suite in chosen):
+                _say_plan(chosen, wanted, folder)
             chosen = [suite for suite in chosen if suite.kind == "quality"]
             if not chosen:
                 return
@@ -164,28 +169,37 @@ def run(
     click.echo(f"{folder}: {', '.join(parts)}")
 
 
+def _check_policies(policies: tuple[str, ...], suites: list[Suite]) -> None:
+    known = dict.fromkeys(policy for suite in suites for policy in suite.policies)
+    unknown = [policy for policy in policies if policy not in known]
+    if unknown:
+        raise click.ClickException(f"no suite here has a policy {unknown[0]!r}: choose from {', '.join(known)}")
+
+
 def _say_plan(suites: list[Suite], options: Options, folder: Path) -> None:
     """What would be served, in a table."""
     from rich.console import Console
     from rich.table import Table
 
-    from ragorder.eval.harness import Job, Store, plan_run
+    from ragorder.eval.harness import Store, plan_run
 
-    counts: dict[str, list[int]] = {suite.name: [0, 0, 0] for suite in suites if suite.kind == "serve"}
-    reasons: dict[str, None] = {}
+    counts: dict[str, list[int]] = {suite.name: [0, 0, 0, 0] for suite in suites if suite.kind == "serve"}
     with Store.reading(folder) as store:
-        for found in plan_run(suites, options, store):
-            if isinstance(found, Job):
-                counts[found.suite.name][0] += len(found.policies)
-                counts[found.suite.name][1] += found.requests * len(found.policies)
-            else:
-                counts[found.suite][2] += 1
-                reasons[found.reason] = None
-    table = Table(caption="\n".join(reasons) or None)
-    for heading in ("suite", "runs to serve", "requests", "not to be had"):
+        plan = plan_run(suites, options, store)
+    for job in plan.served:
+        counts[job.suite.name][0] += len(job.policies)
+        counts[job.suite.name][1] += job.requests * len(job.policies)
+    for job in plan.copied:
+        counts[job.suite.name][2] += len(job.policies)
+    for missing in plan.missing:
+        counts[missing.suite][3] += 1
+    table = Table(caption="\n".join(dict.fromkeys(missing.reason for missing in plan.missing)) or None)
+    for heading in ("suite", "runs to serve", "requests", "measured in another", "not to be had"):
         table.add_column(heading, justify="left" if heading == "suite" else "right")
     for name, numbers in counts.items():
         table.add_row(name, *(f"{number:,}" for number in numbers))
+    table.add_section()
+    table.add_row("all", *(f"{sum(column):,}" for column in zip(*counts.values(), strict=True)))
     Console().print(table)
 
 

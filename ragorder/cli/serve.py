@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import gc
-import ipaddress
 import logging
 import re
-import socket
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +16,6 @@ from ragorder.settings import Settings
 
 __all__ = ["serve"]
 
-_BACKLOG = 2048
-# Clients keep a connection for less: it is them who close it, and never while the other side begins a request.
-_KEEP_ALIVE_S = 75
 _ESCAPES = {"n": "\n", "t": "\t", "\\": "\\"}
 
 
@@ -103,6 +96,25 @@ class _Text(click.ParamType[str]):
     help="Serve documents in retrieval order; compute and score ragorder's order, to see what it would save.",
 )
 @click.option(
+    "--max-in-flight",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Send N requests at a time to the server; of the others those go first of which its cache has most. "
+    "[default: all at once]",
+)
+@click.option(
+    "--reorder-window",
+    type=click.IntRange(min=0),
+    metavar="N",
+    help="With --max-in-flight: no request is overtaken by more than N later ones. [default: 32]",
+)
+@click.option(
+    "--max-waiting",
+    type=click.IntRange(min=0),
+    metavar="N",
+    help="With --max-in-flight: so many requests may wait, the next one is answered with 503. [default: 1000]",
+)
+@click.option(
     "--body-limit",
     type=click.FloatRange(min=0, min_open=True),
     default=32.0,
@@ -145,6 +157,9 @@ def serve(
     question_template: str | None,
     tokenizer: str | None,
     shadow: bool,
+    max_in_flight: int | None,
+    reorder_window: int | None,
+    max_waiting: int | None,
     body_limit: float,
     connect_timeout: float,
     read_timeout: float,
@@ -165,18 +180,20 @@ def serve(
     on.
     """
     try:
-        import uvicorn
-
         from ragorder.adapters.metrics import Metrics
         from ragorder.adapters.observe import ObservedOrderer
-        from ragorder.adapters.proxy import DocumentTemplate, TemplateError, Timeouts, make_app
+        from ragorder.adapters.proxy import DocumentTemplate, TemplateError, Timeouts, Turns, make_app
         from ragorder.adapters.proxy.pages import stats_routes
+        from ragorder.cli.listening import is_loopback, listen, run_server
     except ImportError as error:
         raise click.ClickException(f"serving needs {error.name}: pip install 'ragorder[proxy]'") from None
     from ragorder.adapters._server import AddressError
 
     if api_key is not None and not api_key.strip():
         raise click.UsageError("--api-key: the key is empty")
+    queue = _given(reorder_window=reorder_window, max_waiting=max_waiting)
+    if queue and max_in_flight is None:
+        raise click.UsageError(f"--{next(iter(queue)).replace('_', '-')} goes with --max-in-flight")
     settings = _settings(options)
     loaded = None if tokenizer is None else _load(tokenizer)
     builder = _builder(loaded, document_template=document_template, question_template=question_template)
@@ -186,6 +203,7 @@ def serve(
         raise click.UsageError(f"--template: {error}") from None
     try:
         metrics = Metrics()
+        turns = None if max_in_flight is None else Turns(max_in_flight, registry=metrics.registry, **queue)
         orderer = Orderer(_of_server(settings, upstream, upstream_api_key))
         app = make_app(
             ObservedOrderer(orderer, [metrics], shadow=shadow),
@@ -197,42 +215,26 @@ def serve(
             upstream_api_key=upstream_api_key,
             body_limit=int(body_limit * (1 << 20)),
             timeouts=Timeouts(connect_timeout, read_timeout),
-            routes=stats_routes(metrics),
+            turns=turns,
+            routes=stats_routes(metrics, turns),
         )
     except AddressError as error:
         raise click.UsageError(f"--upstream: {error}") from None
-    listening = _listen(host, port)
-    if api_key is None and not _is_loopback(host):
+    listening = listen(host, port)
+    if api_key is None and not is_loopback(host):
         _warn(f"everybody who reaches {host} can use the server behind: give --api-key")
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    _allow_many_connections()
-    config = uvicorn.Config(
-        app,
-        ws="none",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        date_header=False,
-        proxy_headers=False,
-        timeout_keep_alive=_KEEP_ALIVE_S,
-        timeout_graceful_shutdown=grace,
-    )
+    run_server(app, listening, grace_s=grace)
 
-    class Server(uvicorn.Server):
-        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-            await super().startup(sockets)
-            # What has been loaded stays: a collector that looks through it again and again holds up every stream.
-            gc.collect()
-            gc.freeze()
-            click.echo(f"Serving on {_address(listening)}/v1", err=True)
 
-    with suppress(KeyboardInterrupt):
-        Server(config).run(sockets=[listening])
+def _given(**options: Any) -> dict[str, Any]:
+    """The options that were given: what the others are by default is not for the command line to say."""
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def _settings(options: dict[str, Any]) -> Settings:
     try:
-        return Settings(**{name: value for name, value in options.items() if value is not None})
+        return Settings(**_given(**options))
     except ValidationError as error:
         problem = error.errors()[0]
         field = ".".join(str(part) for part in problem["loc"])
@@ -240,9 +242,8 @@ def _settings(options: dict[str, Any]) -> Settings:
 
 
 def _builder(tokenizer: Any, **templates: str | None) -> PromptBuilder:
-    given: dict[str, Any] = {name: template for name, template in templates.items() if template is not None}
     try:
-        return PromptBuilder("", tokenizer=tokenizer, **given)
+        return PromptBuilder("", tokenizer=tokenizer, **_given(**templates))
     except ValueError as error:
         raise click.UsageError(re.sub(r"^(\w+)_template", r"--\1-template", str(error))) from None
 
@@ -280,40 +281,6 @@ def _load(tokenizer: str) -> Any:
         return load_tokenizer(tokenizer)
     except (ImportError, OSError, ValueError) as error:
         raise click.ClickException(f"--tokenizer: {error}") from None
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        listening = socket.create_server(address[:2], family=family, backlog=_BACKLOG)
-        # Connections inherit it. asyncio sees to it only for sockets that it made itself, and an answer in two pieces
-        # would wait 40 ms for the first one to be acknowledged.
-        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return listening
-    except OSError as error:
-        raise click.ClickException(f"{host} port {port}: {error.strerror}: give another --host or --port") from None
-
-
-def _address(listening: socket.socket) -> str:
-    host, port = listening.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-def _is_loopback(host: str) -> bool:
-    with suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return host == "localhost"
-
-
-def _allow_many_connections() -> None:
-    """Every request in flight takes two file descriptors; many systems allow 1,024 unless a program asks for more."""
-    try:
-        import resource
-    except ImportError:
-        return
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    with suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _warn(message: str) -> None:
