@@ -30,3 +30,15 @@ def test_the_openai_client(vllm_server: Any, python: Any) -> None:
     assert all(tokens > 0 for tokens in cached[1:])
     ordered, retrieval = map(int, re.findall(r"(\d+) %", summary))
     assert ordered > retrieval
+
+
+@pytest.mark.vllm
+def test_the_pipelined_client(vllm_server: Any, python: Any) -> None:
+    vllm_server.reset()
+    done = python(EXAMPLES / "pipelined.py", vllm_server.base_url, timeout=180)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.strip().splitlines()
+    assert len(lines) == 4 and lines[0].endswith("warmed up")
+    assert all(re.search(r"begun after (stage \d of 3|the search), cached \d+ of \d+ tokens", line) for line in lines)
+    assert any("stage" in line for line in lines)
+    assert all(int(re.findall(r"cached (\d+)", line)[0]) > 0 for line in lines[1:])
