@@ -3,6 +3,7 @@ PYTHON ?= python3.11
 VENV ?= .venv
 ENGINE ?= vllm
 LIMIT ?= 60
+WORKERS ?= 2
 CORPORA ?= ../shared/data
 RESULTS ?= results
 BIN := $(VENV)/bin
@@ -39,7 +40,7 @@ imports: $(VENV)/.dev
 	$(BIN)/lint-imports
 
 unit: $(VENV)/.dev $(VENV)/.chromium
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 
 vllm: $(VENV)/.vllm ## Install the real engine (on a machine without a GPU: vLLM's CPU build)
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from ragorder.pipelining.engine import Chunk, Engine, Request, Usage
 from ragorder.pipelining.load import Load, prefill_batch
 from ragorder.pipelining.pipeline import Committed, Pipeline, PipelinedStream, Prompts
+from ragorder.pipelining.reordering import CacheAwareQueue, Lengths, QueueFullError, ReorderingGate
 from ragorder.pipelining.retrieval import Provisional, Retrieval, plain_retrieval, staged_retrieval
 from ragorder.pipelining.sync import SyncPipeline, SyncStream
 from ragorder.pipelining.trace import Trace
@@ -17,15 +18,19 @@ if TYPE_CHECKING:
     from ragorder.pipelining.staged import Stage, StagedHNSW, StagedIVF, StagedSearch
 
 __all__ = [
+    "CacheAwareQueue",
     "Chunk",
     "Committed",
     "Engine",
+    "Lengths",
     "Load",
     "Pipeline",
     "PipelinedStream",
     "Prefix",
     "Prompts",
     "Provisional",
+    "QueueFullError",
+    "ReorderingGate",
     "Request",
     "Retrieval",
     "Stage",

@@ -34,7 +34,22 @@ TRIMMING = (
 )
 TOKENIZERS = ("chatml", "plain", "no-system", "trimming")
 
+ENGINES = {"vllm_engine", "vllm_server"}
+
 Python = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Side by side (pytest-xdist): all that needs a real engine in one process, which starts each engine once, and
+    begins with it, as it takes longest; every other file goes whole to whoever is free."""
+
+    def needs_engine(item: pytest.Item) -> bool:
+        return item.get_closest_marker("vllm") is not None or not ENGINES.isdisjoint(getattr(item, "fixturenames", ()))
+
+    if config.getoption("numprocesses", None):
+        for item in items:
+            item.add_marker(pytest.mark.xdist_group("engines" if needs_engine(item) else item.path.name))
+        items.sort(key=lambda item: not needs_engine(item))
 
 
 @pytest.fixture(scope="session")

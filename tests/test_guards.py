@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from itertools import pairwise, permutations
-from time import perf_counter
+from time import thread_time
 
 import pytest
 from hypothesis import given, settings
@@ -184,11 +184,11 @@ def test_ten_thousand_documents(guards: Guards, group_count: int) -> None:
     groups: Groups = [f"group {rank % group_count}" for rank in range(10_000)]
     preferred = list(range(10_000))
     random.Random(0).shuffle(preferred)
-    start = perf_counter()
+    start = thread_time()
     request = guards.for_request(10_000, groups)
     completed = request.complete((), preferred)
     assert request.permits(completed)
-    assert perf_counter() - start < 2
+    assert thread_time() - start < 2
     assert sorted(completed) == list(range(10_000))
     free = completed[guards.keep_first : 10_000 - guards.keep_last]
     offset = guards.keep_first + guards.keep_last

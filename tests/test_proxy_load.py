@@ -86,7 +86,7 @@ def test_the_tool_prints_a_table_and_the_environment() -> None:
 )
 def test_garbage_on_the_wire_harms_nobody_else(ports: tuple[int, int], pieces: list[bytes]) -> None:
     came = b""
-    with socket.create_connection(("127.0.0.1", ports[1]), timeout=10) as connection, suppress(ConnectionError):
+    with socket.create_connection(("127.0.0.1", ports[1]), timeout=60) as connection, suppress(ConnectionError):
         for piece in pieces:
             connection.sendall(piece)
         with suppress(OSError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import permutations
-from time import perf_counter
+from time import thread_time
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -185,9 +185,9 @@ class SearchContract:
         tree = KnowledgeTree(BLOCK)
         residency = LRUResidency(tree, None)
         residency.release(residency.lease(tree.insert(documents, [1] * 10_000, range(10_000)), 20))
-        start = perf_counter()
+        start = thread_time()
         node = self.search.find(tree, ranks_of(documents[::-1]))
-        assert perf_counter() - start < 10
+        assert thread_time() - start < 10
         assert node.end >= 1_000
 
     def test_ranks_on_path_are_those_of_the_request(self) -> None:

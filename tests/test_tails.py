@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from time import perf_counter
+from time import thread_time
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -79,10 +79,10 @@ class TailContract:
     def test_ten_thousand_documents(self) -> None:
         keys = [f"d{number}" for number in range(10_000)]
         tail = type(self).make()
-        start = perf_counter()
+        start = thread_time()
         tail.observe(keys)
         arranged = tail.arrange(keys, [], list(range(10_000)), [frozenset(keys[::2]), frozenset(keys[::3])])
-        assert perf_counter() - start < 2
+        assert thread_time() - start < 2
         assert sorted(arranged) == list(range(10_000))
 
 

@@ -8,15 +8,20 @@ from pathlib import Path
 from typing import Any
 
 from ragorder.eval.bench import EventsAddress
+from ragorder.eval.engines.sim import Like
 from ragorder.eval.harness.suite import Suite
 
-__all__ = ["ENGINES", "HarnessError", "Options"]
+__all__ = ["ENGINES", "SIM_LIKE", "HarnessError", "Options"]
 
 ENGINES = ("sim", "vllm", "openai")
 DEFAULT_SEEDS = (0, 1, 2)
 
 # Whatever else may differ between the invocations that write to one folder.
-_MEASURED_WITH = ("engine", "model", "limit", "base_url", "served_model")
+_MEASURED_WITH = ("engine", "like", "reduced", "model", "limit", "base_url", "served_model")
+
+
+# The simulated engine reuses blocks as the real one does: on the same tokens it finds the same ones cached.
+SIM_LIKE: Like = "vllm-0.32"
 
 
 class HarnessError(ValueError):
@@ -25,8 +30,9 @@ class HarnessError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """`policies` None are those of each suite, `limit` the most requests of a run. `corpora` is a folder with a folder
-    for each corpus, `questions` one with a file for each data set of a suite about quality.
+    """`policies` None are those of each suite, `limit` the most requests of a run. With `reduced` suites are run in
+    their short form, and those that have none are left out. `corpora` is a folder with a folder for each corpus,
+    `questions` one with a file for each data set of a suite about quality.
 
     Engine "openai" measures the server at `base_url`, with its KV events at `events`; without it servers are started.
     """
@@ -35,6 +41,7 @@ class Options:
     seeds: Sequence[int] = DEFAULT_SEEDS
     policies: Sequence[str] | None = None
     limit: int | None = None
+    reduced: bool = False
     model: Path | None = None
     base_url: str | None = None
     served_model: str | None = None
@@ -61,6 +68,8 @@ class Options:
         return {
             "suites": [suite.name for suite in suites],
             "engine": self.engine,
+            "like": SIM_LIKE if self.engine == "sim" else None,
+            "reduced": self.reduced,
             "model": str(self.model) if self.model else None,
             "limit": self.limit,
             "base_url": self.base_url,
@@ -79,9 +88,11 @@ class Options:
         """
         ours = self.arguments([])
         depends = "suites" in earlier and not (self.dry_run or earlier.get("dry_run"))
+        # What folders that are older than these arguments were measured with.
+        earlier = {"like": "lru" if earlier.get("engine") == "sim" else None, "reduced": False} | dict(earlier)
         for name in _MEASURED_WITH if depends else ():
             if earlier.get(name) != ours[name]:
-                option = "--" + name.replace("_", "-")
+                option = "a simulated engine like" if name == "like" else "--" + name.replace("_", "-")
                 raise HarnessError(
                     f"{folder} has results of {option} {earlier.get(name)}, and these are of {option} {ours[name]}: "
                     "choose another folder, or run with the same options to go on there"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ragorder.eval.corpora import Corpus
@@ -15,7 +15,7 @@ from ragorder.eval.harness.store import Store
 from ragorder.eval.harness.suite import Suite
 from ragorder.eval.policies import ORDERERS
 
-__all__ = ["Job", "Missing", "plan_jobs", "served_as"]
+__all__ = ["Job", "Missing", "asked_for", "in_order", "plan_jobs", "served_as"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,12 @@ class Job:
     policies: tuple[str, ...]
     requests: int
     corpus: Corpus | None = None
+    engine: str = "sim"
+
+    @property
+    def times_builds(self) -> bool:
+        """Real engines take prompts that have to be built anyway."""
+        return self.suite.times_builds or self.engine != "sim"
 
     @property
     def warmup(self) -> int:
@@ -42,14 +48,13 @@ class Job:
             "seed": self.seed,
             "requests": self.requests,
             "warmup": self.warmup,
-            "builds": self.suite.times_builds,
+            "builds": self.times_builds,
             "timelines": self.suite.keeps_timelines,
         }
         return json.dumps(what, sort_keys=True)
 
     def without(self, policies: Sequence[str]) -> Job:
-        left = tuple(policy for policy in self.policies if policy not in policies)
-        return Job(self.suite, self.cell, self.seed, left, self.requests, self.corpus)
+        return replace(self, policies=tuple(policy for policy in self.policies if policy not in policies))
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,15 +67,46 @@ class Missing:
     reason: str
 
 
+def asked_for(suite: Suite, options: Options) -> Suite | list[Missing]:
+    """The suite in the form that is asked for, or why there is none."""
+    if suite.needs:
+        reason = f"needs {suite.needs}"
+    elif options.reduced and suite.short_form is None:
+        reason = "has no short form: run it without --reduced"
+    else:
+        return (suite.short_form or suite) if options.reduced else suite
+    return [Missing(suite.name, {}, policy, reason) for policy in _policies(suite, options) or ["auto"]]
+
+
+def in_order(jobs: Iterable[Job]) -> list[Job]:
+    """Jobs of real engines of one size one after another, since another size means other engines; of those that measure
+    the same the one with most policies first, so that it serves the others as well."""
+
+    def size(job: Job) -> tuple[object, ...]:
+        cell = job.cell
+        return () if job.engine == "sim" else (cell.capacity_tokens, cell.block_size, cell.output_tokens)
+
+    sizes: dict[tuple[object, ...], int] = {}
+    measured: dict[str, int] = {}
+    placed = []
+    for place, job in enumerate(jobs):
+        measurement = job.measurement
+        first = sizes.setdefault(size(job), place), measured.setdefault(measurement, place), -len(job.policies)
+        placed.append((*first, place, job))
+    return [job for *_, job in sorted(placed, key=lambda each: each[:-1])]
+
+
 def plan_jobs(suite: Suite, options: Options, store: Store, shelf: Shelf) -> Iterator[Job | Missing]:
     """The jobs of a suite that serves, without what the store has already, and what is not to be had.
 
     Raises CorpusError for a corpus that cannot be read.
     """
-    policies = [each for each in suite.policies if options.policies is None or each in options.policies]
-    if suite.needs:
-        yield from (Missing(suite.name, {}, policy, f"needs {suite.needs}") for policy in policies or ["auto"])
+    asked = asked_for(suite, options)
+    if not isinstance(asked, Suite):
+        yield from asked
         return
+    suite = asked
+    policies = _policies(suite, options)
     for cell in suite.cells:
         corpus = shelf.take(cell.corpus) if cell.corpus is not None else None
         reasons = {policy: _unavailable(policy, cell, suite, options) for policy in policies}
@@ -89,7 +125,11 @@ def plan_jobs(suite: Suite, options: Options, store: Store, shelf: Shelf) -> Ite
             key = {"suite": suite.name, "cell": cell.fields, "seed": seed}
             todo = tuple(policy for policy in left if not store.has("run", **key, policy=policy))
             if todo:
-                yield Job(suite, cell, seed, todo, requests, corpus)
+                yield Job(suite, cell, seed, todo, requests, corpus, options.engine)
+
+
+def _policies(suite: Suite, options: Options) -> list[str]:
+    return [each for each in suite.policies if options.policies is None or each in options.policies]
 
 
 def served_as(policy: str, cell: Cell) -> str:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
 from ragorder.eval.bench import Progress
+from ragorder.eval.engines.sim import SimEngine
 from ragorder.eval.environment import describe_environment
 from ragorder.eval.harness.corpora import Shelf
 from ragorder.eval.harness.options import Options
-from ragorder.eval.harness.plan import Job, Missing, plan_jobs
+from ragorder.eval.harness.pipelining import run_pipelining_suites
+from ragorder.eval.harness.plan import Job, Missing, asked_for, in_order, plan_jobs
 from ragorder.eval.harness.quality import run_quality_suite
 from ragorder.eval.harness.serve import Engines
 from ragorder.eval.harness.store import SCHEMA, Store
@@ -21,7 +23,7 @@ from ragorder.eval.harness.suite import Suite
 from ragorder.eval.peers import PEERS, PeerError, make_peer
 from ragorder.eval.runner import Run
 
-__all__ = ["Outcome", "plan_run", "run_suites"]
+__all__ = ["Outcome", "Plan", "plan_run", "run_suites"]
 
 
 @dataclass(slots=True)
@@ -46,14 +48,39 @@ def run_suites(suites: Sequence[Suite], options: Options, store: Store, progress
     return _Session(suites, options, store, progress).run()
 
 
-def plan_run(suites: Sequence[Suite], options: Options, store: Store) -> Iterator[Job | Missing]:
-    """What `run_suites` would do. Raises as it does."""
+@dataclass(slots=True)
+class Plan:
+    """What would be done: jobs to serve, jobs that one of these answers as well, and what is not to be had."""
+
+    served: list[Job] = field(default_factory=list)
+    copied: list[Job] = field(default_factory=list)
+    missing: list[Missing] = field(default_factory=list)
+
+
+def plan_run(suites: Sequence[Suite], options: Options, store: Store) -> Plan:
+    """What `run_suites` would do, quality aside. Raises as it does."""
     for session in store.sessions:
         options.check_same(session["arguments"], store.folder)
+    plan = Plan()
+    jobs = _plan_jobs(suites, options, store, plan.missing)
+    for job in jobs:
+        answers = (each for each in plan.served if each.measurement == job.measurement)
+        copied = any(set(job.policies) <= set(each.policies) for each in answers)
+        (plan.copied if copied else plan.served).append(job)
+    return plan
+
+
+def _plan_jobs(suites: Sequence[Suite], options: Options, store: Store, missing: list[Missing]) -> list[Job]:
+    """The jobs in the order in which they are to be served; what is not to be had is added to `missing`."""
     shelf = Shelf(options.corpora)
+    jobs: list[Job] = []
     for suite in suites:
-        if suite.kind == "serve":
-            yield from plan_jobs(suite, options, store, shelf)
+        for found in plan_jobs(suite, options, store, shelf) if suite.kind == "serve" else ():
+            if isinstance(found, Missing):
+                missing.append(found)
+            else:
+                jobs.append(found)
+    return in_order(jobs)
 
 
 class _Session:
@@ -68,28 +95,44 @@ class _Session:
 
     def run(self) -> Outcome:
         self._begin()
-        shelf, jobs = Shelf(self._options.corpora), []
-        for suite in self._suites:
-            if suite.kind == "serve":
-                for found in plan_jobs(suite, self._options, self._store, shelf):
-                    if isinstance(found, Missing):
-                        self._miss(found.suite, found.cell, [found.policy], found.reason)
-                    else:
-                        jobs.append(found)
+        missing: list[Missing] = []
+        jobs = _plan_jobs(self._suites, self._options, self._store, missing)
+        for each in missing:
+            self._miss(each.suite, each.cell, [each.policy], each.reason)
         if jobs and not self._options.dry_run:
             advance = self._progress("requests", sum(job.requests * len(job.policies) for job in jobs))
             with Engines(self._options) as engines:
                 for job in jobs:
                     self._do(job, engines, advance)
-        for suite in self._suites:
-            if suite.kind == "quality":
-                for line in run_quality_suite(suite, self._options, self._store, self.id, self._progress):
-                    if line["type"] == "unavailable":
-                        self._miss(line["suite"], line["cell"], [line["policy"]], line["reason"])
-                    else:
-                        self._store.append(line)
-                        self._outcome.quality += 1
+        for suite in self._asked("quality"):
+            lines = run_quality_suite(suite, self._options, self._store, self.id, self._progress)
+            self._outcome.quality += self._keep(lines)
+        pipelining = list(self._asked("pipelining"))
+        lines = run_pipelining_suites(pipelining, self._options, self._store, self.id, self._progress)
+        self._outcome.runs += self._keep(lines)
         return self._outcome
+
+    def _asked(self, kind: str) -> Iterator[Suite]:
+        """The suites of a kind in the form that is asked for; what has none is said to be missing."""
+        for suite in self._suites:
+            if suite.kind == kind:
+                asked = asked_for(suite, self._options)
+                if isinstance(asked, Suite):
+                    yield asked
+                    continue
+                for each in asked:
+                    self._miss(each.suite, each.cell, [each.policy], each.reason)
+
+    def _keep(self, lines: Iterable[Mapping[str, Any]]) -> int:
+        """Keep each line as it comes, and say how many are not about what is missing."""
+        kept = 0
+        for line in lines:
+            if line["type"] == "unavailable":
+                self._miss(line["suite"], line["cell"], [line["policy"]], line["reason"])
+            else:
+                self._store.append(line)
+                kept += 1
+        return kept
 
     def _begin(self) -> None:
         environment = describe_environment()
@@ -166,6 +209,8 @@ def _line(session: str, job: Job, policy: str, run: Run, options: Options) -> di
             "model": None if model is None else str(model),
             "block_size": engine.block_size,
             "capacity_tokens": engine.capacity_tokens,
+            # How the simulated engine reuses blocks.
+            **({"like": engine.like} if isinstance(engine, SimEngine) else {}),
         },
         "warmup": job.warmup,
         "failures": run.failures,

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from ragorder.eval.bench import Bench, EventsAddress, run_traces
-from ragorder.eval.harness.options import Options
+from ragorder.eval.harness.options import SIM_LIKE, Options
 from ragorder.eval.harness.plan import Job, served_as
 from ragorder.eval.runner import Run
+
+if TYPE_CHECKING:
+    from ragorder.eval.vllm_pool import VLLMPool
 
 __all__ = ["Engines"]
 
@@ -18,11 +21,12 @@ _Sizes = tuple[int | None, int | None]
 
 
 class Engines:
-    """The engines of an invocation: fresh ones for each job; of a server that was started for it a fresh salt, until a
-    job needs another size. Use it in a `with` block."""
+    """The engines of an invocation: each job has them with an empty cache. Those that take long to start (vLLM in this
+    process, a server) stay until a job needs another size. Use it in a `with` block."""
 
     def __init__(self, options: Options) -> None:
         self._options = options
+        self._pool: VLLMPool | None = None
         self._server: tuple[_Sizes, str, EventsAddress] | None = None
         self._stack = ExitStack()
 
@@ -34,7 +38,11 @@ class Engines:
 
     def serve(self, job: Job, advance: Callable[[], None]) -> list[Run]:
         """The runs of the job's policies, in their order, served. Raises as `run_bench` does."""
-        (runs,) = run_traces(self._bench(job), lambda description, steps: advance)
+        if self._options.engine == "vllm" and self._pool is None:
+            from ragorder.eval.vllm_pool import VLLMPool
+
+            self._pool = self._stack.enter_context(VLLMPool())
+        (runs,) = run_traces(self._bench(job), lambda description, steps: advance, pool=self._pool)
         return runs
 
     def _bench(self, job: Job) -> Bench:
@@ -50,6 +58,7 @@ class Engines:
             order=cell.order,
             policies=policies,
             engine=options.engine,
+            like=SIM_LIKE,
             model=options.model,
             base_urls=() if base_url is None else (base_url,),
             events=events if "events" in policies else None,
@@ -66,7 +75,7 @@ class Engines:
             seeds=(job.seed,),
             limit=job.requests,
             settings=cell.settings,
-            time_builds=job.suite.times_builds,
+            time_builds=job.times_builds,
             timelines=job.suite.keeps_timelines,
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.resources import files
 from itertools import product
 from pathlib import Path
@@ -13,9 +13,11 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from ragorder.eval.harness.cells import Cell, SuiteError, complaint
+from ragorder.eval.harness.pipelining_cells import PIPELINE_POLICIES, PipeliningCell
+from ragorder.eval.harness.quality_cells import QualityCell, check_orders
 from ragorder.eval.policies import POLICIES
 
-__all__ = ["GROUPS", "PaperRow", "Report", "Suite", "choose_suites", "load_suite", "load_suites"]
+__all__ = ["GROUPS", "PaperRow", "Reduced", "Report", "Suite", "choose_suites", "load_suite", "load_suites"]
 
 GROUPS = ("paper", "ours", "all")
 _FROM_PAPER = re.compile(r"(table|figure)-\d+|pressure")
@@ -60,11 +62,26 @@ class PaperRow(BaseModel):
         return self.model_extra or {}
 
 
+class Reduced(BaseModel):
+    """What a suite's short form has otherwise, for engines that take their time. A parameter in `cell` or `sweep` takes
+    the place of the suite's own, whichever of the two that is in; the others stay."""
+
+    model_config = _STRICT
+
+    policies: tuple[str, ...] | None = None
+    warmup: int | None = None
+    requests: int | None = None
+    cell: Mapping[str, Any] = {}
+    sweep: Mapping[str, tuple[Any, ...]] = {}
+    extra: tuple[Mapping[str, tuple[Any, ...]], ...] | None = None
+
+
 class Suite(BaseModel):
     """A suite. Its cells are the product of what is swept, each with what `cell` says, and those of each of `extra`.
 
     `warmup` requests at the beginning of each run are in no figure; `requests` are served in each run, fewer if a
-    corpus has fewer questions. `needs` says why a suite cannot be run yet.
+    corpus has fewer questions. `needs` says why a suite cannot be run yet. `reduced` is what its short form has
+    otherwise.
     """
 
     model_config = _STRICT
@@ -73,7 +90,7 @@ class Suite(BaseModel):
     title: str
     source: str
     says: str
-    kind: Literal["serve", "quality"] = "serve"
+    kind: Literal["serve", "quality", "pipelining"] = "serve"
     needs: str = ""
     policies: tuple[str, ...] = ()
     baseline: str = "retrieval"
@@ -82,6 +99,7 @@ class Suite(BaseModel):
     cell: Mapping[str, Any] = {}
     sweep: Mapping[str, tuple[Any, ...]] = {}
     extra: tuple[Mapping[str, tuple[Any, ...]], ...] = ()
+    reduced: Reduced | None = None
     report: Report
     paper: tuple[PaperRow, ...] = ()
 
@@ -91,9 +109,10 @@ class Suite(BaseModel):
         if len(set(policies)) < len(policies):
             raise ValueError("the same policy twice")
         for policy in policies:
-            # The orders of a suite about quality have guards in their names, which its own reader knows.
-            if info.data.get("kind") != "quality" and policy not in POLICIES:
-                raise ValueError(f"unknown policy {policy!r}: choose from {', '.join(POLICIES)}")
+            # The orders of a suite about quality have guards in their names: see `check_orders`.
+            known = PIPELINE_POLICIES if info.data.get("kind") == "pipelining" else POLICIES
+            if info.data.get("kind") != "quality" and policy not in known:
+                raise ValueError(f"unknown policy {policy!r}: choose from {', '.join(known)}")
         return policies
 
     @field_validator("sweep", "extra")
@@ -139,6 +158,17 @@ class Suite(BaseModel):
         return [Cell.read(point, f"{self.name}.toml: cell {_short(point)}") for point in self.points]
 
     @property
+    def short_form(self) -> Suite | None:
+        """None if the suite has none. Raises ValidationError."""
+        if self.reduced is None:
+            return None
+        ours, theirs = self.model_dump(), self.reduced.model_dump(exclude_none=True)
+        cell, sweep = theirs.pop("cell"), theirs.pop("sweep")
+        ours["cell"] = {name: value for name, value in self.cell.items() if name not in sweep} | cell
+        ours["sweep"] = {name: values for name, values in self.sweep.items() if name not in cell} | sweep
+        return Suite.model_validate({**ours, **theirs, "reduced": None})
+
+    @property
     def times_builds(self) -> bool:
         return "build_us" in self.report.metrics
 
@@ -174,10 +204,25 @@ def read_suite(name: str, text: str, where: str) -> Suite:
         suite = Suite.model_validate({**fields, "name": name})
     except ValidationError as error:
         raise SuiteError(f"{where}: {complaint(error)}") from None
-    if suite.kind == "serve":
-        for point in suite.points:
-            Cell.read(point, f"{where}: cell {_short(point)}")
+    _check_cells(suite, where)
+    try:
+        short_form = suite.short_form
+    except ValidationError as error:
+        raise SuiteError(f"{where}: [reduced] {complaint(error)}") from None
+    if short_form is not None:
+        _check_cells(short_form, f"{where}: [reduced]")
     return suite
+
+
+def _check_cells(suite: Suite, where: str) -> None:
+    read: Callable[[Mapping[str, Any], str], object] = Cell.read
+    if suite.kind == "quality":
+        check_orders(suite.policies, where)
+        read = QualityCell.read
+    elif suite.kind == "pipelining":
+        read = PipeliningCell.read
+    for point in suite.points:
+        read(point, f"{where}: cell {_short(point)}")
 
 
 def choose_suites(names: Sequence[str]) -> list[Suite]:

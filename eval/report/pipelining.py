@@ -38,9 +38,9 @@ _STAGES = (
 )
 _THROUGHPUT = (
     "A closed loop: each client asks again as soon as it is answered. Segments of the same questions with and without "
-    "speculation take turns; the interval is over segments. Offered: what the clients would ask for if a request took "
-    "no longer than alone, in terms of what is served. Refused: of the occasions to speculate, those for which the "
-    "engine had too much to do."
+    "speculation take turns; the interval is over segments, each without its beginning and end. Offered: what the "
+    "clients would ask for if a request took no longer than alone, in terms of what is served. Refused: of the "
+    "occasions to speculate, those for which the engine had too much to do."
 )
 _Group = Sequence[Pipelined]
 
@@ -142,7 +142,7 @@ def _throughput(suite: SuiteInfo, groups: Sequence[_Group]) -> list[Table]:
     for lines in groups:
         rates = _compare(lines, "none", "speculative", "requests_per_s", statistic="mean", better="higher")
         alone = _stat(lines, "none", "alone_s")
-        clients = int(lines[0].cell["clients"])
+        clients = int(_stat(lines, "none", "clients") or 0)
         refused, started = (_sum(lines, "speculative", name) for name in ("refused", "speculations"))
         table.rows.append(
             [

