@@ -182,23 +182,26 @@ class _Course(Generic[Q, D, R]):
         return documents
 
     async def _speculate(self, documents: Sequence[D], load: Load) -> None:
-        """RAGCache Algorithm 2, lines 6-10; one that was refused is tried again after the next stage."""
+        """RAGCache Algorithm 2, lines 6-10. Documents that make the same request are no change; what was refused is
+        tried again after the next stage."""
         keys = tuple(map(self._pipeline._key, documents))
         if keys == self._keys:
-            return
-        await self._abort()
-        if not load.has_room:
-            self._trace.refused += 1
             return
         try:
             request = self._pipeline._prompts.foretell(self._question, documents)
         except Exception as error:
             _logger.warning("no speculation: %s", type(error).__name__)
+            await self._abort()
             return
+        if self._speculation is None or self._speculation.request != request:
+            await self._abort()
+            if not load.has_room:
+                self._trace.refused += 1
+                return
+            self._trace.speculations += 1
+            self._trace.speculated_stage = self._trace.stages
+            self._speculation = Speculation(self._pipeline._engine, request, load, at_s=self._elapsed_s())
         self._keys = keys
-        self._trace.speculations += 1
-        self._trace.speculated_stage = self._trace.stages
-        self._speculation = Speculation(self._pipeline._engine, request, load, at_s=self._elapsed_s())
 
     async def _abort(self) -> None:
         speculation, self._speculation, self._keys = self._speculation, None, None

@@ -153,6 +153,12 @@ class TestSpeculation:
         assert prompts.settled == ["confirmed"]
         await no_tasks_left()
 
+    async def test_documents_that_change_places_and_make_the_same_prompt_are_no_change(self) -> None:
+        engine = PlayedEngine()
+        stream = await pipeline(Search("AB", "BA", "AB"), engine).answer("q")
+        assert (stream.text, len(engine.sent)) == ("A B ", 1)
+        assert stream.trace.right and stream.trace.speculated_stage == 1 and not stream.trace.wasted_prompt_tokens
+
     async def test_same_documents_in_another_order_of_the_prompt_are_another_request(self) -> None:
         engine, prompts = PlayedEngine(), PlayedPrompts()
         turn = {1: lambda: setattr(prompts, "turned", True)}

@@ -20,7 +20,7 @@ from ragorder.eval.policies import POLICIES
 __all__ = ["GROUPS", "PaperRow", "Reduced", "Report", "Suite", "choose_suites", "load_suite", "load_suites"]
 
 GROUPS = ("paper", "ours", "all")
-_FROM_PAPER = re.compile(r"(table|figure)-\d+|pressure")
+_FROM_PAPER = re.compile(r"(ragcache-)?(table|figure)-\d+|pressure")
 _STRICT = ConfigDict(extra="forbid", frozen=True)
 
 

@@ -37,7 +37,7 @@ def list_suites() -> None:
         suites = load_suites()
     except SuiteError as error:
         raise click.ClickException(str(error)) from None
-    table = Table(caption="paper: all of the paper's; ours: the others; all: both")
+    table = Table(caption="paper: all of the papers'; ours: the others; all: both")
     for heading in ("suite", "what it shows", "source", "cells", "policies"):
         number = heading in ("cells", "policies")
         table.add_column(heading, no_wrap=heading == "suite", justify="right" if number else "left")
