@@ -21,7 +21,8 @@ from ragorder.eval.local import MakeRun, serve_on_sim, serve_on_vllm
 from ragorder.eval.policies import POLICIES, PolicyError, make_policy
 from ragorder.eval.prompts import SYSTEM_PROMPT, BuiltPrompts, Prompts
 from ragorder.eval.retrieval import Retriever
-from ragorder.eval.runner import Run, RunResult
+from ragorder.eval.run_result import RunResult
+from ragorder.eval.runner import Run
 from ragorder.eval.trace import Trace, trace_of_corpus, trace_of_workload
 from ragorder.eval.workloads import make_workload
 from ragorder.prompt import PromptBuilder

@@ -9,7 +9,7 @@ from statistics import fmean
 from rich.console import Console
 from rich.table import Table
 
-from ragorder.eval.runner import RunResult
+from ragorder.eval.run_result import RunResult
 
 __all__ = ["deciles_table", "print_results", "results_table"]
 

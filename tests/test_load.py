@@ -38,7 +38,8 @@ from ragorder.eval.load import (
 )
 from ragorder.eval.policies import make_policy
 from ragorder.eval.prompts import NumberedPrompts
-from ragorder.eval.runner import Run, RunResult
+from ragorder.eval.run_result import RunResult
+from ragorder.eval.runner import Run
 from ragorder.eval.trace import Trace, trace_of_corpus, trace_of_workload
 from ragorder.eval.workloads import WORKLOADS, make_workload
 

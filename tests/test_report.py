@@ -19,12 +19,21 @@ pytest.importorskip("jinja2")
 
 from click.testing import CliRunner
 
+from ragorder.cli import main
 from ragorder.cli.eval_report import report as report_command
 from ragorder.eval.bench import Bench, run_traces
 from ragorder.eval.capacity import Capacity
 from ragorder.eval.harness.suite import read_suite
 from ragorder.eval.quality import summarise
-from ragorder.eval.report import Report, ReportError, make_report, read_results, render_html, render_markdown
+from ragorder.eval.report import (
+    Report,
+    ReportError,
+    known_suites,
+    make_report,
+    read_results,
+    render_html,
+    render_markdown,
+)
 from ragorder.eval.report.suites import SuiteInfo, info_of
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -295,6 +304,9 @@ def page(report: Report, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+XLINK = 'xmlns:xlink="http://www.w3.org/1999/xlink"'
+
+
 def written(folder: Path, *lines: Any) -> Path:
     text = "".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines)
     (folder / "results.jsonl").write_text(text)
@@ -542,9 +554,7 @@ class TestPage:
     def test_is_one_file_that_asks_for_nothing(self, page: Path) -> None:
         text = page.read_text("utf-8")
         assert "<script" not in text
-        assert not re.findall(
-            r'(?:src|href)="(?!#|data:)[^"]*"', text.replace('xmlns:xlink="http://www.w3.org/1999/xlink"', "")
-        )
+        assert not re.findall(r'(?:src|href)="(?!#|data:)[^"]*"', text.replace(XLINK, ""))
         assert "could not be installed &lt;no network&gt;" in text
 
     def test_every_picture_has_words_and_ids_of_its_own(self, page: Path) -> None:
@@ -558,6 +568,34 @@ class TestPage:
 
     def test_is_the_same_every_time(self, report: Report, page: Path) -> None:
         assert render_html(report) == page.read_text("utf-8")
+
+
+class TestWhatIsCommitted:
+    """docs/results: what ../docs/results.md speaks of."""
+
+    FOLDERS = sorted(path.parent for path in Path(__file__).parents[1].glob("docs/results/*/results.jsonl.xz"))
+
+    def test_there_are_results(self) -> None:
+        assert self.FOLDERS
+
+    @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+    def test_renders_whole_and_as_it_was_written_down(self, folder: Path) -> None:
+        results = read_results(folder)
+        assert results.notes == []
+        report = make_report(results, known_suites())
+        assert not re.findall(r'(?:src|href)="(?!#|data:)[^"]*"', render_html(report).replace(XLINK, ""))
+        kept = (folder / "report.md").read_text("utf-8")
+        assert [line for line in kept.splitlines() if line.startswith("#")] == [
+            line for line in render_markdown(report).splitlines() if line.startswith("#")
+        ]
+
+    @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+    def test_the_command_that_repeats_it_is_one(self, folder: Path, tmp_path: Path) -> None:
+        for line in re.findall(r"^ragorder (eval .*)$", (folder / "report.md").read_text("utf-8"), re.MULTILINE):
+            words = [word for word in line.split() if not word.startswith("../")]
+            words = [word for word in words if word != "--corpora"]
+            done = CliRunner().invoke(main, [*words, "--dry-run", "-o", str(tmp_path)])
+            assert done.exit_code == 0, done.output
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine: install the package chromium")

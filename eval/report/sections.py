@@ -288,13 +288,16 @@ def _command(session: Session, folder: Path) -> str:
     words = ["ragorder", "eval", *(["run", *suites] if about is None else ["quality", *about]), "-o", folder]
     words += ["--seeds", ",".join(map(str, seeds))] * bool(seeds)
     for name, value in given.items():
-        if name == "output" or value in (None, False, [], ""):
+        if name in _NO_OPTIONS or value in (None, False, [], ""):
             continue
         option = _OPTIONS.get(name, "--" + name.replace("_", "-"))
         for each in value if isinstance(value, list) else [value]:
             words += [option] if each is True else [option, each]
     return shlex.join(map(str, words))
 
+
+_NO_OPTIONS = ("output", "like")
+"""Said already, and which engine the simulated one is like: nobody chooses that."""
 
 _OPTIONS = {"policies": "--policy", "orders": "--policy", "question_order": "--order", "capacity": "--capacity-tokens"}
 """Options whose names are not those of the arguments as a session keeps them."""
