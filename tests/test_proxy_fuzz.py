@@ -211,7 +211,7 @@ def markers(text: str) -> Counter[str]:
     return Counter(MARKER.findall(text))
 
 
-def check(client: int, sent: Sent, got: Got) -> None:
+def check(sent: Sent, got: Got) -> None:
     """One client's answer holds exactly the documents of that client, each as often as they were given."""
     if sent.leaves and got.status == 0:
         return
@@ -227,8 +227,8 @@ def check(client: int, sent: Sent, got: Got) -> None:
     # What has changed was JSON, and is.
     given, came = json.loads(sent.body), json.loads(got.body)
     assert "ragorder" not in came
+    # Each client's markers are its own, but for those that the fuzzing itself has bent.
     assert markers(json.dumps(came)) == markers(json.dumps(given))
-    assert all(marker.startswith(f"c{client}n") for marker in markers(text))
     untouched = given.keys() - {"ragorder", "messages", "prompt", "cache_salt"}
     assert json.dumps({name: came[name] for name in untouched}) == json.dumps({name: given[name] for name in untouched})
 
@@ -265,8 +265,8 @@ class TestHostileBodies:
         def fuzz(batch: Sequence[Sent]) -> None:
             nonlocal changed
             answers = runner.run(all_at_once(batch))
-            for client, (sent, got) in enumerate(zip(batch, answers, strict=True)):
-                check(client, sent, got)
+            for sent, got in zip(batch, answers, strict=True):
+                check(sent, got)
                 statuses[got.status] += 1
                 changed += got.status == 200 and got.body != sent.body
 

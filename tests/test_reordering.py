@@ -623,8 +623,8 @@ class TestTheBatchApi:
 
     def test_or_ends_everything(self, many: Many, far_end: FarEnd, orderer: Settling) -> None:
         with pytest.raises(openai.BadRequestError):
-            list(many([("refused", []), *alternating(50)], concurrency=2, window=0, on_error="raise"))
-        assert len(far_end.asked) < 50
+            list(many([("refused", []), *alternating(400)], concurrency=2, window=0, on_error="raise"))
+        assert len(far_end.asked) < 400
         assert (far_end.in_flight, orderer.unsettled) == (0, [])
 
     def test_none_are_no_answers(self, many: Many) -> None:
@@ -651,11 +651,11 @@ class TestTheBatchApi:
             many(requests, **options)
 
     def test_closing_early_ends_what_is_in_flight_in_threads(self, far_end: FarEnd, orderer: Settling) -> None:
-        outcomes = make_client("threads", far_end, orderer).generate_many(alternating(40), concurrency=3)
+        outcomes = make_client("threads", far_end, orderer).generate_many(alternating(400), concurrency=3)
         next(outcomes)
         outcomes.close()
         assert (far_end.in_flight, orderer.unsettled) == (0, [])
-        assert len(far_end.asked) < 40
+        assert len(far_end.asked) < 400
         assert not [thread for thread in threading.enumerate() if thread.name == "ragorder-batch"]
 
     async def test_closing_early_ends_what_is_in_flight_in_tasks(self, far_end: FarEnd, orderer: Settling) -> None:
