@@ -183,7 +183,11 @@ class TestTraces:
         with pytest.raises(ArrivalsError, match=":1: expected the columns TIMESTAMP,ContextTokens,GeneratedTokens"):
             load_arrivals(path)
 
-    @pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"no gzip", gzip.compress(AZURE.encode())[:40]])
+    @pytest.mark.parametrize(
+        "content",
+        [b"\xff\xfe\x00", b"no gzip", gzip.compress(AZURE.encode(), mtime=0)[:40]],
+        ids=["text", "none", "torn"],
+    )
     def test_a_file_that_cannot_be_read_is_named(self, tmp_path: Path, content: bytes) -> None:
         path = tmp_path / "trace.csv.gz"
         path.write_bytes(content)
