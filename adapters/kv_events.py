@@ -34,6 +34,9 @@ class _Batch(NamedTuple):
     payload: bytes
 
 
+_NOTHING = _Batch(-1, b"")
+
+
 class KVEventSubscriber:
     """Keeps `blocks` as the engine at `endpoint` says, on a thread of its own, until it is closed.
 
@@ -179,11 +182,9 @@ class KVEventSubscriber:
         known = self._next - 1
         told = self._replay(max(0, known))
         try:
-            first = next(told, None)
-            if known < 0:
-                if first is not None or not self.synchronised:
-                    self._start_over(chain([first] if first else [], told))
-            elif first is not None and self._is_repeated(first):
+            if known < 0 and not self.synchronised:
+                self._start_over(told)
+            elif known < 0 or self._is_repeated(first := next(told, _NOTHING)):
                 for batch in told:
                     if batch.number == self._next:
                         self._apply(self.blocks, batch)
@@ -194,7 +195,7 @@ class KVEventSubscriber:
             else:
                 # Something else is at this number, or nothing: another engine. A later number: too much was missed.
                 told.close()
-                self._lose_track(same_engine=first is not None and first.number > known)
+                self._lose_track(same_engine=first.number > known)
                 self._start_over(self._replay(0))
         except TimeoutError:
             self.counters.silences += 1

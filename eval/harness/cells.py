@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from ragorder.eval.capacity import Capacity
 
-__all__ = ["Cell", "SuiteError", "guard_settings"]
+__all__ = ["Cell", "SuiteCell", "SuiteError", "guard_settings"]
 
 _NUMBERS = ("keep_first", "keep_last", "max_displacement")
 
@@ -51,15 +51,32 @@ def _guards(value: Any) -> Any:
     return value
 
 
-class Cell(BaseModel):
+class SuiteCell(BaseModel):
+    """A cell of a suite of any kind. It may say only what it knows, and its name is what it says."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    @classmethod
+    def read(cls, fields: Mapping[str, Any], where: str) -> Self:
+        """Raises SuiteError, which begins with `where`."""
+        try:
+            return cls.model_validate(dict(fields))
+        except ValidationError as error:
+            raise SuiteError(f"{where}: {complaint(error)}") from None
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """What was said, as JSON values: the cell's name in the results."""
+        return {name: getattr(self, name) for name in type(self).model_fields if name in self.model_fields_set}
+
+
+class Cell(SuiteCell):
     """What one cell may say; what it does not say is the engine's or the workload's own.
 
     `workload` is a synthetic one, `corpus` a folder below --corpora, or "pydocs" which every machine has; `order` is
     that of a corpus' questions. `capacity_tokens` None is an unlimited cache. `residency` is how the orderer follows
     evictions: "none" as in the paper, not at all, "lru" by a mirror, "events" by what the engine publishes.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     workload: str | None = None
     corpus: str | None = None
@@ -83,19 +100,6 @@ class Cell(BaseModel):
         if self.batch and self.waiting:
             raise ValueError("in a batch nobody waits: leave out waiting")
         return self
-
-    @classmethod
-    def read(cls, fields: Mapping[str, Any], where: str) -> Cell:
-        """Raises SuiteError, which begins with `where`."""
-        try:
-            return cls.model_validate(dict(fields))
-        except ValidationError as error:
-            raise SuiteError(f"{where}: {complaint(error)}") from None
-
-    @property
-    def fields(self) -> dict[str, Any]:
-        """What was said, as JSON values: the cell's name in the results."""
-        return {name: getattr(self, name) for name in type(self).model_fields if name in self.model_fields_set}
 
     @property
     def capacity(self) -> Capacity:

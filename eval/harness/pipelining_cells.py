@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
-from ragorder.eval.harness.cells import SuiteError, complaint
+from ragorder.eval.harness.cells import SuiteCell
 
 __all__ = ["PIPELINE_POLICIES", "PipeliningCell"]
 
@@ -15,7 +14,7 @@ PIPELINE_POLICIES = ("none", "warmup", "speculative")
 """What stands as policy in a suite about pipelines: "none" is the baseline, one thing after another."""
 
 
-class PipeliningCell(BaseModel):
+class PipeliningCell(SuiteCell):
     """What one cell may say. `measure` is "cold" (warm-ups of a cold cache), "speculation" (one request at a time) or
     "throughput" (a closed loop of `clients`, or of as many as ask for `overload` times what the engine serves, in so
     many `segments` of `segment_requests`, each in both modes in turn).
@@ -24,8 +23,6 @@ class PipeliningCell(BaseModel):
     speculation, throughput: a search for the `top_k` in an `index` over a corpus' embeddings, of which it covers
     `search_ratio`, in `stages` (at most) of `growth`. It is stretched to `search_ms` (0: as long as it takes).
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     measure: Literal["cold", "speculation", "throughput"]
     corpus: str = "pydocs"
@@ -56,16 +53,3 @@ class PipeliningCell(BaseModel):
         if self.clients is not None and self.overload is not None:
             raise ValueError("give clients or overload, not both")
         return self
-
-    @classmethod
-    def read(cls, fields: Mapping[str, Any], where: str) -> PipeliningCell:
-        """Raises SuiteError, which begins with `where`."""
-        try:
-            return cls.model_validate(dict(fields))
-        except ValidationError as error:
-            raise SuiteError(f"{where}: {complaint(error)}") from None
-
-    @property
-    def fields(self) -> dict[str, Any]:
-        """What was said, as JSON values: the cell's name in the results."""
-        return {name: getattr(self, name) for name in type(self).model_fields if name in self.model_fields_set}

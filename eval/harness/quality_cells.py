@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import Field, field_validator
 
-from ragorder.eval.harness.cells import SuiteError, complaint
+from ragorder.eval.harness.cells import SuiteCell, SuiteError
 
 __all__ = ["QualityCell", "check_orders"]
 
 
-class QualityCell(BaseModel):
+class QualityCell(SuiteCell):
     """What one cell may say; what it does not say is as `ragorder.eval.quality.QualityBench` has it.
 
     `question_order` is that of the data set's questions. Without a `retriever` each question has its own documents, the
     first `top_k` of them; with one they are retrieved from those of all questions.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     dataset: str
     question_order: Literal["data", "random"] = "data"
@@ -36,19 +33,6 @@ class QualityCell(BaseModel):
         if dataset not in DATASETS:
             raise ValueError(f"unknown data set {dataset!r}: choose from {', '.join(DATASETS)}")
         return dataset
-
-    @classmethod
-    def read(cls, fields: Mapping[str, Any], where: str) -> QualityCell:
-        """Raises SuiteError, which begins with `where`."""
-        try:
-            return cls.model_validate(dict(fields))
-        except ValidationError as error:
-            raise SuiteError(f"{where}: {complaint(error)}") from None
-
-    @property
-    def fields(self) -> dict[str, Any]:
-        """What was said, as JSON values: the cell's name in the results."""
-        return {name: getattr(self, name) for name in type(self).model_fields if name in self.model_fields_set}
 
     @property
     def varies_with_seed(self) -> bool:

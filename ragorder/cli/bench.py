@@ -8,23 +8,12 @@ from typing import IO, Any
 
 import click
 
+from ragorder.cli.measuring import Seeds, embedding_model, events_options, server_options
 from ragorder.cli.progress import progress_bar
 
-__all__ = ["Seeds", "bench"]
+__all__ = ["bench"]
 
 _DELAY_MS = 50.0
-
-
-class Seeds(click.ParamType[list[int]]):
-    name = "integers"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if not isinstance(value, str):
-            return value
-        try:
-            return [int(seed) for seed in value.split(",")]
-        except ValueError:
-            self.fail(f"{value!r}: give integers with commas between them, such as 0,1,2", param, ctx)
 
 
 class _Capacity(click.ParamType[Any]):
@@ -70,7 +59,7 @@ class _Capacity(click.ParamType[Any]):
     show_default=True,
     help="Where a corpus' documents come from: its own run (pydocs: bm25), or retrieved afresh.",
 )
-@click.option("--embedding-model", metavar="NAME", help="sentence-transformers model of the dense retriever.")
+@embedding_model
 @click.option(
     "--policy",
     "policies",
@@ -102,17 +91,8 @@ class _Capacity(click.ParamType[Any]):
     "its own (cache_salt). Repeated once for each policy: a server for each, all at the same time. [default: a vLLM "
     "server is started for the benchmark]",
 )
-@click.option("--events-endpoint", metavar="ZMQ", help="openai, policy events: where the server publishes KV events.")
-@click.option("--replay-endpoint", metavar="ZMQ", help="openai, policy events: where they can be asked for again.")
-@click.option("--events-topic", metavar="NAME", help="openai, policy events: their topic. [default: any]")
-@click.option("--served-model", metavar="NAME", help="openai: the model's id there. [default: the first one listed]")
-@click.option(
-    "--api-key",
-    envvar="OPENAI_API_KEY",
-    show_envvar=True,
-    metavar="KEY",
-    help="openai: the server's key, if it has one.",
-)
+@events_options
+@server_options
 @click.option(
     "--top-k", type=click.IntRange(min=1), help="Documents a request. [default: the workload's own; 5 for a corpus]"
 )

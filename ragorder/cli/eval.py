@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ragorder.cli.bench import Seeds
 from ragorder.cli.eval_quality import quality
 from ragorder.cli.eval_report import report
+from ragorder.cli.measuring import Seeds, events_options, server_options
 from ragorder.cli.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -94,17 +94,8 @@ def list_suites() -> None:
 @click.option(
     "--base-url", metavar="URL", help="openai: the server. [default: a vLLM server is started for each size of cache]"
 )
-@click.option("--served-model", metavar="NAME", help="openai: the model's id there. [default: the first one listed]")
-@click.option(
-    "--api-key",
-    envvar="OPENAI_API_KEY",
-    show_envvar=True,
-    metavar="KEY",
-    help="openai: the server's key, if it has one.",
-)
-@click.option("--events-endpoint", metavar="ZMQ", help="openai: where the server publishes KV events.")
-@click.option("--replay-endpoint", metavar="ZMQ", help="openai: where they can be asked for again.")
-@click.option("--events-topic", metavar="NAME", help="openai: their topic. [default: any]")
+@server_options
+@events_options
 @click.option(
     "--corpora",
     type=click.Path(path_type=Path, file_okay=False, exists=True),

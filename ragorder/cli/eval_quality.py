@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from ragorder.cli.measuring import embedding_model, server_options
 from ragorder.cli.progress import progress_bar
 
 __all__ = ["quality"]
@@ -56,7 +57,7 @@ __all__ = ["quality"]
     help="Retrieve each question's documents from those of all questions, so that questions share them. [default: each "
     "question has its own, in the order of the data]",
 )
-@click.option("--embedding-model", metavar="NAME", help="sentence-transformers model of the dense retriever.")
+@embedding_model
 @click.option(
     "--policy",
     "orders",
@@ -80,14 +81,7 @@ __all__ = ["quality"]
     "counts tokens [default: four characters a token].",
 )
 @click.option("--base-url", metavar="URL", help="openai: the server, such as http://127.0.0.1:8000/v1.")
-@click.option("--served-model", metavar="NAME", help="openai: the model's id there. [default: the first one listed]")
-@click.option(
-    "--api-key",
-    envvar="OPENAI_API_KEY",
-    show_envvar=True,
-    metavar="KEY",
-    help="openai: the server's key, if it has one.",
-)
+@server_options
 @click.option(
     "--concurrency", type=click.IntRange(min=1), default=1, metavar="N", help="openai: N questions in flight."
 )
