@@ -13,7 +13,7 @@ from ragorder.adapters._pipelined_openai import OpenAIStreams
 from ragorder.adapters._pipelined_prefix import SystemPrefix, WatchedEngine
 from ragorder.adapters._pipelined_prompts import OrderedPrompts, PromptForm, PromptRequest, Question
 from ragorder.orderer import Orders
-from ragorder.pipelining import Engine, Pipeline, PipelinedStream, Retrieval, SyncPipeline, SyncStream, WarmUp
+from ragorder.pipelining import Engine, Odds, Pipeline, PipelinedStream, Retrieval, SyncPipeline, SyncStream, WarmUp
 
 __all__ = [
     "OpenAIStreams",
@@ -51,6 +51,7 @@ def ordered_pipeline(
     prompts: PromptForm = "token_ids",
     warm_up: bool = True,
     speculate: bool = True,
+    cautious: bool = True,
     max_prefill_bs: int | None = None,
     token_budget: int = 8192,
     requests: Callable[[], int | None] | None = None,
@@ -61,6 +62,8 @@ def ordered_pipeline(
     - `warm_up`: the system prompt is prefilled during retrieval where the engine does not hold it.
     - `speculate`: answers begin on provisional documents while fewer than `max_prefill_bs` requests wait for their
       first token; None: as many as `token_budget` tokens, the engine's for one iteration, have room for.
+    - `cautious`: only where recent searches say that it saves more time than it may cost; False: whenever there is
+      room, as RAGCache does.
     - `requests` says how many requests the engine has, of everybody (None: only ours are counted).
     - `ends` are awaited when the pipeline is closed.
 
@@ -76,6 +79,7 @@ def ordered_pipeline(
         prefix.engine,
         warm_up=WarmUp(prefix) if warm_up else None,
         load=load if speculate else None,
+        odds=Odds() if cautious else None,
     )
     pipeline.ends = ends
     return pipeline
@@ -95,6 +99,7 @@ class _Client:
         prompts: PromptForm = "messages",
         warm_up: bool = True,
         speculate: bool = True,
+        cautious: bool = True,
         max_prefill_bs: int | None = None,
         token_budget: int = 8192,
         report_load: bool = True,
@@ -114,6 +119,7 @@ class _Client:
             prompts=prompts,
             warm_up=warm_up,
             speculate=speculate,
+            cautious=cautious,
             max_prefill_bs=max_prefill_bs,
             token_budget=token_budget,
             requests=poll,
@@ -137,7 +143,7 @@ class PipelinedClient(_Client):
       retriever without stages (which gets warm-ups only), `staged_retrieval` for a vector search in stages.
     - `prompts`: "messages" go through chat completions and the server's chat template; "token_ids" go through
       completions, exactly as `builder` made them (which needs the served model's tokenizer).
-    - `warm_up`, `speculate`, `max_prefill_bs`, `token_budget` are those of `ordered_pipeline`.
+    - `warm_up`, `speculate`, `cautious`, `max_prefill_bs`, `token_budget` are those of `ordered_pipeline`.
     - `report_load`: while searches run, vLLM's /metrics are asked how many requests it has, at most every 100 ms. A
       server without them is asked less and less; our own are counted then.
     - `send_salt`: a scope that is a string is sent as vLLM's `cache_salt`, which has at most 128 characters, none of

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from ragorder.pipelining.engine import Chunk, Engine, Request, Usage
 from ragorder.pipelining.load import Load, prefill_batch
+from ragorder.pipelining.odds import Odds
 from ragorder.pipelining.pipeline import Committed, Pipeline, PipelinedStream, Prompts
 from ragorder.pipelining.reordering import CacheAwareQueue, Lengths, QueueFullError, ReorderingGate
 from ragorder.pipelining.retrieval import Provisional, Retrieval, plain_retrieval, staged_retrieval
@@ -24,6 +25,7 @@ __all__ = [
     "Engine",
     "Lengths",
     "Load",
+    "Odds",
     "Pipeline",
     "PipelinedStream",
     "Prefix",

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+from ragorder.pipelining.odds import Mean
 
 __all__ = ["Load", "prefill_batch"]
 
@@ -18,17 +21,30 @@ class Load:
     """Counts the requests that wait for their first token (the queue of RAGCache Algorithm 2).
 
     There is room for a speculation while fewer than `max_prefill_bs` are pending. `reported` may say how many the
-    engine itself knows of, those of others included (None: it does not say): the larger number counts.
+    engine itself knows of, those of others included (None: it does not say): the larger number counts. `clock` gives
+    seconds.
 
     Raises ValueError for less than one.
     """
 
-    def __init__(self, max_prefill_bs: int, reported: Callable[[], int | None] | None = None) -> None:
+    def __init__(
+        self,
+        max_prefill_bs: int,
+        reported: Callable[[], int | None] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         if max_prefill_bs < 1:
             raise ValueError(f"max_prefill_bs must be at least 1, got {max_prefill_bs}")
         self.max_prefill_bs = max_prefill_bs
         self._reported = reported
         self._pending = 0
+        self._clock = clock
+        self._prefill_s = Mean()
+
+    @property
+    def prefill_s(self) -> float | None:
+        """The mean of the last times to a first token, from when a request was sent; None before the first."""
+        return self._prefill_s.value
 
     @property
     def pending(self) -> int:
@@ -43,17 +59,23 @@ class Load:
 
     @contextmanager
     def prefilling(self) -> Iterator[Callable[[], None]]:
-        """A request is sent. Call what you get once its first token is there: at the latest, leaving the block does."""
+        """A request is sent. Call what you get once its first token is there; if none comes, leaving the block does."""
         waits = True
         self._pending += 1
+        sent_s = self._clock()
 
-        def started() -> None:
+        def ended() -> None:
             nonlocal waits
             if waits:
                 waits = False
                 self._pending -= 1
 
+        def started() -> None:
+            if waits:
+                self._prefill_s.learn(self._clock() - sent_s)
+                ended()
+
         try:
             yield started
         finally:
-            started()
+            ended()

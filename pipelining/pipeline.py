@@ -11,6 +11,7 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 
 from ragorder.pipelining.engine import Chunk, Engine, Request, Usage
 from ragorder.pipelining.load import Load
+from ragorder.pipelining.odds import Odds
 from ragorder.pipelining.retrieval import Retrieval
 from ragorder.pipelining.speculation import Speculation, counted
 from ragorder.pipelining.trace import Trace
@@ -57,6 +58,8 @@ class Pipeline(Generic[Q, D, R]):
       generation on the ones before is aborted and, if there is room, one on the new ones begins. In the end a
       generation is taken only if its request is the one that the final documents make; else the answer is generated
       anew, and finds in the engine's cache what both have in common. So the answer is the one without speculation.
+    - `odds` have it speculate only where recent searches say that it saves more than it may cost; without, it is
+      Algorithm 2 as it stands.
 
     `key` tells documents apart. `clock` gives seconds.
     """
@@ -69,11 +72,13 @@ class Pipeline(Generic[Q, D, R]):
         *,
         warm_up: WarmUp[Q] | None = None,
         load: Load | None = None,
+        odds: Odds | None = None,
         key: Callable[[D], Hashable] = _own_key,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.warm_up = warm_up
         self.load = load
+        self.odds = odds
         self._retrieval = retrieval
         self._prompts = prompts
         self._engine = engine
@@ -166,6 +171,7 @@ class _Course(Generic[Q, D, R]):
         warming = pipeline.warm_up.start(self._question) if pipeline.warm_up is not None else None
         trace.warmed_up = warming is not None
         documents: Sequence[D] = ()
+        seen: list[tuple[tuple[Hashable, ...], float]] = []
         try:
             async with aclosing(pipeline._retrieval(self._question)) as stages:
                 async for stage in stages:
@@ -173,18 +179,25 @@ class _Course(Generic[Q, D, R]):
                     documents = stage.documents
                     if stage.final:
                         break
+                    seen.append((self._keys_of(documents), self._elapsed_s()))
                     if pipeline.load is not None:
                         await self._speculate(documents, pipeline.load)
         finally:
             if warming is not None:
                 warming.leave()
-        trace.retrieval_s = trace.exposed_search_s = self._elapsed_s()
+        trace.retrieval_s = trace.exposed_search_s = ended_s = self._elapsed_s()
+        if pipeline.odds is not None and seen:
+            final = self._keys_of(documents)
+            pipeline.odds.learn([(keys == final, ended_s - at_s) for keys, at_s in seen])
         return documents
 
+    def _keys_of(self, documents: Sequence[D]) -> tuple[Hashable, ...]:
+        return tuple(map(self._pipeline._key, documents))
+
     async def _speculate(self, documents: Sequence[D], load: Load) -> None:
-        """RAGCache Algorithm 2, lines 6-10. Documents that make the same request are no change; what was refused is
-        tried again after the next stage."""
-        keys = tuple(map(self._pipeline._key, documents))
+        """RAGCache Algorithm 2, lines 6-10. Documents that make the same request are no change; what was refused or
+        declined is tried again after the next stage."""
+        keys, odds = self._keys_of(documents), self._pipeline.odds
         if keys == self._keys:
             return
         try:
@@ -197,6 +210,9 @@ class _Course(Generic[Q, D, R]):
             await self._abort()
             if not load.has_room:
                 self._trace.refused += 1
+                return
+            if odds is not None and not odds.favour(self._trace.stages, load.prefill_s):
+                self._trace.declined += 1
                 return
             self._trace.speculations += 1
             self._trace.speculated_stage = self._trace.stages

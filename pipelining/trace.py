@@ -12,7 +12,8 @@ class Trace:
     """Seconds count from the question; None for what has not happened (yet).
 
     - `retrieval_s`: the search ended, after so many `stages`.
-    - `speculations` were started, `refused` for want of room, and `right` says whether the last one was taken.
+    - `speculations` were started, `refused` for want of room, `declined` as likely to cost more than they would
+      save, and `right` says whether the last one was taken.
     - `exposed_search_s`: the part of the search that overlaps with no generation on its result (T1 of RAGCache Table 3;
       all of it, T2, where no speculation was taken).
     - `speculated_stage`: after which stage, from 1, the one that was taken was started.
@@ -26,6 +27,7 @@ class Trace:
     stages: int = 0
     speculations: int = 0
     refused: int = 0
+    declined: int = 0
     right: bool = False
     speculated_stage: int | None = None
     wasted_prompt_tokens: int = 0

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragorder.pipelining import Chunk, Load, Pipeline, Provisional, SyncPipeline, Usage, WarmUp, plain_retrieval
+from ragorder.pipelining import Chunk, Load, Odds, Pipeline, Provisional, SyncPipeline, Usage, WarmUp, plain_retrieval
 from ragorder.pipelining.load import prefill_batch
 
 
@@ -250,6 +250,79 @@ class TestLoad:
     def test_room_for_none_is_refused(self) -> None:
         with pytest.raises(ValueError, match="max_prefill_bs"):
             Load(0)
+
+
+class TestOdds:
+    @pytest.mark.parametrize(
+        ("right", "left_s", "prefill_s", "favoured"),
+        [
+            # A wrong one is over before the search is: it costs nobody's time.
+            (0.0, 1.0, 1.0, True),
+            (0.25, 0.5, 0.5, True),
+            # 3/4 of 0.2 s saved, 1/4 of 0.8 s lost.
+            (0.75, 0.2, 1.0, False),
+            (0.75, 0.3, 1.0, True),
+            (1.0, 0.01, 1.0, True),
+            (0.5, 0.01, None, True),
+        ],
+    )
+    def test_weigh_what_is_saved_against_what_is_lost(
+        self, right: float, left_s: float, prefill_s: float | None, favoured: bool
+    ) -> None:
+        odds = Odds()
+        for number in range(4):
+            odds.learn([(number < 4 * right, left_s)])
+        assert odds.favour(1, prefill_s) is favoured
+
+    def test_of_a_stage_that_nobody_has_seen_are_good(self) -> None:
+        odds = Odds()
+        odds.learn([(False, 0.0)])
+        assert not odds.favour(1, 1.0) and odds.favour(2, 1.0)
+
+    def test_change_with_the_searches(self) -> None:
+        odds = Odds()
+        for _ in range(100):
+            odds.learn([(False, 0.1)])
+        needed = 0
+        while not odds.favour(1, 1.0):
+            odds.learn([(True, 0.1)])
+            needed += 1
+        assert 10 < needed < 60
+
+    async def test_are_learnt_from_searches_without_speculation_too(self) -> None:
+        engine, load, odds = PlayedEngine(), Load(1), Odds()
+        one = Pipeline(Search("A", "B", "B"), PlayedPrompts(), engine, load=load, odds=odds, key=str)
+        with load.prefilling():
+            for _ in range(3):
+                await one.answer("q")
+        assert not odds.favour(1, 60.0) and odds.favour(2, 60.0)
+
+    async def test_against_it_are_asked_again_after_the_next_stage(self) -> None:
+        engine, load, odds = PlayedEngine(), Load(1), Odds()
+        with load.prefilling() as started:
+            started()
+        odds.learn([(False, 0.0), (True, 1.0)])
+        stream = await Pipeline(Search("A", "A", "A"), PlayedPrompts(), engine, load=load, odds=odds, key=str).answer(
+            "q"
+        )
+        trace = stream.trace
+        assert (trace.declined, trace.refused, trace.speculations) == (1, 0, 1)
+        assert trace.right and trace.speculated_stage == 2
+
+    def test_know_how_long_a_first_token_takes(self) -> None:
+        now_s = [0.0]
+        load = Load(4, clock=lambda: now_s[0])
+        assert load.prefill_s is None
+        for seconds in (1.0, 3.0, 5.0):
+            with load.prefilling() as started:
+                now_s[0] += seconds
+                if seconds < 5.0:
+                    started()
+                now_s[0] += 7.0
+                # Nor does a second chunk count.
+                if seconds < 5.0:
+                    started()
+        assert load.prefill_s == 2.0 and load.pending == 0
 
 
 class TestFaults:

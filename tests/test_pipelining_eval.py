@@ -344,7 +344,7 @@ def suite(text: str = SUITE) -> Suite:
 
 class TestSuites:
     def test_of_the_papers_tables_can_be_run(self) -> None:
-        for name, cells, short in (("table-5", 6, 6), ("table-6", 6, 6), ("ragcache-figure-22", 11, 7)):
+        for name, cells, short in (("table-5", 6, 6), ("table-6", 6, 6), ("ragcache-figure-22", 14, 9)):
             (found,) = choose_suites([name])
             assert (found.kind, found.needs, found.baseline) == ("pipelining", "", "none")
             assert (len(found.points), len(found.short_form.points)) == (cells, short)

@@ -137,7 +137,8 @@ async def _search(
         plain = paced(plain, (1.0,), cell.search_ms / 1e3)
         staged = paced(staged, plan.shares, cell.search_ms / 1e3)
     questions = [request.question for _, request in requests]
-    options: dict[str, Any] = {"max_prefill_bs": cell.max_prefill_bs, "output_tokens": cell.output_tokens}
+    options: dict[str, Any] = {"max_prefill_bs": cell.max_prefill_bs, "cautious": cell.cautious}
+    options["output_tokens"] = cell.output_tokens
     rows: _Rows
     if cell.measure == "throughput":
         # In both modes the search takes the same: what is compared is what speculation costs.

@@ -22,6 +22,7 @@ class PipeliningCell(SuiteCell):
     cold: retrieval is a pause of `retrieval_ms`, or of `retrieval_of_system` times what the system prompt takes here.
     speculation, throughput: a search for the `top_k` in an `index` over a corpus' embeddings, of which it covers
     `search_ratio`, in `stages` (at most) of `growth`. It is stretched to `search_ms` (0: as long as it takes).
+    `max_prefill_bs` and `cautious` are those of the pipeline.
     """
 
     measure: Literal["cold", "speculation", "throughput"]
@@ -37,6 +38,7 @@ class PipeliningCell(SuiteCell):
     stages: int = Field(4, ge=1)
     growth: Literal["equal", "geometric"] = "equal"
     max_prefill_bs: int | None = Field(None, ge=1)
+    cautious: bool = False
     clients: int | None = Field(None, ge=1)
     overload: float | None = Field(None, gt=0)
     segments: int = Field(10, ge=1)

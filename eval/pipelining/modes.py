@@ -51,6 +51,7 @@ def make_pipeline(
     orderer: Orders,
     builder: PromptBuilder,
     max_prefill_bs: int | None = None,
+    cautious: bool = True,
 ) -> Pipeline[Any, Document, Any]:
     """A pipeline in one of the `MODES` on this server."""
     warm_up, speculate = MODES[mode]
@@ -63,6 +64,7 @@ def make_pipeline(
         warm_up=warm_up,
         speculate=speculate,
         max_prefill_bs=max_prefill_bs,
+        cautious=cautious,
     )
 
 

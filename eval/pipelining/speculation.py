@@ -44,6 +44,7 @@ async def measure_speculation(
     advance: Advance,
     *,
     max_prefill_bs: int | None = None,
+    cautious: bool = False,
     output_tokens: int = 1,
 ) -> dict[str, dict[str, list[Any]]]:
     """Each question in both `MODES` in turn, one at a time. Each mode is a tenant of its own, with its own salt and its
@@ -58,7 +59,7 @@ async def measure_speculation(
     """
     salts = {mode: secrets.token_hex(16) for mode in MODES}
     watched = {mode: _Watched(searches[mode]) for mode in MODES}
-    pipelines = _pipelines(server, builder, watched, max_prefill_bs)
+    pipelines = _pipelines(server, builder, watched, max_prefill_bs, cautious)
     rows: dict[str, dict[str, list[Any]]] = {mode: {name: [] for name in _COLUMNS} for mode in MODES}
     before = await server.quiet()
     for number, question in enumerate(questions):
@@ -101,6 +102,7 @@ async def measure_throughput(
     segments: int,
     overload: float = 2.0,
     max_prefill_bs: int | None = None,
+    cautious: bool = False,
     output_tokens: int = 1,
 ) -> dict[str, dict[str, list[Any]]]:
     """The questions in `segments`, each in both `MODES` in turn: so many `clients` ask one after another, without a
@@ -111,7 +113,7 @@ async def measure_throughput(
     Raises EngineError for a server that does not answer or that others use, and what the engine raises.
     """
     salts = {mode: secrets.token_hex(16) for mode in MODES}
-    pipelines = _pipelines(server, builder, searches, max_prefill_bs)
+    pipelines = _pipelines(server, builder, searches, max_prefill_bs, cautious)
     rows: dict[str, dict[str, list[Any]]] = {mode: {name: [] for name in _SEGMENT_COLUMNS} for mode in MODES}
     parts = _split(len(questions), segments)
     if clients is None:
@@ -209,6 +211,7 @@ def _pipelines(
     builder: PromptBuilder,
     searches: Mapping[str, Retrieval[Any, Document]],
     max_prefill_bs: int | None,
+    cautious: bool,
 ) -> dict[str, Pipeline[Any, Document, Any]]:
     return {
         mode: make_pipeline(
@@ -218,6 +221,7 @@ def _pipelines(
             orderer=server.orderer(builder, tenants=len(MODES)),
             builder=builder,
             max_prefill_bs=max_prefill_bs,
+            cautious=cautious,
         )
         for mode in MODES
     }

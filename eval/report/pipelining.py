@@ -30,7 +30,8 @@ _SPECULATION = (
     "T2 is the search in front of the answer, T1 what is left of it with speculation (RAGCache Table 3): means, one "
     "request at a time. Embedding the question counts in neither. Each mode is a tenant with a cache of its own. A "
     "search is stretched: each stage of the real one waits for its share of the time, as for a database on another "
-    "machine. Extra prefill: prompt tokens that the server says it computed, beyond those without speculation."
+    "machine. Extra prefill: prompt tokens that the server says it computed, beyond those without speculation. "
+    "Cautious: as ragorder speculates by default, only where recent searches say that it saves more than it may cost."
 )
 _STAGES = (
     "Of the speculations that began after a stage, how many were right: taken for the answer. After the last stage "
@@ -218,7 +219,8 @@ def _search(line: Pipelined) -> str:
     cell = line.cell
     taken = f"stretched to {cell['search_ms']:g}{THIN}ms" if cell.get("search_ms") else "not stretched"
     kind = {"ivf": "IVF", "hnsw": "HNSW"}.get(cell.get("index", "ivf"), "")
-    return f"{kind}, {100 * cell.get('search_ratio', 1.0):g}{THIN}% searched, {taken}"
+    words = f"{kind}, {100 * cell.get('search_ratio', 1.0):g}{THIN}% searched, {taken}"
+    return f"{words}, cautious" if cell.get("cautious") else words
 
 
 def _beside(suite: SuiteInfo, lines: _Group) -> list[PaperRow]:
