@@ -17,7 +17,7 @@ from ragorder.adapters._openai_reply import Answer, Reply
 from ragorder.adapters._openai_request import checked_options
 from ragorder.orderer import Orders
 
-__all__ = ["Call", "Setup"]
+__all__ = ["Call", "Setup", "refuses_stream_options"]
 
 _UNKNOWN_OPTION = re.compile(r"stream_options|include_usage|\bextra|unknown field|unrecogni[sz]ed", re.IGNORECASE)
 _TRANSIENT = ("408", "409", "429")
@@ -120,7 +120,7 @@ class Call:
         self.delay_s = 0.0
         if not reply.accepted:
             # The openai client has already repeated what is worth repeating.
-            asked_too_much = self._reports_usage and _refuses_stream_options(error)
+            asked_too_much = self._reports_usage and refuses_stream_options(error)
             self._reports_usage = self._reports_usage and not asked_too_much
             return asked_too_much
         if self._retries >= self.setup.retries or (self.hands_out and reply.pieces) or not _is_broken_stream(error):
@@ -131,7 +131,7 @@ class Call:
         return True
 
 
-def _refuses_stream_options(error: Exception) -> bool:
+def refuses_stream_options(error: Exception) -> bool:
     from openai import APIStatusError
 
     if not isinstance(error, APIStatusError) or error.status_code not in (400, 422):

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from ragorder import Ordering
-from ragorder.adapters._openai_call import _refuses_stream_options
+from ragorder.adapters._openai_call import refuses_stream_options
 from ragorder.adapters._openai_reply import Reply
 from ragorder.adapters._openai_request import checked_options
 from ragorder.adapters._pipelined_prompts import PromptRequest, TimedUsage
@@ -62,7 +62,7 @@ class OpenAIStreams:
             try:
                 return await self._send(request, options | {"stream_options": {"include_usage": True}})
             except Exception as error:
-                if not _refuses_stream_options(error):
+                if not refuses_stream_options(error):
                     raise
         response = await self._send(request, options)
         self._reports_usage = False

@@ -39,8 +39,10 @@ __all__ = [
     "EventsAddress",
     "Progress",
     "as_json",
+    "check_bench",
     "run_bench",
     "run_traces",
+    "sources_of",
 ]
 
 PYDOCS = "pydocs"
@@ -157,13 +159,13 @@ def run_traces(
 ) -> Iterator[list[Run]]:
     """For each trace and seed the runs of all policies, served; with `keep` each knows its served requests. Engine
     "vllm" takes its engines from `pool`, or else from one of its own. Raises as `run_bench` does."""
-    _check(bench)
+    check_bench(bench)
     with ExitStack() as stack:
         yield from _run_traces(bench, _server(bench, stack, pool), progress, keep)
 
 
 def _run_traces(bench: Bench, serve: Serve, progress: Progress, keep: bool) -> Iterator[list[Run]]:
-    for source in _sources(bench):
+    for source in sources_of(bench):
         traces = {seed: source(seed) for seed in bench.seeds}
         steps = sum(len(trace.requests) for trace in traces.values()) * len(bench.policies)
         advance = progress(next(iter(traces.values())).name, steps)
@@ -201,7 +203,7 @@ def as_json(bench: Bench, results: Sequence[RunResult]) -> dict[str, object]:
     return {"schema": _SCHEMA, "environment": environment, "runs": [result.as_json() for result in results]}
 
 
-def _check(bench: Bench) -> None:
+def check_bench(bench: Bench) -> None:
     """Raises PolicyError or BenchError for what no engine can do."""
     for policy in bench.policies:
         if policy not in POLICIES:
@@ -245,7 +247,7 @@ def _server(bench: Bench, stack: ExitStack, pool: VLLMPool | None) -> Serve:
 Source = Callable[[int], Trace]
 
 
-def _sources(bench: Bench) -> Iterator[Source]:
+def sources_of(bench: Bench) -> Iterator[Source]:
     """For each workload and corpus a function from seed to trace."""
     for name in bench.workloads:
         if name == PYDOCS:

@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import Any
 
 from ragorder.document import Document
-from ragorder.eval.bench import Bench, BenchError, Progress, _check, _sources
+from ragorder.eval.bench import Bench, BenchError, Progress, check_bench, sources_of
 from ragorder.eval.engines.base import EngineError
 from ragorder.eval.measures import percentile
 from ragorder.eval.pipelining.modes import ask, in_turn, make_pipeline
@@ -75,13 +75,13 @@ def run_pipelines(
     Raises PipelineError for what a pipeline cannot do, and as `run_bench` does.
     """
     _check_pipeline(bench, pipeline, delay_ms)
-    _check(bench)
+    check_bench(bench)
     modes = ("none",) if pipeline == "none" else ("none", pipeline)
     results: list[PipelineResult] = []
     with ExitStack() as stack:
         facts = _facts(bench, stack)
         builder = PromptBuilder(SYSTEM_PROMPT, tokenizer=facts.tokenizer)
-        for source in _sources(bench):
+        for source in sources_of(bench):
             traces = {seed: source(seed) for seed in bench.seeds}
             steps = sum(len(trace.requests) for trace in traces.values()) * len(bench.policies) * len(modes)
             advance = progress(next(iter(traces.values())).name, steps)
