@@ -713,7 +713,7 @@ class TestFailure:
     ) -> None:
         response, expected = BEFORE_FIRST_TOKEN[case]
         server.plays(response)
-        client = connect(retries=0, timeout=0.3 if case == "timeout" else 10)
+        client = connect(retries=0, timeout=1 if case == "timeout" else 10)
         with pytest.raises(expected):
             getattr(client, method)(QUERY, DOCUMENTS)
         assert orderer.settled == [DISCARDED]
