@@ -15,6 +15,7 @@ from ragorder import Document, Ordering, PromptBuilder
 from ragorder.adapters._answer_length import AnswerLength
 from ragorder.adapters._openai_reply import Answer, Reply
 from ragorder.adapters._openai_request import checked_options
+from ragorder.adapters._request_facts import with_facts
 from ragorder.orderer import Orders
 
 __all__ = ["Call", "Setup", "refuses_stream_options"]
@@ -38,6 +39,7 @@ class Setup:
     prompts: Literal["messages", "token_ids"] = "messages"
     retries: int = 1
     send_salt: bool = True
+    send_facts: bool = False
     sleep: Callable[[float], Any] | None = None
 
     def __post_init__(self) -> None:
@@ -103,6 +105,9 @@ class Call:
         setup = self.setup
         prompt = setup.builder.build(self.query, reply.ordering)
         options = self.options | {"model": setup.model, "stream": True}
+        if setup.send_facts:
+            ends = [span.end for span in prompt.spans]
+            options["extra_body"] = with_facts(options["extra_body"], ends, self.scope)
         if self._reports_usage:
             options["stream_options"] = {"include_usage": True}
         reply.sent_s = time.perf_counter()

@@ -11,6 +11,7 @@ from ragorder.adapters._openai_call import refuses_stream_options
 from ragorder.adapters._openai_reply import Reply
 from ragorder.adapters._openai_request import checked_options
 from ragorder.adapters._pipelined_prompts import PromptRequest, TimedUsage
+from ragorder.adapters._request_facts import with_facts
 from ragorder.pipelining import Chunk
 
 __all__ = ["OpenAIStreams"]
@@ -21,11 +22,13 @@ class OpenAIStreams:
     tokens to completions. Closing a stream closes its HTTP response, on which vLLM and SGLang abort the request.
 
     `send_salt`: a scope that is a string is sent as vLLM's `cache_salt`; False for servers that do not know it.
+    `send_facts`: where the documents end and a digest of the scope are sent to a vLLM with ragorder tiers; other
+    servers may refuse them.
 
     Raises ImportError without the openai package, TypeError for a synchronous client.
     """
 
-    def __init__(self, client: Any, model: str, *, send_salt: bool = True) -> None:
+    def __init__(self, client: Any, model: str, *, send_salt: bool = True, send_facts: bool = False) -> None:
         try:
             import openai
         except ImportError as error:
@@ -35,6 +38,7 @@ class OpenAIStreams:
         self._client = client
         self._model = model
         self._send_salt = send_salt
+        self._send_facts = send_facts
         self._reports_usage = True
 
     async def stream(self, request: PromptRequest, /) -> AsyncGenerator[Chunk, None]:
@@ -42,6 +46,8 @@ class OpenAIStreams:
         openai.APIConnectionError for an answer that ends too early; TypeError or ValueError, before anything is sent,
         for options that are not the caller's to set and for a scope that cannot be a salt."""
         options = checked_options(dict(request.options), request.scope, self._send_salt)
+        if self._send_facts:
+            options["extra_body"] = with_facts(options["extra_body"], request.document_ends, request.scope)
         options |= {"model": self._model, "stream": True}
         reply = Reply(Ordering([], []))
         reply.sent_s = time.perf_counter()

@@ -39,13 +39,14 @@ class Question:
 @dataclass(frozen=True, slots=True)
 class PromptRequest:
     """What an engine is sent: a chat's messages, or a prompt's tokens. `prompt_tokens` is the prompt's length, which is
-    estimated without a tokenizer."""
+    estimated without a tokenizer. Its documents end at the tokens `document_ends`: none without a tokenizer."""
 
     messages: Sequence[Mapping[str, str]] | None = field(repr=False)
     token_ids: Sequence[int] | None = field(repr=False)
     scope: Hashable = field(repr=False)
     options: Mapping[str, Any] = field(repr=False)
     prompt_tokens: int | None = field(default=None, compare=False)
+    document_ends: Sequence[int] = field(default=(), repr=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +121,8 @@ class OrderedPrompts:
         prompt = self._builder.build(question.query, ordering)
         length = estimate_tokens(prompt.text) if prompt.token_ids is None else len(prompt.token_ids)
         messages, token_ids = (prompt.messages, None) if self._form == "messages" else (None, prompt.token_ids)
-        return PromptRequest(messages, token_ids, question.scope, question.all_options(), length)
+        ends = tuple(span.end for span in prompt.spans)
+        return PromptRequest(messages, token_ids, question.scope, question.all_options(), length, ends)
 
 
 class _Commitment:

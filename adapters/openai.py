@@ -109,6 +109,9 @@ class OrderedClient(_Client[Answer, OrderedStream, Generator[Outcome, None, None
       before that, for so many seconds.
     - `send_salt`: a scope that is a string is sent as vLLM's `cache_salt`, which has at most 128 characters, none of
       them @, /, \\ or NUL; False for servers that do not know it.
+    - `send_facts`: switch it on for a vLLM with ragorder tiers (docs/tiers.md). Where the documents end in the prompt
+      (if `builder` has a tokenizer) and a digest of the scope are sent as `kv_transfer_params`, which other servers may
+      refuse.
 
     The cache gets room for an answer of the mean length that the server reported so far, `max_tokens` at most.
 

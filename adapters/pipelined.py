@@ -104,8 +104,9 @@ class _Client:
         token_budget: int = 8192,
         report_load: bool = True,
         send_salt: bool = True,
+        send_facts: bool = False,
     ) -> None:
-        engine = WatchedEngine(OpenAIStreams(client, model, send_salt=send_salt))
+        engine = WatchedEngine(OpenAIStreams(client, model, send_salt=send_salt, send_facts=send_facts))
         poll = MetricsPoll(client, engine) if speculate and report_load else None
         self._client = client
         self._send_salt = send_salt
@@ -148,6 +149,7 @@ class PipelinedClient(_Client):
       server without them is asked less and less; our own are counted then.
     - `send_salt`: a scope that is a string is sent as vLLM's `cache_salt`, which has at most 128 characters, none of
       them @, /, \\ or NUL; False for servers that do not know it.
+    - `send_facts`: switch it on for a vLLM with ragorder tiers (docs/tiers.md), as for `AsyncOrderedClient`.
 
     Every ordering is settled, as by `AsyncOrderedClient`. A server that refuses speculations or warm-ups refuses
     nothing else.

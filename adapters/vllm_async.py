@@ -11,6 +11,7 @@ from typing import Any
 
 from ragorder.adapters._openai_request import checked_salt
 from ragorder.adapters._pipelined_prompts import PromptRequest, TimedUsage
+from ragorder.adapters._request_facts import FACTS, with_facts
 from ragorder.pipelining import Chunk
 
 __all__ = ["AsyncVLLM"]
@@ -21,12 +22,13 @@ class AsyncVLLM:
     `OrderedPrompts(…, prompts="token_ids")`. Options are those of vLLM's SamplingParams.
 
     Closing a stream aborts its request, which leaves the engine's batch after the iteration that it is in. A scope that
-    is a string is the `cache_salt`, unless `send_salt` is False.
+    is a string is the `cache_salt`, unless `send_salt` is False. `send_facts`: where the documents end and a digest of
+    the scope go along in `extra_args`; None: if the engine has ragorder tiers (docs/tiers.md), which use them.
 
     Raises ImportError without vllm.
     """
 
-    def __init__(self, engine: Any, *, send_salt: bool = True) -> None:
+    def __init__(self, engine: Any, *, send_salt: bool = True, send_facts: bool | None = None) -> None:
         try:
             from vllm import SamplingParams
             from vllm.sampling_params import RequestOutputKind
@@ -34,6 +36,7 @@ class AsyncVLLM:
             raise ImportError("vLLM in this process needs vllm: pip install 'ragorder[vllm]'") from error
         self._engine = engine
         self._send_salt = send_salt
+        self._send_facts = _has_tiers(engine) if send_facts is None else send_facts
         self._sampling = SamplingParams
         self._pieces = RequestOutputKind.DELTA
 
@@ -50,6 +53,8 @@ class AsyncVLLM:
         if self._send_salt and isinstance(request.scope, str):
             prompt["cache_salt"] = checked_salt(request.scope)
         options = {name: value for name, value in request.options.items() if value is not None}
+        if self._send_facts:
+            options["extra_args"] = with_facts(options.get("extra_args", {}), request.document_ends, request.scope)
         params = self._sampling(output_kind=self._pieces, **options)
         id, sent_s = f"ragorder-{uuid.uuid4().hex}", time.perf_counter()
         output: Any = None
@@ -67,3 +72,8 @@ class AsyncVLLM:
                 await asyncio.shield(self._engine.abort(id))
         cached_tokens, reason = output.num_cached_tokens, output.outputs[0].finish_reason
         yield Chunk("", TimedUsage(len(output.prompt_token_ids), cached_tokens, completion_tokens, reason, sent_s))
+
+
+def _has_tiers(engine: Any) -> bool:
+    config = getattr(getattr(engine, "vllm_config", None), "kv_transfer_config", None)
+    return FACTS in (getattr(config, "kv_connector_extra_config", None) or {})

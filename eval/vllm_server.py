@@ -14,9 +14,10 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from ragorder.eval.engines.base import EngineError
 from ragorder.eval.engines.vllm import has_fast_bfloat16
@@ -42,6 +43,9 @@ class VLLMServer:
     Development routes (`/reset_prefix_cache`) are on: this is for measurements and tests, not for serving. Its log and
     socket lie in a temporary folder of their own while it runs.
 
+    `dtype` None is bfloat16 where that is fast, else float32. `kv_transfer_config` is vLLM's option of that name, and
+    `environment` what the server finds beside this process's own variables.
+
     Raises EngineError, with the end of the server's log, if it does not come up.
     """
 
@@ -58,6 +62,9 @@ class VLLMServer:
         max_num_seqs: int = 64,
         prefix_caching: bool = True,
         replay_steps: int = 10_000,
+        dtype: str | None = None,
+        kv_transfer_config: Mapping[str, Any] | None = None,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         port, replay = _free_ports(2)
         self._folder = Path(tempfile.gettempdir(), f"ragorder-vllm-{secrets.token_hex(8)}")
@@ -69,6 +76,7 @@ class VLLMServer:
         self.capacity_tokens = blocks * block_size
         self._log = self._folder / "server.log"
         self._process: subprocess.Popen[bytes] | None = None
+        self._environment = dict(environment or {})
         kv_events = {
             "enable_kv_cache_events": True,
             "publisher": "zmq",
@@ -77,12 +85,12 @@ class VLLMServer:
             "buffer_steps": replay_steps,
             "topic": _TOPIC,
         }
-        options = {
+        options: dict[str, Any] = {
             "model": model,
             "served-model-name": self.model_name,
             "host": "127.0.0.1",
             "port": port,
-            "dtype": "bfloat16" if has_fast_bfloat16() else "float32",
+            "dtype": dtype or ("bfloat16" if has_fast_bfloat16() else "float32"),
             "block-size": block_size,
             # vLLM keeps one block of the pool for itself, as its null block.
             "num-gpu-blocks-override": blocks + 1,
@@ -92,6 +100,8 @@ class VLLMServer:
             "max-num-seqs": max_num_seqs,
             "kv-events-config": json.dumps(kv_events),
         }
+        if kv_transfer_config is not None:
+            options["kv-transfer-config"] = json.dumps(kv_transfer_config)
         flags = ["enforce-eager", "enable-prompt-tokens-details", "disable-uvicorn-access-log"]
         flags += ["enable-prefix-caching" if prefix_caching else "no-enable-prefix-caching"]
         self._command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
@@ -111,7 +121,7 @@ class VLLMServer:
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(  # noqa: S603
                 self._command,
-                env=os.environ | _ENVIRONMENT,
+                env=os.environ | _ENVIRONMENT | self._environment,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 # A group of its own: the engine's processes outlive a server that is killed alone.
@@ -128,11 +138,30 @@ class VLLMServer:
             shutil.rmtree(self._folder, ignore_errors=True)
             raise
 
-    def reset(self) -> None:
-        """Empty the prefix cache."""
-        request = urllib.request.Request(f"{self.base_url}/reset_prefix_cache", method="POST")  # noqa: S310
-        with urllib.request.urlopen(request, timeout=30):  # noqa: S310
-            pass
+    @property
+    def alive(self) -> bool:
+        """Whether it was started and has not ended."""
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process that leads the server's group; None: it does not run."""
+        return None if self._process is None else self._process.pid
+
+    def reset(self, *, host: bool = False, timeout_s: float = 30) -> None:
+        """Empty the prefix cache, and with `host` what an offloading connector keeps in host memory, too.
+
+        Raises EngineError if blocks are still in use when the time is over: a copy to another tier holds them as well.
+        """
+        url = f"{self.base_url}/reset_prefix_cache" + "?reset_external=true" * host
+        deadline = time.monotonic() + timeout_s
+        while True:
+            with urllib.request.urlopen(urllib.request.Request(url, method="POST"), timeout=30) as answer:  # noqa: S310
+                if json.load(answer)["success"]:
+                    return
+            if time.monotonic() > deadline:
+                raise EngineError("the server did not empty its prefix cache: blocks are still in use")
+            time.sleep(0.05)
 
     def stop(self, timeout_s: float = 30) -> None:
         """End the server politely, then for good, and remove its folder."""

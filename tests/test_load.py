@@ -864,9 +864,9 @@ class _Handler(BaseHTTPRequestHandler):
         elif fault == "silent":
             self._answer(200, b"data: [DONE]\n\n")
         else:
-            events = [{"choices": [{"text": word}]} for word in ("a", "", "b")]
+            events = [{"choices": [{"text": word}]} for word in ("a", "", "\u2028b\x85")]
             usage = {"choices": [], "usage": self.server.usage(body)}
-            lines = [f"data: {json.dumps(event)}\n\n" for event in [*events, usage]]
+            lines = [f"data: {json.dumps(event, ensure_ascii=False)}\n\n" for event in [*events, usage]]
             self._answer(200, (": ping\n\n" + "".join(lines) + "data: [DONE]\n\n").encode())
 
     def _answer(self, status: int, content: bytes) -> None:
@@ -907,7 +907,7 @@ def far() -> Iterator[FarServer]:
 class TestOpenAIEngine:
     def test_streams_a_completion_of_token_ids(self, far: FarServer) -> None:
         completion = with_engine(far, lambda engine: engine.complete(PROMPT), api_key="secret")
-        assert (completion.cached_tokens, completion.prompt_tokens, completion.text) == (0, 100, "ab")
+        assert (completion.cached_tokens, completion.prompt_tokens, completion.text) == (0, 100, "a\u2028b\x85")
         assert completion.ttft_s > 0
         (body,) = far.bodies
         assert body["prompt"] == PROMPT

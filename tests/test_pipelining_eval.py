@@ -558,7 +558,12 @@ class TestTheReport:
 
     @pytest.mark.parametrize(
         ("rates", "said"),
-        [([2.0] * 10, "yes"), ([2.5] * 10, "yes"), ([1.9] * 10, "no"), ([1.8] * 5 + [2.2] * 5, "yes, but its interval is wider")],
+        [
+            ([2.0] * 10, "yes"),
+            ([2.5] * 10, "yes"),
+            ([1.9] * 10, "no"),
+            ([1.8] * 5 + [2.2] * 5, "yes, but its interval is wider"),
+        ],
     )
     def test_says_whether_throughput_is_the_same(self, tmp_path: Path, rates: list[float], said: str) -> None:
         def rows(rates: list[float], begun: int) -> JSON:

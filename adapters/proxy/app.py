@@ -42,6 +42,7 @@ def make_app(
     body_limit: int = BODY_LIMIT,
     timeouts: Timeouts = Timeouts(),  # noqa: B008
     turns: Turns | None = None,
+    send_facts: bool = False,
     routes: Sequence[BaseRoute] = (),
     make_transport: Callable[[], httpx.AsyncBaseTransport] | None = None,
 ) -> ASGIApp:
@@ -53,6 +54,8 @@ def make_app(
     - `template` finds documents in messages that are not tagged.
     - `api_key` is asked of every request but GET /ragorder/health; `upstream_api_key` is sent upstream.
     - `turns` lets so many requests through to the server at a time; the others wait (None: it gets all at once).
+    - `send_facts`: the server is a vLLM with ragorder tiers, and is told where the documents end (with `tokenizer`) and
+      whose they are (a digest).
     - `body_limit` is in bytes. `routes` are the proxy's own, besides /ragorder/health and /ragorder/openapi.json.
     - `make_transport` replaces the connections to the upstream server.
 
@@ -69,7 +72,7 @@ def make_app(
         timeouts=timeouts,
         make_transport=make_transport,
     )
-    bodies = BodyOrderer(orderer, builder, lengths, template)
+    bodies = BodyOrderer(orderer, builder, lengths, template, send_facts=send_facts)
     forward = Forward(server, bodies, body_limit=body_limit, in_thread=lengths.exact, turns=turns)
     description = describe()
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import add
 from typing import Literal
 
 import msgspec
@@ -13,6 +15,7 @@ from ragorder.adapters._answer_length import AnswerLength
 from ragorder.adapters._openai_request import checked_salt
 from ragorder.adapters.proxy.body import Body, ChatBody, CompletionBody, Fields, Front
 from ragorder.adapters.proxy.errors import ProxyError
+from ragorder.adapters.proxy.facts import add_facts
 from ragorder.adapters.proxy.lengths import Lengths
 from ragorder.adapters.proxy.schema import FIELD, read_tagged
 from ragorder.adapters.proxy.scope import scope_of
@@ -35,13 +38,16 @@ _TAG = b'"%s"' % FIELD.encode()
 
 @dataclass(eq=False, slots=True)
 class ReadBody:
-    """A body whose documents were found, and wait to be ordered. `write` gives the body that goes on in an order. What
-    stands in front of the documents could not be read if there is an `error`."""
+    """A body whose documents were found, and wait to be ordered. `write` gives the body that goes on in an order. The
+    tokens between documents are `gaps`, if there are any, and `salt` is the tenant's. What stands in front of the
+    documents could not be read if there is an `error`."""
 
     body: Body
     documents: list[Document]
     question_tokens: int
     write: Callable[[Ordering[Document]], bytes]
+    gaps: Sequence[int] = ()
+    salt: str | None = None
     scope: bytes = b""
     prefix_tokens: int = 0
     error: Exception | None = None
@@ -57,11 +63,14 @@ class BodyOrderer:
         builder: PromptBuilder,
         lengths: Lengths,
         template: DocumentTemplate | None,
+        *,
+        send_facts: bool = False,
     ) -> None:
         self._orderer = orderer
         self._builder = builder
         self._lengths = lengths
         self._template = template
+        self._send_facts = send_facts
         self._answer_length = AnswerLength()
         self._fronts: dict[bytes, int] = {}
 
@@ -109,6 +118,8 @@ class BodyOrderer:
             )
         request.ordering = ordering
         request.answers = _answers(body)
+        if self._send_facts:
+            add_facts(body.fields, self._ends(read, ordering), read.salt)
         return read.write(ordering)
 
     def foretell(self, read: ReadBody) -> CachedLengths:
@@ -146,22 +157,34 @@ class BodyOrderer:
             return None
 
         def write(ordering: Ordering[Document]) -> bytes:
-            if all(place == rank for place, rank in enumerate(ordering.permutation)):
+            in_place = all(place == rank for place, rank in enumerate(ordering.permutation))
+            if in_place and not self._send_facts:
                 return content
             body.put(passage, run.arranged(ordering.permutation))
             return msgspec.json.encode(body.fields)
 
         documents = [self._lengths.found(text) for text in run.documents]
-        read = ReadBody(body, documents, self._lengths.text(run.tail), write)
+        gaps = [self._lengths.text(gap) for gap in run.gaps] if self._send_facts else ()
+        read = ReadBody(body, documents, self._lengths.text(run.tail), write, gaps)
         return self._with_scope(read, salt, passage.front._replace(text=run.head))
 
     def _with_scope(self, read: ReadBody, salt: str | None, front: Front) -> ReadBody:
+        read.salt = salt
         try:
             read.scope = scope_of(read.body, salt, front)
             read.prefix_tokens = self._front_tokens(read.scope, read.body, front)
         except Exception as error:
             read.error = error
         return read
+
+    def _ends(self, read: ReadBody, ordering: Ordering[Document]) -> list[int]:
+        """At which tokens of the prompt the documents end. None is said where lengths are only estimated."""
+        if not self._lengths.exact or read.error is not None:
+            return []
+        lengths = [document.tokens or 0 for document in ordering.documents]
+        gaps = read.gaps or [0] * (len(lengths) - 1)
+        starts = accumulate(map(add, lengths, gaps), initial=read.prefix_tokens)
+        return list(map(add, starts, lengths))
 
     def _front_tokens(self, scope: bytes, body: Body, front: Front) -> int:
         """The same in all requests of a scope, and counted in the first."""

@@ -35,6 +35,11 @@ class Run:
         return self.pieces[1::2]
 
     @property
+    def gaps(self) -> Sequence[str]:
+        """The white space between the documents."""
+        return self.pieces[2:-1:2]
+
+    @property
     def tail(self) -> str:
         """What stands behind the last document."""
         return self.pieces[-1]

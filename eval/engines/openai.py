@@ -213,10 +213,20 @@ class OpenAIEngine:
             raise RequestError(type(error).__name__) from None
 
 
+async def _lines(response: httpx.Response) -> AsyncIterator[bytes]:
+    """httpx also ends a line at characters such as U+2028, which JSON may hold as they are."""
+    rest = b""
+    async for piece in response.aiter_bytes():
+        *lines, rest = (rest + piece).split(b"\n")
+        for line in lines:
+            yield line
+    yield rest
+
+
 async def _events(response: httpx.Response) -> AsyncIterator[Mapping[str, Any]]:
-    async for line in response.aiter_lines():
-        data = line.removeprefix("data:").strip()
-        if not line.startswith("data:") or data == "[DONE]":
+    async for line in _lines(response):
+        data = line.removeprefix(b"data:").strip()
+        if not line.startswith(b"data:") or data == b"[DONE]":
             continue
         event: Mapping[str, Any] = json.loads(data)
         if "error" in event:

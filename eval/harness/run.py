@@ -17,6 +17,7 @@ from ragorder.eval.harness.options import Options
 from ragorder.eval.harness.pipelining import run_pipelining_suites
 from ragorder.eval.harness.plan import Job, Missing, asked_for, in_order, plan_jobs
 from ragorder.eval.harness.quality import run_quality_suite
+from ragorder.eval.harness.replacement import run_replacement_suites
 from ragorder.eval.harness.serve import Engines
 from ragorder.eval.harness.store import SCHEMA, Store
 from ragorder.eval.harness.suite import Suite
@@ -107,9 +108,10 @@ class _Session:
         for suite in self._asked("quality"):
             lines = run_quality_suite(suite, self._options, self._store, self.id, self._progress)
             self._outcome.quality += self._keep(lines)
-        pipelining = list(self._asked("pipelining"))
-        lines = run_pipelining_suites(pipelining, self._options, self._store, self.id, self._progress)
-        self._outcome.runs += self._keep(lines)
+        for kind, run_suites_of in (("pipelining", run_pipelining_suites), ("replacement", run_replacement_suites)):
+            asked = list(self._asked(kind))
+            lines = run_suites_of(asked, self._options, self._store, self.id, self._progress)
+            self._outcome.runs += self._keep(lines)
         return self._outcome
 
     def _asked(self, kind: str) -> Iterator[Suite]:

@@ -128,6 +128,7 @@ _KEYS = {
     "run": ("suite", "cell", "seed", "policy"),
     "quality": ("suite", "cell", "seed", "policy", "dry_run"),
     "pipelining": ("suite", "cell", "seed", "policy"),
+    "replacement": ("suite", "cell", "seed", "policy"),
     "unavailable": ("suite", "cell", "policy", "reason"),
     "check": ("name", "suite", "cell", "seed", "policy", "dry_run"),
 }

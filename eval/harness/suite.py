@@ -15,13 +15,16 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from ragorder.eval.harness.cells import Cell, SuiteError, complaint
 from ragorder.eval.harness.pipelining_cells import PIPELINE_POLICIES, PipeliningCell
 from ragorder.eval.harness.quality_cells import QualityCell, check_orders
+from ragorder.eval.harness.replacement_cells import ReplacementCell
 from ragorder.eval.policies import POLICIES
+from ragorder.eval.replacement import REPLACEMENT_POLICIES
 
 __all__ = ["GROUPS", "PaperRow", "Reduced", "Report", "Suite", "choose_suites", "load_suite", "load_suites"]
 
 GROUPS = ("paper", "ours", "all")
 _FROM_PAPER = re.compile(r"(ragcache-)?(table|figure)-\d+|pressure")
 _STRICT = ConfigDict(extra="forbid", frozen=True)
+_POLICIES_OF = {"pipelining": PIPELINE_POLICIES, "replacement": REPLACEMENT_POLICIES}
 
 
 class Report(BaseModel):
@@ -90,7 +93,7 @@ class Suite(BaseModel):
     title: str
     source: str
     says: str
-    kind: Literal["serve", "quality", "pipelining"] = "serve"
+    kind: Literal["serve", "quality", "pipelining", "replacement"] = "serve"
     needs: str = ""
     policies: tuple[str, ...] = ()
     baseline: str = "retrieval"
@@ -110,8 +113,9 @@ class Suite(BaseModel):
             raise ValueError("the same policy twice")
         for policy in policies:
             # The orders of a suite about quality have guards in their names: see `check_orders`.
-            known = PIPELINE_POLICIES if info.data.get("kind") == "pipelining" else POLICIES
-            if info.data.get("kind") != "quality" and policy not in known:
+            kind = info.data.get("kind")
+            known = _POLICIES_OF.get(kind, POLICIES)
+            if kind != "quality" and policy not in known:
                 raise ValueError(f"unknown policy {policy!r}: choose from {', '.join(known)}")
         return policies
 
@@ -221,6 +225,8 @@ def _check_cells(suite: Suite, where: str) -> None:
         read = QualityCell.read
     elif suite.kind == "pipelining":
         read = PipeliningCell.read
+    elif suite.kind == "replacement":
+        read = ReplacementCell.read
     for point in suite.points:
         read(point, f"{where}: cell {_short(point)}")
 

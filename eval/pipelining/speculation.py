@@ -53,7 +53,8 @@ async def measure_speculation(
     `searches` are those of the modes, by name. `exposed_ms` is T1 of Table 3 with speculation and T2 without.
     `computed_tokens` are the prompt tokens that the server says it has computed between two requests, with those of
     speculations that were wrong. `started_stages` are those after which the documents were new, so that a speculation
-    began (unless `cautious`), and `settled_stage` is the one since which they are final. Nothing is on its way when a request begins.
+    began (unless `cautious`), and `settled_stage` is the one since which they are final. Nothing is on its way when a
+    request begins.
 
     Raises EngineError for a server that does not answer or that others use, and what the engine raises.
     """

@@ -7,6 +7,7 @@ from typing import Any
 
 from ragorder.eval.report.canvas import COLOURS, need_matplotlib
 from ragorder.eval.report.pictures import pictures_of
+from ragorder.eval.report.replacement import replacement_pictures
 from ragorder.eval.report.sections import STATISTICS, Progress, Report, silent
 
 __all__ = ["need_jinja", "render_html"]
@@ -31,7 +32,8 @@ def render_html(report: Report, progress: Progress = silent) -> str:
     template = environment.from_string(files("ragorder.eval.report").joinpath("page.html").read_text("utf-8"))
     advance, pictures = progress("drawing", len(report.sections)), {}
     for section in report.sections:
-        pictures[section.suite.name] = pictures_of(section.suite, section.groups, section.baseline)
+        drawn = pictures_of(section.suite, section.groups, section.baseline)
+        pictures[section.suite.name] = drawn + replacement_pictures(section.suite, section.replaced)
         advance()
     page: str = template.render(report=report, pictures=pictures, colours=COLOURS, statistics=STATISTICS)
     return page

@@ -139,7 +139,7 @@ def _stages(groups: Sequence[_Group]) -> Table:
 
 
 def _throughput(suite: SuiteInfo, groups: Sequence[_Group]) -> list[Table]:
-    headings = ["search", "clients", "offered", "without, requests/s", "with speculation, requests/s", "at most 2 % less"]
+    headings = ["search", "clients", "offered", "without, requests/s", "speculating, requests/s", "at most 2 % less"]
     table = Table("Throughput under saturation", [*headings, "refused, %", "extra prefill, %"], note=_THROUGHPUT)
     for lines in groups:
         rates = _compare(lines, "none", "speculative", "requests_per_s", statistic="mean", better="higher")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ragorder.eval.report.pipelining_lines import Pipelined
+from ragorder.eval.report.replacement_lines import Replaced
 from ragorder.eval.statistics import need_scipy
 
 if TYPE_CHECKING:
@@ -128,6 +129,7 @@ class Results:
     runs: list[Run] = field(default_factory=list)
     quality: list[Quality] = field(default_factory=list)
     pipelining: list[Pipelined] = field(default_factory=list)
+    replacement: list[Replaced] = field(default_factory=list)
     unavailable: list[Unavailable] = field(default_factory=list)
     checks: list[Mapping[str, Any]] = field(default_factory=list)
     quality_checks: list[Mapping[str, Any]] = field(default_factory=list)
@@ -136,8 +138,8 @@ class Results:
     @property
     def suites(self) -> list[str]:
         """The names of all suites of which there is anything."""
-        lines: list[Run | Quality | Pipelined | Unavailable] = [*self.runs, *self.quality]
-        lines += [*self.pipelining, *self.unavailable]
+        lines: list[Run | Quality | Pipelined | Replaced | Unavailable] = [*self.runs, *self.quality]
+        lines += [*self.pipelining, *self.replacement, *self.unavailable]
         return list(dict.fromkeys(line.suite for line in lines))
 
 
@@ -253,6 +255,14 @@ def _pipelining(entry: dict[str, Any], results: Results, seen: set[object]) -> s
     return ""
 
 
+def _replacement(entry: dict[str, Any], results: Results, seen: set[object]) -> str:
+    line = Replaced.read(entry)
+    if _again(seen, "replacement", line.suite, key_of(line.cell), line.seed, line.policy):
+        return "a simulation of tiers that is there already was passed over (the first one counts)"
+    results.replacement.append(line)
+    return ""
+
+
 def _unavailable(entry: dict[str, Any], results: Results, seen: set[object]) -> str:
     cell = dict(entry.get("cell") or {})
     missing = Unavailable(str(entry["suite"]), cell, str(entry["policy"]), str(entry.get("reason", "no reason given")))
@@ -306,6 +316,7 @@ _READERS = {
     "run": _run,
     "quality": _quality,
     "pipelining": _pipelining,
+    "replacement": _replacement,
     "unavailable": _unavailable,
     "check": _check,
 }

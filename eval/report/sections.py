@@ -16,6 +16,8 @@ from ragorder.eval.report.pipelining import pipelining_engine, pipelining_tables
 from ragorder.eval.report.pipelining_lines import Pipelined
 from ragorder.eval.report.quality import quality_not_measured, quality_tables
 from ragorder.eval.report.reading import Results, Run, Session
+from ragorder.eval.report.replacement import replacement_engine, replacement_tables
+from ragorder.eval.report.replacement_lines import Replaced
 from ragorder.eval.report.suites import SuiteInfo
 from ragorder.eval.report.tables import Entry, Table, comparison_tables, detail_tables
 from ragorder.eval.report.words import cell_words, figure, policy_words
@@ -63,6 +65,7 @@ class Section:
     tables: list[Table] = field(default_factory=list)
     unavailable: list[tuple[str, str]] = field(default_factory=list)
     words: list[str] = field(default_factory=list)
+    replaced: list[Replaced] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -115,6 +118,9 @@ def _section(suite: SuiteInfo, results: Results) -> Section:
     section.tables += pipelining_tables(suite, results)
     pipelined = [line for line in results.pipelining if line.suite == suite.name]
     section.engine = section.engine or pipelining_engine(pipelined)
+    section.replaced = [line for line in results.replacement if line.suite == suite.name]
+    section.tables += replacement_tables(suite, section.replaced)
+    section.engine = section.engine or replacement_engine(section.replaced)
     headings, rows = paper_rows(suite)
     if rows:
         labels = sum(heading in ("at", "policy", "hardware") for heading in headings)
@@ -129,8 +135,8 @@ def _section(suite: SuiteInfo, results: Results) -> Section:
     for reason, policies_of in reasons.items():
         cells = list(dict.fromkeys(cell for cells in policies_of.values() for cell in cells))
         where = f" ({_few(cells)})" if measured & policies_of.keys() and cells != [""] else ""
-        # A data set that is not here is missing in all orders.
-        who = cells if suite.kind == "quality" else map(policy_words, policies_of)
+        # A data set that is not here is missing in all orders, and a stream under all policies.
+        who = cells if suite.kind in ("quality", "replacement") and cells != [""] else map(policy_words, policies_of)
         section.unavailable.append((", ".join(who), f"{reason}{where}"))
     return section
 
@@ -208,13 +214,13 @@ def _main_policy(section: Section) -> str | None:
 def _measured(results: Results) -> str:
     days = sorted(session.started[:10] for session in results.sessions if session.started)
     when = f"{days[0]} to {days[-1]}" if days and days[0] != days[-1] else days[0] if days else "at an unknown time"
-    runs = len(results.runs) + len(results.pipelining)
-    requests = sum(run.requests for run in results.runs) + sum(line.requests for line in results.pipelining)
-    return f"{runs:,} runs, {requests:,} requests after warm-up, measured {when}"
+    runs: list[Run | Pipelined | Replaced] = [*results.runs, *results.pipelining, *results.replacement]
+    requests = sum(run.requests for run in runs)
+    return f"{len(runs):,} runs, {requests:,} requests after warm-up, measured {when}"
 
 
 def _not_measured(results: Results, suites: Mapping[str, SuiteInfo]) -> list[str]:
-    runs: list[Run | Pipelined] = [*results.runs, *results.pipelining]
+    runs: list[Run | Pipelined | Replaced] = [*results.runs, *results.pipelining, *results.replacement]
     engines = {str(run.engine.get("name")) for run in runs}
     models = {str(run.engine.get("model") or "") for run in runs if run.engine.get("name") != "sim"}
     said = []

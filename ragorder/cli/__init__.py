@@ -1,4 +1,4 @@
-"""The command line: `ragorder order`, `bench`, `eval`, `replay`, `serve`, `stats`, `demo` and `doctor`."""
+"""The command line `ragorder`: order, bench, eval, replay, serve, stats, tiers, profile, demo and doctor."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from ragorder.cli.demo import demo
 from ragorder.cli.doctor import doctor
 from ragorder.cli.eval import eval as evaluation
 from ragorder.cli.order import order
+from ragorder.cli.profile import profile
 from ragorder.cli.replay import replay
 from ragorder.cli.serve import serve
 from ragorder.cli.stats import stats
+from ragorder.cli.tiers import tiers
 
 __all__ = ["main"]
 
@@ -35,5 +37,7 @@ main.add_command(evaluation)
 main.add_command(replay)
 main.add_command(serve)
 main.add_command(stats)
+main.add_command(tiers)
+main.add_command(profile)
 main.add_command(demo)
 main.add_command(doctor)

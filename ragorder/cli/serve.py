@@ -96,6 +96,12 @@ class _Text(click.ParamType[str]):
     help="Serve documents in retrieval order; compute and score ragorder's order, to see what it would save.",
 )
 @click.option(
+    "--tiers",
+    is_flag=True,
+    help="The server is a vLLM with ragorder tiers: tell it where documents end (with --tokenizer) and, by a digest, "
+    "whose they are. Other servers may refuse that.",
+)
+@click.option(
     "--max-in-flight",
     type=click.IntRange(min=1),
     metavar="N",
@@ -157,6 +163,7 @@ def serve(
     question_template: str | None,
     tokenizer: str | None,
     shadow: bool,
+    tiers: bool,
     max_in_flight: int | None,
     reorder_window: int | None,
     max_waiting: int | None,
@@ -216,6 +223,7 @@ def serve(
             body_limit=int(body_limit * (1 << 20)),
             timeouts=Timeouts(connect_timeout, read_timeout),
             turns=turns,
+            send_facts=tiers,
             routes=stats_routes(metrics, turns),
         )
     except AddressError as error:

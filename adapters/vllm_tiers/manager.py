@@ -1,0 +1,123 @@
+"""vLLM's manager of host memory and what is behind it, with our policy, counts, and copies that may fail."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection
+from typing import Any
+
+from typing_extensions import override
+from vllm.v1.kv_offload.base import (
+    LoadStoreSpec,
+    LookupResult,
+    OffloadKey,
+    PrepareStoreOutput,
+    ReqContext,
+    RequestOffloadingContext,
+)
+from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
+from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager, TieringOffloadingManager
+
+from ragorder.adapters.vllm_tiers.facts import facts_of, readable
+from ragorder.adapters.vllm_tiers.metrics import RequestCounts
+from ragorder.adapters.vllm_tiers.policy import HostPolicy
+
+__all__ = ["TierManager"]
+
+_MOST_TENANTS = 1024
+
+
+class TierManager(TieringOffloadingManager):  # type: ignore[misc]
+    """Tells the policy which request each call is about, counts, and does not believe in what was not copied.
+
+    `chunk_bytes` is what a chunk takes in host memory. Raises ValueError if the host tier has another policy than ours.
+    """
+
+    def __init__(
+        self,
+        primary_tier: CPUPrimaryTierOffloadingManager,
+        secondary_tiers: list[SecondaryTierManager],
+        chunk_bytes: int,
+    ) -> None:
+        super().__init__(primary_tier=primary_tier, secondary_tiers=secondary_tiers)
+        policy = primary_tier._policy
+        if not isinstance(policy, HostPolicy):
+            raise ValueError(
+                f"eviction_policy is {type(policy).__name__}: take the --kv-transfer-config of `ragorder tiers config`"
+            )
+        self._policy = policy
+        self._chunk_bytes = chunk_bytes
+        self._requests = RequestCounts()
+        self._tenants: OrderedDict[str, None] = OrderedDict()
+        self._failed_chunks: set[int] = set()
+
+    def loads_failed(self, count: int) -> None:
+        """So many requests have to compute what a copy was to bring."""
+        self._policy.counts.failed_transfers += count
+
+    def stores_failed(self, chunk_ids: set[int]) -> None:
+        """These places in host memory were not filled: of the stores that end now, those to them have failed."""
+        self._failed_chunks |= chunk_ids
+
+    @override
+    def on_new_request(
+        self, req_context: ReqContext, *, exclude_tier_idx: int | None = None
+    ) -> RequestOffloadingContext:
+        self._count_facts(req_context)
+        return super().on_new_request(req_context, exclude_tier_idx=exclude_tier_idx)
+
+    @override
+    def lookup(self, key: OffloadKey, req_context: ReqContext, *, exclude_tier_idx: int | None = None) -> LookupResult:
+        self._policy.serve(req_context).looked_up(key)
+        return super().lookup(key, req_context, exclude_tier_idx=exclude_tier_idx)
+
+    @override
+    def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
+        self._policy.serve(req_context).loaded(keys)
+        return super().prepare_load(keys, req_context)
+
+    @override
+    def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
+        # What it found is known, and what it computes is about to come in.
+        self._policy.serve(req_context)
+        self._policy.count(req_context)
+        return super().prepare_store(keys, req_context)
+
+    @override
+    def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
+        if self._failed_chunks:
+            chunks = [self._policy.get(key) for key in keys]
+            places = {chunk.chunk_id for chunk in chunks if chunk is not None}
+            if places & self._failed_chunks:
+                self._failed_chunks -= places
+                self._policy.counts.failed_transfers += 1
+                success = False
+        super().complete_store(keys, req_context, success)
+
+    @override
+    def reset_cache(self) -> None:
+        super().reset_cache()
+        self._failed_chunks.clear()
+
+    @override
+    def get_stats(self) -> Any:
+        stats = self._policy.counts_now(self._chunk_bytes).report()
+        stats.aggregate(self._requests.report())
+        of_vllm = super().get_stats()
+        return stats if of_vllm is None else stats.aggregate(of_vllm)
+
+    def _count_facts(self, request: ReqContext) -> None:
+        facts, counts = facts_of(request), self._requests
+        if not readable(request):
+            counts.unreadable += 1
+        elif facts is None:
+            counts.without_facts += 1
+        else:
+            counts.with_facts += 1
+            counts.documents += len(facts.documents)
+            if facts.tenant is not None:
+                self._tenants[facts.tenant] = None
+                self._tenants.move_to_end(facts.tenant)
+                if len(self._tenants) > _MOST_TENANTS:
+                    self._tenants.popitem(last=False)
+                counts.tenants = len(self._tenants)

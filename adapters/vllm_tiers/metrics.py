@@ -1,0 +1,142 @@
+"""What the tiers publish in vLLM's own /metrics, beside vLLM's `prompt_tokens_cached_by_source` and `kv_offload_*`.
+
+vLLM adds its own labels (`model_name`, `engine`) and, to counters, `_total`. A tier is "device", "host" or "disk".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMetadata, OffloadingMetricMetadata
+
+__all__ = [
+    "BYTES",
+    "CAPACITY_BYTES",
+    "CHUNKS",
+    "DEVICE_ORDER",
+    "DOCUMENTS",
+    "EVICTED_CHUNKS",
+    "FAILED_TRANSFERS",
+    "OLDEST_SECONDS",
+    "REFUSED_CHUNKS",
+    "REQUESTS_WITHOUT_FACTS",
+    "REQUESTS_WITH_FACTS",
+    "REQUESTS_WITH_UNREADABLE_FACTS",
+    "STORED_CHUNKS",
+    "TENANTS",
+    "RequestCounts",
+    "TierCounts",
+    "metric_definitions",
+]
+
+CHUNKS = "vllm:ragorder_chunks"
+BYTES = "vllm:ragorder_bytes"
+CAPACITY_BYTES = "vllm:ragorder_capacity_bytes"
+OLDEST_SECONDS = "vllm:ragorder_oldest_chunk_seconds"
+STORED_CHUNKS = "vllm:ragorder_stored_chunks"
+EVICTED_CHUNKS = "vllm:ragorder_evicted_chunks"
+REFUSED_CHUNKS = "vllm:ragorder_refused_chunks"
+FAILED_TRANSFERS = "vllm:ragorder_failed_transfers"
+REQUESTS_WITH_FACTS = "vllm:ragorder_requests_with_facts"
+REQUESTS_WITHOUT_FACTS = "vllm:ragorder_requests_without_facts"
+REQUESTS_WITH_UNREADABLE_FACTS = "vllm:ragorder_requests_with_unreadable_facts"
+DOCUMENTS = "vllm:ragorder_documents"
+TENANTS = "vllm:ragorder_tenants"
+DEVICE_ORDER = "vllm:ragorder_device_order"
+
+_TIER = ("tier",)
+
+
+def metric_definitions() -> dict[str, OffloadingMetricMetadata]:
+    """All of them, by name, as an offloading spec or a secondary tier declares its metrics."""
+    return {
+        CHUNKS: OffloadingGaugeMetadata("Chunks of KV that a tier holds.", _TIER),
+        BYTES: OffloadingGaugeMetadata("Bytes that a tier's chunks take.", _TIER),
+        CAPACITY_BYTES: OffloadingGaugeMetadata("Bytes that a tier may take.", _TIER),
+        OLDEST_SECONDS: OffloadingGaugeMetadata("Seconds since a tier's oldest chunk came in; 0 if empty.", _TIER),
+        STORED_CHUNKS: OffloadingCounterMetadata("Chunks that were copied into a tier.", _TIER),
+        EVICTED_CHUNKS: OffloadingCounterMetadata("Chunks that a tier's policy gave up for others.", _TIER),
+        REFUSED_CHUNKS: OffloadingCounterMetadata(
+            "Chunks that a tier did not take or did not give back, by reason.", ("tier", "reason")
+        ),
+        FAILED_TRANSFERS: OffloadingCounterMetadata(
+            "Copies between device and a tier that failed; what they were to bring was computed again.", _TIER
+        ),
+        REQUESTS_WITH_FACTS: OffloadingCounterMetadata("Requests that said where their documents end."),
+        REQUESTS_WITHOUT_FACTS: OffloadingCounterMetadata("Requests that said nothing of their documents."),
+        REQUESTS_WITH_UNREADABLE_FACTS: OffloadingCounterMetadata(
+            "Requests whose facts were not understood; they were served as if they had none."
+        ),
+        DOCUMENTS: OffloadingCounterMetadata("Documents in the prompts of requests with facts."),
+        TENANTS: OffloadingGaugeMetadata("Different tenants among the recent requests that named one."),
+        DEVICE_ORDER: OffloadingGaugeMetadata(
+            "1 while the device gives up blocks in the order of the policy, 0 after an error of ours: in vLLM's own."
+        ),
+    }
+
+
+@dataclass(slots=True)
+class TierCounts:
+    """What one tier counts. Gauges are as they are now; counters grow, and `report` tells vLLM by how much."""
+
+    tier: str
+    chunks: int = 0
+    bytes: int = 0
+    capacity_bytes: int = 0
+    oldest_seconds: float = 0.0
+    stored: int = 0
+    evicted: int = 0
+    failed_transfers: int = 0
+    refused: dict[str, int] = field(default_factory=dict)
+    _reported: dict[tuple[str, tuple[str, ...]], int] = field(default_factory=dict)
+
+    def report(self) -> OffloadingConnectorStats:
+        """The gauges, and what the counters have grown by since the last report."""
+        stats = OffloadingConnectorStats()
+        label = (self.tier,)
+        stats.set_gauge(CHUNKS, self.chunks, label)
+        stats.set_gauge(BYTES, self.bytes, label)
+        stats.set_gauge(CAPACITY_BYTES, self.capacity_bytes, label)
+        stats.set_gauge(OLDEST_SECONDS, self.oldest_seconds, label)
+        self._grow(stats, STORED_CHUNKS, self.stored, label)
+        self._grow(stats, EVICTED_CHUNKS, self.evicted, label)
+        self._grow(stats, FAILED_TRANSFERS, self.failed_transfers, label)
+        for reason, count in self.refused.items():
+            self._grow(stats, REFUSED_CHUNKS, count, (self.tier, reason))
+        return stats
+
+    def _grow(self, stats: OffloadingConnectorStats, name: str, count: int, labels: tuple[str, ...]) -> None:
+        # A counter that has not moved is reported once, so that it is on the page from the start.
+        before = self._reported.get((name, labels))
+        if before is None or count != before:
+            stats.increase_counter(name, count - (before or 0), labels)
+            self._reported[name, labels] = count
+
+
+@dataclass(slots=True)
+class RequestCounts:
+    """What requests said of themselves."""
+
+    with_facts: int = 0
+    without_facts: int = 0
+    unreadable: int = 0
+    documents: int = 0
+    tenants: int = 0
+    _reported: dict[str, int] = field(default_factory=dict)
+
+    def report(self) -> OffloadingConnectorStats:
+        """The gauges, and what the counters have grown by since the last report."""
+        stats = OffloadingConnectorStats()
+        stats.set_gauge(TENANTS, self.tenants)
+        for name, count in (
+            (REQUESTS_WITH_FACTS, self.with_facts),
+            (REQUESTS_WITHOUT_FACTS, self.without_facts),
+            (REQUESTS_WITH_UNREADABLE_FACTS, self.unreadable),
+            (DOCUMENTS, self.documents),
+        ):
+            before = self._reported.get(name)
+            if before is None or count != before:
+                stats.increase_counter(name, count - (before or 0))
+                self._reported[name] = count
+        return stats

@@ -1,0 +1,49 @@
+"""The entry point `vllm.general_plugins`: vLLM then knows the tiers by name, without module paths in the configuration.
+
+vLLM calls this in each of its processes, whether the tiers are used or not. So nothing of ours is loaded, only names
+are written down, and nothing that goes wrong here is anybody's problem.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+
+from ragorder.adapters.vllm_tiers.versions import UnsupportedVLLMError, check_vllm
+
+__all__ = ["register"]
+
+# A child of vLLM's logger: in an engine's process nobody listens to ours.
+_log = logging.getLogger("vllm.ragorder.plugin")
+_PACKAGE = "ragorder.adapters.vllm_tiers"
+
+
+def register() -> None:
+    """Make the names known to vLLM's factories; again and again does no harm. Never raises."""
+    try:
+        check_vllm()
+        _register()
+    except UnsupportedVLLMError as error:
+        _log.debug("not registered: %s", error)
+    except Exception:
+        _log.warning("ragorder's tiers could not be registered with vLLM", exc_info=True)
+
+
+def _register() -> None:
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.v1.kv_offload.cpu.policies.factory import CachePolicyFactory
+    from vllm.v1.kv_offload.factory import OffloadingSpecFactory
+    from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
+
+    names: list[tuple[Callable[[str, str, str], None], str, str]] = [
+        (KVConnectorFactory.register_connector, "connector", "TierConnector"),
+        (KVConnectorFactory.register_connector, "ordered_connector", "OrderedTierConnector"),
+        (OffloadingSpecFactory.register_spec, "spec", "TierSpec"),
+        (CachePolicyFactory.register_cache_policy, "policy", "HostPolicy"),
+        (SecondaryTierFactory.register_tier, "disk", "DiskTier"),
+    ]
+    for add, module, name in names:
+        # It is there already.
+        with suppress(ValueError):
+            add(name, f"{_PACKAGE}.{module}", name)

@@ -1,0 +1,167 @@
+"""What the host tier gives up first: a `CachePolicy` of vLLM on `ragorder.trie.replacement`."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Container, Iterable, Sequence
+
+from typing_extensions import override
+from vllm.v1.kv_offload.base import OffloadKey, ReqContext
+from vllm.v1.kv_offload.cpu.policies.base import CachePolicy, ChunkStatus
+
+from ragorder.adapters.vllm_tiers.facts import facts_of
+from ragorder.adapters.vllm_tiers.metrics import TierCounts
+from ragorder.adapters.vllm_tiers.paths import RequestPath, path_of
+from ragorder.trie.profile import LINEAR, PrefillProfile
+from ragorder.trie.replacement import History, Tier, make_policy
+
+__all__ = ["HostPolicy"]
+
+
+class HostPolicy(CachePolicy):  # type: ignore[misc]
+    """Chunks in host memory, of which leaves go first, and of these the one with the lowest priority.
+
+    A request counts once for each chunk of its prompt, wherever that was found; a request that says where its documents
+    end counts for these, not for the question behind them, which nobody will ask again. What a chunk cost is learnt
+    from those who computed it: T(cached, new) / new of the request, or what the request itself says.
+
+    vLLM makes it from its name, with a capacity alone; `configure` tells the rest before the first chunk comes.
+    """
+
+    def __init__(self, cache_capacity: int) -> None:
+        super().__init__(cache_capacity)
+        self.counts = TierCounts("host")
+        self._chunks: dict[OffloadKey, ChunkStatus] = {}
+        self._since: OrderedDict[OffloadKey, float] = OrderedDict()
+        self._arriving: set[OffloadKey] = set()
+        self._path: RequestPath | None = None
+        self.configure()
+
+    def configure(self, policy: str = "pgdsf", history: int = 65536, profile: PrefillProfile = LINEAR) -> None:
+        """Policy, length of the history (0: none), and what a prefill takes. Raises ValueError if chunks are here."""
+        if self._chunks:
+            raise ValueError("the host tier holds chunks: configure it before it is used")
+        self._profile = profile
+        self._tier = Tier(make_policy(policy), History(history) if history else None)
+
+    def serve(self, request: ReqContext) -> RequestPath:
+        """The calls that follow are about this request: its chunks are not given up for one another."""
+        self._path = path_of(request)
+        return self._path
+
+    def count(self, request: ReqContext) -> None:
+        """The request went along its path; its second call and later ones count nothing."""
+        path = path_of(request)
+        if path.counted:
+            return
+        path.counted = True
+        facts = facts_of(request)
+        tokens = path.ends[-1] if path.ends else 0
+        cached = path.ends[path.cached - 1] if path.cached else 0
+        computed = set(path.keys[path.cached :])
+        # If it computed nothing: what its chunks would cost, for those that nobody here has computed yet.
+        cost = self._profile.cost(cached, tokens - cached) if computed else self._profile.cost(0, tokens)
+        if facts is not None and facts.cost is not None:
+            cost = facts.cost
+        path.cost = cost
+        if facts is not None and facts.documents:
+            path.last = path.before(facts.documents[-1])
+        self._tier.use(path.keys[: path.last], cost=cost, computed=computed)
+
+    @override
+    def get(self, key: OffloadKey) -> ChunkStatus | None:
+        return self._chunks.get(key)
+
+    @override
+    def insert(self, key: OffloadKey, chunk: ChunkStatus) -> None:
+        path = self._path if self._path is not None and key in self._path else None
+        self._tier.insert(key, 1, path.parent_of(key) if path is not None else None)
+        self._chunks[key] = chunk
+        self._since[key] = time.monotonic()
+        if chunk.ref_cnt != 0:
+            self._tier.pin(key)
+        if not chunk.is_ready:
+            self._arriving.add(key)
+        node = self._tier.get(key)
+        if path is not None and path.counts(key) and node is not None and not node.frequency:
+            # The request was counted before this chunk was here, and no history has kept that.
+            self._tier.use((key,), cost=path.cost, computed=(key,))
+
+    @override
+    def remove(self, key: OffloadKey) -> None:
+        self._tier.remove(key)
+        self._forget(key)
+
+    @override
+    def touch(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
+        self.count(req_context)
+
+    @override
+    def on_store_miss(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
+        self.serve(req_context)
+
+    @override
+    def on_request_finished(
+        self,
+        key_groups: Sequence[Sequence[OffloadKey]],
+        insertion_only_keys: set[OffloadKey],
+        reused_keys: set[OffloadKey],
+        req_context: ReqContext,
+    ) -> None:
+        self.count(req_context)
+
+    @override
+    def evict(self, n: int, protected: set[OffloadKey]) -> list[tuple[OffloadKey, ChunkStatus]] | None:
+        if n == 0:
+            return []
+        going = self._tier.evict(n, protected if self._path is None else _Either(protected, self._path))
+        if going is None:
+            return None
+        self.counts.evicted += len(going)
+        return [(key, self._forget(key)) for key in going]
+
+    @override
+    def clear(self) -> None:
+        self._tier.clear()
+        self._chunks.clear()
+        self._since.clear()
+        self._arriving.clear()
+
+    @override
+    def mark_evictable(self, key: OffloadKey) -> None:
+        self._tier.unpin(key)
+        if key in self._arriving:
+            self._arriving.discard(key)
+            self.counts.stored += 1
+
+    @override
+    def mark_non_evictable(self, key: OffloadKey) -> None:
+        self._tier.pin(key)
+
+    def counts_now(self, chunk_bytes: int) -> TierCounts:
+        """What is counted, with what is held now."""
+        counts = self.counts
+        counts.chunks = len(self._chunks) - len(self._arriving)
+        counts.bytes = counts.chunks * chunk_bytes
+        counts.capacity_bytes = self.cache_capacity * chunk_bytes
+        counts.oldest_seconds = time.monotonic() - next(iter(self._since.values())) if self._since else 0.0
+        return counts
+
+    def _forget(self, key: OffloadKey) -> ChunkStatus:
+        self._arriving.discard(key)
+        del self._since[key]
+        return self._chunks.pop(key)
+
+
+class _Either:
+    """Keys that are in one container or in the other."""
+
+    __slots__ = ("_one", "_other")
+
+    def __init__(self, one: Container[object], other: Container[object]) -> None:
+        self._one = one
+        self._other = other
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._one or key in self._other

@@ -1,0 +1,110 @@
+"""The one settings object of the tiers, and the exact --kv-transfer-config that it makes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from ragorder.trie.profile import LINEAR, PrefillProfile
+from ragorder.trie.replacement import POLICIES
+
+__all__ = ["TierSettings"]
+
+_PACKAGE = "ragorder.adapters.vllm_tiers"
+_KEY = "ragorder"
+
+
+class TierSettings(BaseModel):
+    """How large the tiers behind the device are, and what they give up first.
+
+    An unknown name or a value that cannot be raises pydantic.ValidationError, which names the option to change.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    host_bytes: int = Field(ge=1, description="Bytes of host memory for KV, of all GPUs of one engine together.")
+    disk_path: Path | None = Field(None, description="Folder of the disk tier, for one engine alone; none: no disk.")
+    disk_bytes: int | None = Field(None, ge=1, description="Bytes that the disk tier may take.")
+    policy: str = Field("pgdsf", description=f"What goes first when a tier is full: {', '.join(POLICIES)}.")
+    history: int = Field(65536, ge=0, description="Chunks that a tier remembers the use of after they went; 0: none.")
+    profile: Path | None = Field(
+        None, description="What a prefill takes on this engine (`ragorder profile`); none: the same for each token."
+    )
+    device_order: bool = Field(True, description="Whether the device, too, gives up what the policy says.")
+    blocks_per_chunk: int = Field(1, ge=1, description="KV blocks of the device that make one chunk of host and disk.")
+    io_threads: int = Field(2, ge=1, description="Threads that read and write the disk.")
+
+    @field_validator("policy")
+    @classmethod
+    def _known(cls, policy: str) -> str:
+        if policy not in POLICIES:
+            raise ValueError(f"there is no policy {policy!r}: choose one of {', '.join(POLICIES)}")
+        return policy
+
+    @model_validator(mode="after")
+    def _whole_disk(self) -> Self:
+        if self.disk_path is not None and self.disk_bytes is None:
+            raise ValueError("disk_path without disk_bytes: say how much the disk tier may take (disk_bytes)")
+        if self.disk_bytes is not None and self.disk_path is None:
+            raise ValueError("disk_bytes without disk_path: say where the disk tier is to be (disk_path)")
+        return self
+
+    def kv_transfer_config(self) -> dict[str, Any]:
+        """What vLLM takes as --kv-transfer-config (as JSON), or as `LLM(kv_transfer_config=…)`.
+
+        Paths in it are absolute. It works with the package installed; no entry point has to be loaded.
+        """
+        settings = self.model_copy(
+            update={"disk_path": _absolute(self.disk_path), "profile": _absolute(self.profile)},
+        )
+        extra: dict[str, Any] = {
+            "spec_name": "TierSpec",
+            "spec_module_path": f"{_PACKAGE}.spec",
+            "cpu_bytes_to_use": self.host_bytes,
+            "blocks_per_chunk": self.blocks_per_chunk,
+            "eviction_policy": "HostPolicy",
+            "cache_policy_module_path": f"{_PACKAGE}.policy",
+            "secondary_tiers": [] if settings.disk_path is None else [settings._disk()],
+            _KEY: settings.model_dump(mode="json"),
+        }
+        return {
+            "kv_connector": "OrderedTierConnector" if self.device_order else "TierConnector",
+            "kv_connector_module_path": f"{_PACKAGE}.{'ordered_connector' if self.device_order else 'connector'}",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": extra,
+        }
+
+    def _disk(self) -> dict[str, Any]:
+        return {
+            "type": "DiskTier",
+            "module_path": f"{_PACKAGE}.disk",
+            "path": str(self.disk_path),
+            "bytes": self.disk_bytes,
+            "policy": self.policy,
+            "history": self.history,
+            "io_threads": self.io_threads,
+        }
+
+    @classmethod
+    def from_extra_config(cls, extra_config: Mapping[str, Any]) -> Self:
+        """The settings that travelled in `kv_connector_extra_config`. Raises ValueError if none did."""
+        if not isinstance(extra_config.get(_KEY), Mapping):
+            raise ValueError(
+                f"kv_connector_extra_config has no {_KEY!r}: take the whole --kv-transfer-config that "
+                "`ragorder tiers config` prints"
+            )
+        return cls.model_validate(dict(extra_config[_KEY]))
+
+    def prefill_profile(self) -> PrefillProfile:
+        """What a prefill takes. Raises ValueError if the file of `profile` cannot be read, and says what to change."""
+        if self.profile is None:
+            return LINEAR
+        return PrefillProfile.from_file(self.profile)
+
+
+def _absolute(path: Path | None) -> Path | None:
+    return None if path is None else path.expanduser().absolute()

