@@ -19,6 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
+from ragorder.eval.ending import end_on_sigterm
 from ragorder.eval.engines.base import EngineError
 from ragorder.eval.engines.vllm import has_fast_bfloat16
 
@@ -115,7 +116,8 @@ class VLLMServer:
         self.stop()
 
     def start(self, timeout_s: float = 240) -> None:
-        """Start the server and wait until it answers."""
+        """Start the server and wait until it answers. A process that is told to end (SIGTERM) then ends it, too."""
+        end_on_sigterm()
         # Whoever was killed has left it there.
         self._folder.mkdir(mode=0o700, exist_ok=True)
         with self._log.open("ab") as log:

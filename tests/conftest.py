@@ -46,7 +46,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     def needs_engine(item: pytest.Item) -> bool:
         return item.get_closest_marker("vllm") is not None or not ENGINES.isdisjoint(getattr(item, "fixturenames", ()))
 
-    if config.getoption("numprocesses", None):
+    # Each worker collects for itself, and is told of no number of processes.
+    if hasattr(config, "workerinput"):
         for item in items:
             item.add_marker(pytest.mark.xdist_group("engines" if needs_engine(item) else item.path.name))
         items.sort(key=lambda item: not needs_engine(item))

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from ragorder.eval.cache import cache_folder
 from ragorder.eval.corpora import Corpus, CorpusError, load_folder, load_pydocs
+from ragorder.eval.ending import end_on_sigterm
 from ragorder.eval.engines.base import EngineError
 from ragorder.eval.engines.vllm import has_fast_bfloat16
 from ragorder.eval.harness.store import Store, StoreError
@@ -163,4 +164,5 @@ def _progress_bar() -> Iterator[Callable[[str, int], Callable[[], None]]]:
 
 
 if __name__ == "__main__":
+    end_on_sigterm()
     main()

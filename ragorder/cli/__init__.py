@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-import sys
-import threading
-
 import click
 
 from ragorder.cli.bench import bench
@@ -26,9 +22,9 @@ __all__ = ["main"]
 @click.version_option(package_name="ragorder", prog_name="ragorder")
 def main() -> None:
     """Orders retrieved documents so that a serving engine reuses more of its prefix cache."""
-    # A command that is told to end ends what it has started, as after Ctrl-C.
-    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    from ragorder.eval.ending import end_on_sigterm
+
+    end_on_sigterm()
 
 
 main.add_command(order)

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from ragorder.eval.ending import end_on_sigterm
 from ragorder.eval.engines.base import EngineError
 from ragorder.eval.environment import describe_environment
 from ragorder.eval.tiering.chaos.cycles import Cycle, run_cycles
@@ -138,4 +139,5 @@ def _table(cycles: Sequence[Cycle]) -> Table:
 
 
 if __name__ == "__main__":
+    end_on_sigterm()
     main()
