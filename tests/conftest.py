@@ -39,6 +39,8 @@ ENGINES = {"vllm_engine", "vllm_server"}
 Python = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
+# Before xdist, which reads the groups in the same hook.
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Side by side (pytest-xdist): all that needs a real engine in one process, which starts each engine once, and
     begins with it, as it takes longest; every other file goes whole to whoever is free."""
