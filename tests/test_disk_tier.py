@@ -336,8 +336,9 @@ class TestWithoutAStore:
 
     @pytest.fixture(autouse=True)
     def heard(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """vLLM's loggers hand nothing on, where a test could hear it."""
+        """vLLM's loggers hand nothing on, where a test could hear it, and earlier tests may have disabled ours."""
         monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+        monkeypatch.setattr(logging.getLogger("vllm.ragorder.disk"), "disabled", False)
 
     def test_if_another_engine_has_the_folder(
         self, engine: Callable[..., Engine], caplog: pytest.LogCaptureFixture

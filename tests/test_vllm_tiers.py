@@ -189,8 +189,11 @@ def tiers() -> Any:
 
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    """What is logged below vLLM's logger, which hands nothing on."""
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    """What is logged below vLLM's logger, which hands nothing on, whatever tests before this one did to logging."""
+    for name in ("vllm", *(name for name in logging.root.manager.loggerDict if name.startswith("vllm.ragorder"))):
+        monkeypatch.setattr(logging.getLogger(name), "propagate", True)
+        monkeypatch.setattr(logging.getLogger(name), "disabled", False)
+        caplog.set_level(logging.DEBUG, name)
     return caplog
 
 
