@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from ragorder.pipelining.odds import Mean
+from ragorder.pipelining.mean import Mean
 
 __all__ = ["Load", "prefill_batch"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from typing_extensions import override
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
@@ -14,7 +14,7 @@ from ragorder.adapters.vllm_tiers.facts import facts_of
 from ragorder.adapters.vllm_tiers.metrics import TierCounts
 from ragorder.adapters.vllm_tiers.paths import RequestPath, path_of
 from ragorder.trie.profile import LINEAR, PrefillProfile
-from ragorder.trie.replacement import History, Tier, make_policy
+from ragorder.trie.replacement import Either, History, Tier, make_policy
 
 __all__ = ["HostPolicy"]
 
@@ -115,7 +115,7 @@ class HostPolicy(CachePolicy):  # type: ignore[misc]
     def evict(self, n: int, protected: set[OffloadKey]) -> list[tuple[OffloadKey, ChunkStatus]] | None:
         if n == 0:
             return []
-        going = self._tier.evict(n, protected if self._path is None else _Either(protected, self._path))
+        going = self._tier.evict(n, protected if self._path is None else Either(protected, self._path))
         if going is None:
             return None
         self.counts.evicted += len(going)
@@ -152,16 +152,3 @@ class HostPolicy(CachePolicy):  # type: ignore[misc]
         self._arriving.discard(key)
         del self._since[key]
         return self._chunks.pop(key)
-
-
-class _Either:
-    """Keys that are in one container or in the other."""
-
-    __slots__ = ("_one", "_other")
-
-    def __init__(self, one: Container[object], other: Container[object]) -> None:
-        self._one = one
-        self._other = other
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._one or key in self._other

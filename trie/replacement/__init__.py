@@ -1,6 +1,7 @@
 """Replacement: what a tier (device, host, disk) gives up first when it is full (RAGCache section 5.1)."""
 
 from ragorder.trie.replacement.base import Clocked, ReplacementPolicy, TierNode
+from ragorder.trie.replacement.either import Either
 from ragorder.trie.replacement.gdsf import GDSF
 from ragorder.trie.replacement.history import History
 from ragorder.trie.replacement.lfu import LFU
@@ -17,6 +18,7 @@ __all__ = [
     "PGDSF",
     "POLICIES",
     "Clocked",
+    "Either",
     "History",
     "Key",
     "ReplacementPolicy",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable
 from typing import cast
 
-from ragorder.trie.replacement import History, Tier, TierNode, make_policy
+from ragorder.trie.replacement import Either, History, Tier, TierNode, make_policy
 from ragorder.trie.stores.format import Header
 from ragorder.trie.stores.names import ChunkName
 
@@ -100,17 +100,4 @@ class ChunkIndex:
 
     def _evict(self, bytes_on_disk: int, protected: Container[bytes] = ()) -> list[bytes] | None:
         # What the tier was given are keys.
-        return cast("list[bytes] | None", self.tier.evict(bytes_on_disk, _Either(self._held, protected)))
-
-
-class _Either:
-    """Keys that are in one container or in the other."""
-
-    __slots__ = ("_one", "_other")
-
-    def __init__(self, one: Container[object], other: Container[object]) -> None:
-        self._one = one
-        self._other = other
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._one or key in self._other
+        return cast("list[bytes] | None", self.tier.evict(bytes_on_disk, Either(self._held, protected)))
