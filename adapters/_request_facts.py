@@ -8,12 +8,14 @@ from collections.abc import Hashable, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
-__all__ = ["FACTS", "FIELD", "request_facts", "tenant_digest", "with_facts"]
+__all__ = ["FACTS", "FIELD", "PREFIX", "request_facts", "tenant_digest", "with_facts"]
 
 FIELD = "kv_transfer_params"
 """The field of a request's body, and the key in the extra_args of vLLM's SamplingParams."""
 FACTS = "ragorder"
 """The key of the facts in there."""
+PREFIX = "prefix"
+"""The key, in the facts, of how many tokens are in front of the first document: for the embedded engine."""
 
 # Whoever sees a digest can try no names on it: the key is nowhere else, and gone with this process.
 _KEY = secrets.token_bytes(32)
@@ -28,12 +30,14 @@ def tenant_digest(scope: Hashable) -> str | None:
     return blake2b(name, key=_KEY, digest_size=16).hexdigest()
 
 
-def request_facts(document_ends: Sequence[int], scope: Hashable) -> dict[str, Any]:
-    """The facts of a request whose documents end at these tokens of its prompt, in its order. What is not known is left
-    out."""
+def request_facts(document_ends: Sequence[int], scope: Hashable, prefix_tokens: int = 0) -> dict[str, Any]:
+    """The facts of a request whose documents end at these tokens of its prompt, in its order, and begin behind its
+    first `prefix_tokens`. What is not known is left out."""
     facts: dict[str, Any] = {}
     if document_ends:
         facts["documents"] = list(document_ends)
+        if prefix_tokens:
+            facts[PREFIX] = prefix_tokens
     if (tenant := tenant_digest(scope)) is not None:
         facts["tenant"] = tenant
     return facts

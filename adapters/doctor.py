@@ -23,6 +23,7 @@ T = TypeVar("T")
 _PROMPT_TOKENS = 2000
 _FEWEST_PROMPTS = 8
 _UNKNOWN_BLOCK = 128
+_LARGE_PIECES = 1024
 _LONGEST_PROMPT = 1 << 30
 # Ordinary tokens, or at least harmless ones, in any vocabulary.
 _TOKEN_IDS = range(100, 256)
@@ -86,6 +87,10 @@ def examine(
         engines = known.engines if known else 1
         tokens = max(1, min(3 * (block_size or _UNKNOWN_BLOCK), longest - 1))
         echo = _attempt(lambda: _send_again_and_again(server, name, tokens, engines))
+        if isinstance(echo, _Echo) and echo.reported and not echo.most and tokens < min(_LARGE_PIECES, longest - 1):
+            # An engine may keep what it is told nothing of in larger pieces than its blocks.
+            tokens = min(_LARGE_PIECES, longest - 1)
+            echo = _attempt(lambda: _send_again_and_again(server, name, tokens, engines))
         findings = [
             served,
             _check_prefix_caching(known, echo),

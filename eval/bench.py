@@ -17,7 +17,7 @@ from ragorder.eval.engines.base import Cache
 from ragorder.eval.engines.sim import Like
 from ragorder.eval.environment import describe_environment
 from ragorder.eval.load import Advance, Load, ServiceTimes
-from ragorder.eval.local import MakeRun, serve_on_sim, serve_on_vllm
+from ragorder.eval.local import MakeRun, serve_on_sim, serve_on_torch, serve_on_vllm
 from ragorder.eval.policies import POLICIES, PolicyError, make_policy
 from ragorder.eval.prompts import SYSTEM_PROMPT, BuiltPrompts, Prompts
 from ragorder.eval.retrieval import Retriever
@@ -28,7 +28,7 @@ from ragorder.eval.workloads import make_workload
 from ragorder.prompt import PromptBuilder
 
 if TYPE_CHECKING:
-    from ragorder.eval.vllm_pool import VLLMPool
+    from ragorder.eval.engine_pool import EnginePool
 
 __all__ = [
     "DEFAULT_POLICIES",
@@ -72,8 +72,9 @@ class Bench:
 
     Engine "openai" takes `base_urls`: of one server, where the policies are run one after another, or of one server for
     each policy; without any, a vLLM of its own is started. `events` says where that server's KV events are, for policy
-    "events". `capacity` and `block_size` None are the engine's own. `output_tokens` None are those of the arrivals, or
-    else the engine's own. With `concurrency` or `arrivals` the engine is under load: see `Load`.
+    "events". `capacity` and `block_size` None are the engine's own; engine "torch" has `host_tokens` behind its device.
+    `output_tokens` None are those of the arrivals, or else the engine's own. With `concurrency` or `arrivals` the
+    engine is under load: see `Load`.
     """
 
     workloads: Sequence[str] = ()
@@ -91,6 +92,7 @@ class Bench:
     top_k: int | None = None
     capacity: Capacity | None = None
     block_size: int | None = None
+    host_tokens: int | None = None
     output_tokens: int | None = None
     waiting: int = 0
     batch: bool = False
@@ -155,10 +157,10 @@ def run_bench(bench: Bench, progress: Progress = _silent) -> list[RunResult]:
 
 
 def run_traces(
-    bench: Bench, progress: Progress = _silent, *, keep: bool = False, pool: VLLMPool | None = None
+    bench: Bench, progress: Progress = _silent, *, keep: bool = False, pool: EnginePool[Any] | None = None
 ) -> Iterator[list[Run]]:
-    """For each trace and seed the runs of all policies, served; with `keep` each knows its served requests. Engine
-    "vllm" takes its engines from `pool`, or else from one of its own. Raises as `run_bench` does."""
+    """For each trace and seed the runs of all policies, served; with `keep` each knows its served requests. Engines
+    "vllm" and "torch" are taken from `pool`, or else from one of its own. Raises as `run_bench` does."""
     check_bench(bench)
     with ExitStack() as stack:
         yield from _run_traces(bench, _server(bench, stack, pool), progress, keep)
@@ -196,7 +198,7 @@ def _run_traces(bench: Bench, serve: Serve, progress: Progress, keep: bool) -> I
 def as_json(bench: Bench, results: Sequence[RunResult]) -> dict[str, object]:
     """The results in the published schema, with the environment that they were measured in."""
     environment = describe_environment()
-    if bench.engine == "vllm":
+    if bench.engine in ("vllm", "torch"):
         environment["model"] = str(bench.model or "random weights")
     if bench.engine == "openai":
         environment["model"] = str(bench.served_model or bench.model or "the server's first")
@@ -222,16 +224,18 @@ def check_bench(bench: Bench) -> None:
         raise BenchError("--events-endpoint goes with --base-url")
     if bench.engine != "openai" and (bench.base_urls or bench.served_model):
         raise BenchError("--base-url and --served-model go with --engine openai")
+    if bench.engine != "torch" and bench.host_tokens:
+        raise BenchError("--host-tokens go with --engine torch")
     if bench.engine == "vllm" and (bench.arrivals or bench.concurrency not in (None, 1)):
         raise BenchError(
             "--engine vllm serves one request at a time, in this process: for a load start a server, and use "
-            "--engine openai"
+            "--engine openai, or take --engine torch"
         )
     if bench.batch and bench.arrivals:
         raise BenchError("--batch plans all requests before the first is served: it goes with --concurrency")
 
 
-def _server(bench: Bench, stack: ExitStack, pool: VLLMPool | None) -> Serve:
+def _server(bench: Bench, stack: ExitStack, pool: EnginePool[Any] | None) -> Serve:
     """Serves a trace and seed under all policies; what it starts ends with the stack."""
     if bench.engine == "openai":
         from ragorder.eval.live import Servers
@@ -241,6 +245,10 @@ def _server(bench: Bench, stack: ExitStack, pool: VLLMPool | None) -> Serve:
         from ragorder.eval.vllm_pool import VLLMPool
 
         return partial(serve_on_vllm, bench, pool or stack.enter_context(VLLMPool()))
+    if bench.engine == "torch":
+        from ragorder.eval.torch_pool import TorchPool
+
+        return partial(serve_on_torch, bench, pool or stack.enter_context(TorchPool(bench.host_tokens or 0)))
     return partial(serve_on_sim, bench)
 
 

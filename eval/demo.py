@@ -54,8 +54,9 @@ class DemoReport:
             return (
                 f"{real} (characters / 4). Simulated: the engine's cache, to the block; there is no model and no time."
             )
+        engine = "vLLM with its prefix cache" if self.engine == "vllm" else "the embedded engine with its documents"
         return (
-            f"{real}, vLLM with its prefix cache, the times of this machine. Random: the model's weights, so that "
+            f"{real}, {engine}, the times of this machine. Random: the model's weights, so that "
             "times and hits are honest and answers mean nothing."
         )
 

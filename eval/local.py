@@ -1,23 +1,26 @@
-"""Engines in this process: simulated, or vLLM, one for each policy, with an empty cache."""
+"""Engines in this process: simulated, vLLM, or the embedded one, one for each policy, with an empty cache."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ragorder.eval.capacity import Capacity
 from ragorder.eval.engines.base import Cache
 from ragorder.eval.engines.sim import SimEngine
-from ragorder.eval.load import Advance, Load, interleave, serve_in_turn, serve_virtual
+from ragorder.eval.load import Advance, Load, interleave, serve_in_turn, serve_live, serve_virtual
 from ragorder.eval.prompts import NumberedPrompts, Prompts
 from ragorder.eval.runner import Run
 from ragorder.eval.trace import Trace
 
 if TYPE_CHECKING:
     from ragorder.eval.bench import Bench
-    from ragorder.eval.vllm_pool import VLLMPool
+    from ragorder.eval.engine_pool import EnginePool
+    from ragorder.eval.engines.torch_engine import TorchEngine
+    from ragorder.eval.engines.vllm import VLLMEngine
 
-__all__ = ["MakeRun", "serve_on_sim", "serve_on_vllm"]
+__all__ = ["MakeRun", "serve_on_sim", "serve_on_torch", "serve_on_vllm"]
 
 MakeRun = Callable[[str, Cache, Prompts], Run]
 """A fresh run of the policy of this name on an engine, with the prompts that the engine takes."""
@@ -49,7 +52,13 @@ def serve_on_sim(bench: Bench, trace: Trace, seed: int, make: MakeRun, load: Loa
 
 
 def serve_on_vllm(
-    bench: Bench, pool: VLLMPool, trace: Trace, seed: int, make: MakeRun, load: Load, advance: Advance
+    bench: Bench,
+    pool: EnginePool[VLLMEngine],
+    trace: Trace,
+    seed: int,
+    make: MakeRun,
+    load: Load,
+    advance: Advance,
 ) -> list[Run]:
     """Every policy on a vLLM of its own, taking turns, one request at a time."""
     from ragorder.eval.serving import random_model
@@ -60,4 +69,32 @@ def serve_on_vllm(
     runs = [make(policy, engine, prompts) for policy, engine in zip(bench.policies, engines, strict=True)]
     in_flight = bench.concurrency or trace.in_flight
     interleave([serve_in_turn(run, engine, in_flight) for run, engine in zip(runs, engines, strict=True)], advance)
+    return runs
+
+
+def serve_on_torch(
+    bench: Bench,
+    pool: EnginePool[TorchEngine],
+    trace: Trace,
+    seed: int,
+    make: MakeRun,
+    load: Load,
+    advance: Advance,
+) -> list[Run]:
+    """Every policy on an embedded engine of its own, taking turns, one request at a time; under load one policy after
+    another, and who is first changes with the seed."""
+    from ragorder.eval.engines.torch_async import AsyncTorchEngine
+    from ragorder.eval.serving import random_model
+
+    capacity_tokens = (bench.capacity or _CAPACITY).resolve(trace.corpus_tokens)
+    sizes = (capacity_tokens, bench.block_size, bench.answer_tokens or 1)
+    engines, prompts = pool.take(bench.model or random_model(), bench.policies, trace, *sizes)
+    runs = [make(policy, engine, prompts) for policy, engine in zip(bench.policies, engines, strict=True)]
+    if not bench.under_load:
+        drivers = [serve_in_turn(run, engine, trace.in_flight) for run, engine in zip(runs, engines, strict=True)]
+        interleave(drivers, advance)
+        return runs
+    for turn in range(len(runs)):
+        place = (turn + seed) % len(runs)
+        asyncio.run(serve_live(runs[place], AsyncTorchEngine(engines[place]), load, advance))
     return runs

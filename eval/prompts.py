@@ -3,20 +3,37 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from typing import Protocol
 
 from ragorder.document import Document
 from ragorder.eval.trace import Request
-from ragorder.prompt import PromptBuilder
+from ragorder.prompt import Prompt, PromptBuilder
 
-__all__ = ["SYSTEM_PROMPT", "BuiltPrompts", "NumberedPrompts", "Prompts"]
+__all__ = ["SYSTEM_PROMPT", "BuiltPrompts", "NumberedPrompts", "PromptIds", "Prompts"]
 
 SYSTEM_PROMPT = (
     "You are a careful assistant. Answer the question from the documents below and from nothing else. "
     "If they do not hold the answer, say that they do not. Name the documents that you used."
 )
+
+
+class PromptIds(list[int]):
+    """A prompt's token ids which know where its system prompt and each of its documents end, in tokens from the
+    beginning: for an engine whose cache is of documents. To all others they are a list."""
+
+    def __init__(self, token_ids: Iterable[int], document_ends: Iterable[int] = ()) -> None:
+        super().__init__(token_ids)
+        # What is empty ends where the one in front of it does.
+        self.document_ends = tuple(sorted(set(document_ends) - {0}))
+
+    @classmethod
+    def of(cls, prompt: Prompt) -> PromptIds:
+        """Of a prompt that was built with a tokenizer."""
+        assert prompt.token_ids is not None, "the evaluation's prompt builder has a tokenizer"
+        starts = [span.start for span in prompt.spans[:1]]
+        return cls(prompt.token_ids, [*starts, *(span.end for span in prompt.spans)])
 
 
 class Prompts(Protocol):
@@ -80,7 +97,5 @@ class BuiltPrompts:
     def suffix_tokens(self, request: Request) -> int:
         return self.builder.suffix_tokens(request.question)
 
-    def token_ids(self, number: int, request: Request, documents: Sequence[Document]) -> list[int]:
-        ids = self.builder.build(request.question, documents).token_ids
-        assert ids is not None, "the evaluation's prompt builder has a tokenizer"
-        return ids
+    def token_ids(self, number: int, request: Request, documents: Sequence[Document]) -> PromptIds:
+        return PromptIds.of(self.builder.build(request.question, documents))

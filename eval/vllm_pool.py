@@ -2,132 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cache
-from pathlib import Path
-from types import TracebackType
-from typing import NamedTuple, Self
-
+from ragorder.eval.engine_pool import EnginePool, EngineSize
 from ragorder.eval.engines.vllm import VLLMEngine
-from ragorder.eval.prompts import BuiltPrompts
-from ragorder.eval.serving import built_prompts, longest_prompt
-from ragorder.eval.trace import Trace
 
 __all__ = ["VLLMPool"]
 
-_BLOCK_SIZE = 32
-_SHORTEST_TOKENS = 2_048
 
+class VLLMPool(EnginePool[VLLMEngine]):
+    """They are closed together: none survives the closing of another (see `VLLMEngine`)."""
 
-class _Size(NamedTuple):
-    """What engines must have in common to serve one another's traces."""
+    block_size = 32
 
-    model: Path
-    block_size: int
-    capacity_tokens: int | None
-    output_tokens: int
-    longest_tokens: int
-    unlimited_tokens: int
-
-
-class VLLMPool:
-    """Engines of one size at a time, with an empty cache whenever they are taken: a new one takes seconds, and nothing
-    is left in one that was reset. Use it in a `with` block.
-
-    Another size closes all that are open: each has a pool of its own in memory, and none survives the closing of
-    another (see `VLLMEngine`).
-    """
-
-    def __init__(self) -> None:
-        self._size: _Size | None = None
-        self._engines: dict[bool, list[VLLMEngine]] = {True: [], False: []}
-        self._prompts = cache(built_prompts)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close all engines. The pool can be used again."""
-        for engines in self._engines.values():
-            for engine in engines:
-                engine.close()
-        self._engines = {True: [], False: []}
-        self._size = None
-
-    def take(
-        self,
-        model: Path,
-        policies: Sequence[str],
-        trace: Trace,
-        capacity_tokens: int | None,
-        block_size: int | None = None,
-        output_tokens: int = 1,
-    ) -> tuple[list[VLLMEngine], BuiltPrompts]:
-        """A warmed-up vLLM for each policy (without prefix caching for "none"), and the prompts that they take. They
-        are this caller's until somebody takes engines again.
-
-        Raises ValueError if the longest prompt does not fit the capacity.
-        """
-        prompts = self._prompts(model)
-        size = _size(model, trace, prompts, capacity_tokens, block_size or _BLOCK_SIZE, output_tokens)
-        if size != self._size:
-            self.close()
-            self._size = size
-        taken: dict[bool, int] = {True: 0, False: 0}
-        engines = []
-        for policy in policies:
-            caching = policy != "none"
-            open_ones = self._engines[caching]
-            if taken[caching] == len(open_ones):
-                open_ones.append(_start(size, prefix_caching=caching))
-            engines.append(open_ones[taken[caching]])
-            taken[caching] += 1
-        for engine in engines:
-            engine.reset()
-        return engines, prompts
-
-
-def _size(
-    model: Path, trace: Trace, prompts: BuiltPrompts, capacity_tokens: int | None, block_size: int, output_tokens: int
-) -> _Size:
-    """What traces of about the same length have in common: their longest prompt and the room for all of them are
-    rounded up to a power of two."""
-    lengths = [
-        len(prompts.token_ids(number, request, request.documents)) for number, request in enumerate(trace.requests)
-    ]
-    longest = max(lengths) + output_tokens
-    if capacity_tokens is not None and capacity_tokens < longest:
-        raise ValueError(
-            f"the longest prompt of {trace.name} has {longest} tokens: raise --capacity-tokens to that at least"
+    def start(self, size: EngineSize, *, prefix_caching: bool) -> VLLMEngine:
+        engine = VLLMEngine(
+            size.model,
+            block_size=size.block_size,
+            capacity_tokens=size.capacity_tokens,
+            prefix_caching=prefix_caching,
+            max_model_len=size.longest_tokens,
+            output_tokens=size.output_tokens,
+            unlimited_tokens=size.unlimited_tokens,
         )
-    everything = sum(lengths) + len(lengths) * (output_tokens + block_size) if capacity_tokens is None else 0
-    return _Size(
-        model,
-        block_size,
-        capacity_tokens,
-        output_tokens,
-        min(longest_prompt(model), max(_SHORTEST_TOKENS, _power_of_two(longest + block_size))),
-        _power_of_two(everything),
-    )
-
-
-def _power_of_two(number: int) -> int:
-    """The smallest that is not less."""
-    return 1 << max(0, number - 1).bit_length()
-
-
-def _start(size: _Size, *, prefix_caching: bool) -> VLLMEngine:
-    engine = VLLMEngine(
-        size.model,
-        block_size=size.block_size,
-        capacity_tokens=size.capacity_tokens,
-        prefix_caching=prefix_caching,
-        max_model_len=size.longest_tokens,
-        output_tokens=size.output_tokens,
-        unlimited_tokens=size.unlimited_tokens,
-    )
-    engine.warm_up()
-    return engine
+        engine.warm_up()
+        return engine

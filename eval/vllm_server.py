@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import getpass
 import json
 import os
-import secrets
-import shutil
 import signal
 import socket
 import subprocess
@@ -14,18 +13,21 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from ragorder.eval.ending import end_on_sigterm
 from ragorder.eval.engines.base import EngineError
 from ragorder.eval.engines.vllm import has_fast_bfloat16
+from ragorder.eval.own_folder import OwnFolder
 
-__all__ = ["VLLMServer"]
+__all__ = ["API_SERVER", "ENVIRONMENT", "Launch", "Process", "VLLMServer", "launch_process"]
 
-_ENVIRONMENT = {
+API_SERVER = "vllm.entrypoints.openai.api_server"
+
+ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_SERVER_DEV_MODE": "1",
@@ -33,7 +35,43 @@ _ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
+"""What every server finds beside this process's own variables."""
+
 _TOPIC = "kv-events"
+_SHARED = "/dev/shm/"  # noqa: S108
+
+
+class Process(Protocol):
+    """A server as it runs: the first process of a session of its own, as `subprocess.Popen` has it."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def poll(self) -> int | None:
+        """None while it runs."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Until it has ended. Raises subprocess.TimeoutExpired."""
+
+    def terminate(self) -> None:
+        """SIGTERM."""
+
+
+Launch = Callable[[Sequence[str], Mapping[str, str], Path], Process]
+"""How a server comes to run with these options and variables (`ENVIRONMENT` aside), its log appended to this file."""
+
+
+def launch_process(options: Sequence[str], environment: Mapping[str, str], log: Path) -> Process:
+    """A process of its own, from the first import on."""
+    with log.open("ab") as file:
+        return subprocess.Popen(  # noqa: S603
+            [sys.executable, "-m", API_SERVER, *options],
+            env={**os.environ, **ENVIRONMENT, **environment},
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            # A group of its own: the engine's processes outlive a server that is killed alone.
+            start_new_session=True,
+        )
 
 
 class VLLMServer:
@@ -41,11 +79,11 @@ class VLLMServer:
 
     The pool holds `blocks` blocks of `block_size` tokens. `base_url` is the server's root; `events_endpoint`,
     `replay_endpoint` and `events_topic` say where its KV events are. A stopped server starts again on the same ports.
-    Development routes (`/reset_prefix_cache`) are on: this is for measurements and tests, not for serving. Its log and
-    socket lie in a temporary folder of their own while it runs.
+    Development routes (`/reset_prefix_cache`) are on: this is for measurements and tests, not for serving. Its log,
+    sockets and whatever else it writes for the time being lie in a temporary folder of their own until it is stopped.
 
-    `dtype` None is bfloat16 where that is fast, else float32. `kv_transfer_config` is vLLM's option of that name, and
-    `environment` what the server finds beside this process's own variables.
+    `dtype` None is bfloat16 where that is fast, else float32. `kv_transfer_config` is vLLM's option of that name,
+    `environment` what the server finds beside this process's own variables, and `launch` how it comes to run.
 
     Raises EngineError, with the end of the server's log, if it does not come up.
     """
@@ -66,18 +104,20 @@ class VLLMServer:
         dtype: str | None = None,
         kv_transfer_config: Mapping[str, Any] | None = None,
         environment: Mapping[str, str] | None = None,
+        launch: Launch = launch_process,
     ) -> None:
         port, replay = _free_ports(2)
-        self._folder = Path(tempfile.gettempdir(), f"ragorder-vllm-{secrets.token_hex(8)}")
+        self._folder = OwnFolder("ragorder-vllm-")
         self.base_url = f"http://127.0.0.1:{port}"
         # vLLM would bind a TCP endpoint on every interface of the machine.
-        self.events_endpoint = f"ipc://{self._folder}/events"
+        self.events_endpoint = f"ipc://{self._folder.path}/events"
         self.replay_endpoint = f"tcp://127.0.0.1:{replay}"
         self.block_size = block_size
         self.capacity_tokens = blocks * block_size
-        self._log = self._folder / "server.log"
-        self._process: subprocess.Popen[bytes] | None = None
-        self._environment = dict(environment or {})
+        self._log = self._folder.path / "server.log"
+        self._process: Process | None = None
+        self._launch = launch
+        self._environment = {**_temporary(self._folder.path), **(environment or {})}
         kv_events = {
             "enable_kv_cache_events": True,
             "publisher": "zmq",
@@ -105,8 +145,7 @@ class VLLMServer:
             options["kv-transfer-config"] = json.dumps(kv_transfer_config)
         flags = ["enforce-eager", "enable-prompt-tokens-details", "disable-uvicorn-access-log"]
         flags += ["enable-prefix-caching" if prefix_caching else "no-enable-prefix-caching"]
-        self._command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-        self._command += [f"--{name}={value}" for name, value in options.items()] + [f"--{flag}" for flag in flags]
+        self._options = [f"--{name}={value}" for name, value in options.items()] + [f"--{flag}" for flag in flags]
 
     def __enter__(self) -> Self:
         self.start()
@@ -118,17 +157,8 @@ class VLLMServer:
     def start(self, timeout_s: float = 240) -> None:
         """Start the server and wait until it answers. A process that is told to end (SIGTERM) then ends it, too."""
         end_on_sigterm()
-        # Whoever was killed has left it there.
-        self._folder.mkdir(mode=0o700, exist_ok=True)
-        with self._log.open("ab") as log:
-            self._process = subprocess.Popen(  # noqa: S603
-                self._command,
-                env=os.environ | _ENVIRONMENT | self._environment,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                # A group of its own: the engine's processes outlive a server that is killed alone.
-                start_new_session=True,
-            )
+        self._folder.take()
+        self._process = self._launch(self._options, self._environment, self._log)
         deadline = time.monotonic() + timeout_s
         try:
             while not self._answers():
@@ -137,7 +167,7 @@ class VLLMServer:
                 time.sleep(0.1)
         except BaseException:
             self.kill()
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.remove()
             raise
 
     @property
@@ -167,21 +197,27 @@ class VLLMServer:
 
     def stop(self, timeout_s: float = 30) -> None:
         """End the server politely, then for good, and remove its folder."""
-        if self._process is not None and self._process.poll() is None:
-            self._process.terminate()
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(timeout_s)
-        self.kill()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._end(timeout_s)
+        self._folder.remove()
 
     def kill(self) -> None:
-        """SIGKILL the whole process group, as a machine that dies would."""
+        """SIGKILL the whole process group, as a machine that dies would; what it had in /dev/shm goes, too."""
+        self._end(None)
+
+    def _end(self, polite_s: float | None) -> None:
         if self._process is None:
             return
+        process, self._process = self._process, None
+        shared = _shared_memory(process.pid)
+        if polite_s is not None and process.poll() is None:
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(polite_s)
         with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        self._process = None
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        for path in shared:
+            path.unlink(missing_ok=True)
 
     def _answers(self) -> bool:
         try:
@@ -189,6 +225,26 @@ class VLLMServer:
                 return True
         except (urllib.error.URLError, OSError):
             return False
+
+
+def _temporary(folder: Path) -> dict[str, str]:
+    """Killed servers would leave their sockets in the system's folder. What torch has compiled stays there for others."""
+    compiled = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}"
+    return {"TMPDIR": str(folder), "TORCHINDUCTOR_CACHE_DIR": compiled}
+
+
+def _shared_memory(group: int) -> set[Path]:
+    """The files in /dev/shm that the processes of a group have mapped or named after themselves: whoever is killed
+    leaves them there."""
+    found: set[Path] = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        # Others come and go meanwhile, and may be somebody else's.
+        with suppress(OSError):
+            if os.getpgid(int(process.name)) == group:
+                found.update(Path(_SHARED).glob(f"*-{process.name}-*"))
+                maps = (process / "maps").read_text("utf-8", "replace").splitlines()
+                found.update(Path(line[line.index(_SHARED) :]) for line in maps if _SHARED in line)
+    return found
 
 
 def _free_ports(count: int) -> list[int]:

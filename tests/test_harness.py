@@ -6,7 +6,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -37,7 +37,7 @@ from ragorder.eval.harness.suite import read_suite
 from ragorder.eval.peers import PeerError
 from ragorder.eval.serving import built_prompts
 from ragorder.eval.trace import trace_of_workload
-from ragorder.eval.vllm_server import VLLMServer
+from ragorder.eval.vllm_server import Process, VLLMServer
 from ragorder.eval.workloads import make_workload
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
@@ -932,9 +932,13 @@ class TestOnARealServer:
 
 class TestAServerOfOnesOwn:
     def test_that_does_not_come_up_says_why_and_leaves_no_folder(self, tmp_path: Path) -> None:
-        server = VLLMServer(tmp_path / "no-model", blocks=4)
+        def launch(options: Sequence[str], environment: Mapping[str, str], log: Path) -> Process:
+            complaint = [sys.executable, "-c", "print('there is no such model'); raise SystemExit(1)"]
+            with log.open("ab") as file:
+                return subprocess.Popen(complaint, stdout=file, start_new_session=True)
+
+        server = VLLMServer(tmp_path / "no-model", blocks=4, launch=launch)
         folder = Path(server.events_endpoint.removeprefix("ipc://")).parent
-        server._command = [sys.executable, "-c", "print('there is no such model'); raise SystemExit(1)"]
         with pytest.raises(EngineError, match="did not come up:\nthere is no such model"):
             server.start()
         assert not folder.exists()

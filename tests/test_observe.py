@@ -451,7 +451,7 @@ class TestStatsCommand:
             if (end := next(ends)) is not None:
                 raise end
 
-        monkeypatch.setattr(sys.modules["ragorder.cli.stats"], "sleep", sleep)
+        monkeypatch.setattr(sys.modules["ragorder.cli.watching"], "sleep", sleep)
         done = self.run(url, "--json", "--watch", "0.5")
         assert done.exit_code == 0
         assert [json.loads(line)["served"] for line in done.stdout.splitlines()] == [0, 1, 2]

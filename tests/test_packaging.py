@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import shutil
@@ -132,9 +133,25 @@ class TestTree:
         table = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["setuptools"]["package-dir"]
         assert {f"ragorder.{folder}": folder for folder in LINKED}.items() <= table.items()
 
-    def test_no_file_imports_a_folder_by_its_bare_name(self) -> None:
-        import ast
+    def test_kernels_import_the_trie_alone(self) -> None:
+        """import-linter does not look into a folder without an `__init__.py`."""
+        imported = {
+            name
+            for path in own_python_files("kernels")
+            for node in ast.walk(ast.parse(path.read_text("utf-8")))
+            for name in (
+                [alias.name for alias in node.names]
+                if isinstance(node, ast.Import)
+                else [node.module or ""]
+                if isinstance(node, ast.ImportFrom)
+                else []
+            )
+            if name.split(".")[0] == "ragorder"
+        }
+        assert imported
+        assert {name for name in imported if name.split(".")[1:2] not in (["kernels"], ["trie"])} == set()
 
+    def test_no_file_imports_a_folder_by_its_bare_name(self) -> None:
         guilty = []
         for path in [file for folder in ("ragorder", *LINKED, "tests") for file in own_python_files(folder)]:
             for node in ast.walk(ast.parse(path.read_text("utf-8"))):

@@ -43,7 +43,7 @@ from ragorder.eval.quality import (
     serve_quality,
     summarise,
 )
-from ragorder.eval.quality.answering import vllm_answers
+from ragorder.eval.quality.answering import local_answers
 from ragorder.eval.quality.asking import SYSTEM, Builders, ask_all
 from ragorder.eval.quality.base import Reading
 from ragorder.eval.quality.compare import bootstrap_difference, mcnemar_exact
@@ -1460,7 +1460,7 @@ class TestVLLM:
         bench = self.bench(hotpot, vllm_model, orders=orders)
         data = load_questions("hotpotqa", hotpot)
         builders, facts = Builders(load_tokenizer(vllm_model)), model_facts("random", vllm_model)
-        with vllm_answers(vllm_engine, 8) as engine:
+        with local_answers(vllm_engine, 8) as engine:
             parsed = [Order.parse(name) for name in orders]
             lines = list(ask_all(bench, data, parsed, engine, builders, facts, lambda *_: lambda: None, bench.cell()))
         assert tuple(by_order(lines)) == orders
@@ -1474,7 +1474,7 @@ class TestVLLM:
 
     def test_the_engine_is_given_back_as_it_was(self, hotpot: Path, vllm_engine: Any) -> None:
         kept = vllm_engine._sampling
-        with vllm_answers(vllm_engine, 8) as engine:
+        with local_answers(vllm_engine, 8) as engine:
             assert (engine.kept_output_tokens, vllm_engine._sampling.max_tokens) == (7, 8)
             assert vllm_engine._sampling.ignore_eos is False
         assert vllm_engine._sampling is kept
@@ -1483,8 +1483,8 @@ class TestVLLM:
     def test_a_prompt_that_does_not_fit_is_one_failure(self, vllm_engine: Any) -> None:
         from ragorder.eval.engines.base import RequestError
 
-        with vllm_answers(vllm_engine, 8) as engine, pytest.raises(RequestError, match="this engine takes 1 to 2040"):
-            engine.answer(None, SimpleNamespace(token_ids=[1] * 2041))  # type: ignore[arg-type]
+        with local_answers(vllm_engine, 8) as engine, pytest.raises(RequestError, match="this engine takes 1 to 2040"):
+            engine.answer(None, SimpleNamespace(token_ids=[1] * 2041, spans=[]))  # type: ignore[arg-type]
 
     @pytest.mark.parametrize(
         ("options", "message"),

@@ -29,6 +29,7 @@ from ragorder.eval.replacement import (
     Stream,
     TierSize,
     TwoTiers,
+    most_hits,
     simulate,
     skewed_stream,
     stream_of_trace,
@@ -321,6 +322,29 @@ class TestSimulating:
         assert ordered > 1.5 * plain
 
 
+class TestTheBound:
+    def test_counts_the_cheapest_stays_first(self) -> None:
+        # Stays: of the first document 10 tokens for one request, and for two; of the second 40 tokens for three.
+        stream = Stream("mine", [(0,), (0,), (1,), (0,), (2,), (1,)], [10, 40, 5])
+        assert most_hits(stream, 10**9) == 3
+        assert most_hits(stream, 0) == 0
+        # Room for 30 tokens x requests in all, and 60 more: half of what the last one needs.
+        assert most_hits(stream, 5) == 2
+        assert most_hits(stream, 15) == pytest.approx(2.5)
+
+    def test_leaves_out_what_is_before_the_warm_up_ends(self) -> None:
+        stream = Stream("mine", [(0,), (0,), (0,), (1,)], [10, 10])
+        assert most_hits(stream, 10, warmup=2) == 1
+        assert most_hits(stream, 10, warmup=3) == 0
+
+    @pytest.mark.parametrize("policy", CACHES)
+    @pytest.mark.parametrize(("device", "host"), [("1%", "2%"), ("2%", "10%"), ("10%", "50%")])
+    def test_is_above_what_every_policy_hits(self, skewed: Stream, policy: str, device: str, host: str) -> None:
+        sizes = [TierSize.parse(each).tokens(skewed.working_set_tokens) for each in (device, host)]
+        hits = sum(each.hits for each in simulate(skewed, policy, *sizes).served[200:])
+        assert hits <= most_hits(skewed, sum(sizes), warmup=200) <= sum(skewed.seen_before()[200:])
+
+
 class TestASkewedStream:
     @pytest.mark.parametrize("name", SKEWED)
     def test_has_its_share_of_requests_for_few_documents(self, name: str) -> None:
@@ -545,7 +569,7 @@ def line(
 ) -> JSON:
     """A line as the harness writes it."""
     cell = {"workload": "mmlu-like", "host": "8GiB", "device": "4GiB", "top_k": 2, **cell}
-    facts = {"working_set_tokens": 1e6, "device_tokens": 32_768, "host_tokens": 65_536, "seen_percent": 50.0}
+    facts = {"working_set_tokens": 1e6, "device_tokens": 32_768, "host_tokens": 65_536, "seen_percent": 95.0}
     rows = {"retrieved": [2] * len(hits), "hits": list(hits), "prefill_ms": list(prefill_ms)}
     line = {"type": "replacement", "suite": suite, "cell": cell, "seed": 0, "policy": policy, "warmup": 0}
     return line | {"engine": {"name": "sim"}, "facts": facts, "rows": rows}
@@ -575,7 +599,7 @@ class TestTheReport:
         ours = cells(times)["PGDSF, history"]
         assert (ours.text, ours.note, ours.verdict) == ("80.0", "0.80 × [0.80, 0.80]", "better")
         assert cells(times)["paper: mean TTFT, s"].text == "1.38, 1.68, 1.78, 1.81"
-        assert "8\u00a0GiB" in cells(hits)["host"].text and "seen before: 50.0" in cells(hits)["stream"].note
+        assert "8\u00a0GiB" in cells(hits)["host"].text and "seen before: 95.0" in cells(hits)["stream"].note
 
     @pytest.mark.parametrize(
         ("hits", "prefill_ms", "said"),
@@ -592,6 +616,16 @@ class TestTheReport:
         found = report(tmp_path, *others, line("pgdsf+history", hits, [prefill_ms] * 100))
         required = cells(found.sections[0].tables[2])
         assert (required["1.05 ×"].text.partition(",")[0], required["1 %"].text) == said
+
+    @pytest.mark.parametrize(("most", "said"), [(52.0, "no policy can"), (53.0, "does not hold")])
+    def test_says_where_no_policy_can_hit_so_many(self, tmp_path: Path, most: float, said: str) -> None:
+        found = [line(policy, HALF, [100.0] * 100) for policy in ("lru", "gdsf+history", "pgdsf+history")]
+        for each in found:
+            each["facts"]["most_hits_percent"] = most
+        table = report(tmp_path, *found).sections[0].tables[2]
+        assert cells(table)["possible"].text == f"{most / 50:.3f} ×"
+        assert cells(table)["1.05 ×"].text.partition(",")[0] == said
+        assert f"in {int(most == 52)} no policy can" in table.note
 
     def test_says_where_an_interval_reaches_across_the_bound(self, tmp_path: Path) -> None:
         others = [line(policy, HALF, [100.0] * 100) for policy in ("lru", "gdsf+history")]

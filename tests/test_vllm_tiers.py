@@ -168,6 +168,7 @@ class TestFacts:
             {"cost": float("nan")},
             {"cost": float("inf")},
             {"cost": 10**400},
+            {"cost": 10.1},
             {"cost": "1"},
             {"cost": True},
         ],

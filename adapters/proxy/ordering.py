@@ -119,7 +119,7 @@ class BodyOrderer:
         request.ordering = ordering
         request.answers = _answers(body)
         if self._send_facts:
-            add_facts(body.fields, self._ends(read, ordering), read.salt)
+            add_facts(body.fields, self._ends(read, ordering), read.salt, read.prefix_tokens)
         return read.write(ordering)
 
     def foretell(self, read: ReadBody) -> CachedLengths:

@@ -17,7 +17,8 @@ _KEY = "ragorder"
 _MOST_DOCUMENTS = 4096
 _LONGEST_TENANT = 256
 _MOST_TOKENS = 1 << 53
-_HIGHEST_COST_S = 1e6
+_HIGHEST_COST_S = 10.0
+"""No engine takes as long for a token; and what a request says it cost keeps its chunks from others."""
 _T = TypeVar("_T")
 
 
@@ -65,7 +66,7 @@ def read_facts(kv_transfer_params: object) -> RequestFacts | None:
         raise ValueError(f"a tenant is a digest of up to {_LONGEST_TENANT} characters")
     if cost is not None:
         if type(cost) not in (int, float) or not 0 <= cost <= _HIGHEST_COST_S:
-            raise ValueError("a cost is the seconds per new token, 0 or more")
+            raise ValueError(f"a cost is the seconds per new token, from 0 to {_HIGHEST_COST_S:g}")
         cost = float(cost)
     return RequestFacts(tuple(documents or ()), tenant, cost)
 

@@ -13,7 +13,7 @@ from ragorder.eval.harness.suite import Suite
 
 __all__ = ["ENGINES", "SIM_LIKE", "HarnessError", "Options"]
 
-ENGINES = ("sim", "vllm", "openai")
+ENGINES = ("sim", "vllm", "torch", "openai")
 DEFAULT_SEEDS = (0, 1, 2)
 
 # Whatever else may differ between the invocations that write to one folder.
@@ -61,7 +61,7 @@ class Options:
         if self.events is not None and self.base_url is None:
             raise HarnessError("--events-endpoint goes with --base-url")
         if self.engine == "sim" and self.model is not None:
-            raise HarnessError("--model goes with --engine vllm or openai: the simulated engine has none")
+            raise HarnessError("--model goes with --engine vllm, torch or openai: the simulated engine has none")
 
     def arguments(self, suites: Sequence[Suite]) -> dict[str, Any]:
         """As they stand in a session's line: no key, no password."""

@@ -151,7 +151,7 @@ def _unavailable(policy: str, cell: Cell, suite: Suite, options: Options) -> str
         if options.base_url is not None and options.events is None:
             return "nobody said where the server publishes its KV events: give --events-endpoint"
     if engine == "vllm" and (cell.concurrency or 1) > 1:
-        return "vLLM in this process serves one request at a time: use --engine openai"
+        return "vLLM in this process serves one request at a time: use --engine openai or torch"
     swept = {name for point in (suite.sweep, *suite.extra) for name in point}
     if engine == "openai" and options.base_url is not None and "capacity_tokens" in swept:
         return "the cache of a running server is as large as it is: leave out --base-url"

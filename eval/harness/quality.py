@@ -59,7 +59,7 @@ def _ask(
             limit=min(suite.requests, options.limit or suite.requests),
             seed=seed,
             orders=tuple(policies),
-            engine="openai" if options.engine == "openai" else "vllm",
+            engine=options.engine if options.engine in ("openai", "torch") else "vllm",
             model=options.model,
             base_url=options.base_url,
             served_model=options.served_model,

@@ -21,6 +21,7 @@ from ragorder.eval.harness.replacement import run_replacement_suites
 from ragorder.eval.harness.serve import Engines
 from ragorder.eval.harness.store import SCHEMA, Store
 from ragorder.eval.harness.suite import Suite
+from ragorder.eval.harness.tiering import run_tiering_suites
 from ragorder.eval.peers import PEERS, PeerError, make_peer
 from ragorder.eval.runner import Run
 
@@ -84,6 +85,14 @@ def _plan_jobs(suites: Sequence[Suite], options: Options, store: Store, missing:
     return in_order(jobs)
 
 
+_KINDS = {
+    "pipelining": run_pipelining_suites,
+    "replacement": run_replacement_suites,
+    "tiering": run_tiering_suites,
+}
+"""Those that have their own way of being measured."""
+
+
 class _Session:
     def __init__(self, suites: Sequence[Suite], options: Options, store: Store, progress: Progress) -> None:
         self.id = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{secrets.token_hex(3)}"
@@ -108,7 +117,7 @@ class _Session:
         for suite in self._asked("quality"):
             lines = run_quality_suite(suite, self._options, self._store, self.id, self._progress)
             self._outcome.quality += self._keep(lines)
-        for kind, run_suites_of in (("pipelining", run_pipelining_suites), ("replacement", run_replacement_suites)):
+        for kind, run_suites_of in _KINDS.items():
             asked = list(self._asked(kind))
             lines = run_suites_of(asked, self._options, self._store, self.id, self._progress)
             self._outcome.runs += self._keep(lines)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from ragorder.eval.bench import Bench, EventsAddress, run_traces
 from ragorder.eval.harness.options import SIM_LIKE, Options
@@ -13,7 +13,7 @@ from ragorder.eval.harness.plan import Job, served_as
 from ragorder.eval.runner import Run
 
 if TYPE_CHECKING:
-    from ragorder.eval.vllm_pool import VLLMPool
+    from ragorder.eval.engine_pool import EnginePool
 
 __all__ = ["Engines"]
 
@@ -21,12 +21,12 @@ _Sizes = tuple[int | None, int | None]
 
 
 class Engines:
-    """The engines of an invocation: each job has them with an empty cache. Those that take long to start (vLLM in this
-    process, a server) stay until a job needs another size. Use it in a `with` block."""
+    """The engines of an invocation: each job has them with an empty cache. Those that take long to start (in this
+    process, or a server) stay until a job needs another size. Use it in a `with` block."""
 
     def __init__(self, options: Options) -> None:
         self._options = options
-        self._pool: VLLMPool | None = None
+        self._pool: EnginePool[Any] | None = None
         self._server: tuple[_Sizes, str, EventsAddress] | None = None
         self._stack = ExitStack()
 
@@ -38,12 +38,21 @@ class Engines:
 
     def serve(self, job: Job, advance: Callable[[], None]) -> list[Run]:
         """The runs of the job's policies, in their order, served. Raises as `run_bench` does."""
-        if self._options.engine == "vllm" and self._pool is None:
-            from ragorder.eval.vllm_pool import VLLMPool
-
-            self._pool = self._stack.enter_context(VLLMPool())
+        if self._pool is None:
+            self._pool = self._open_pool()
         (runs,) = run_traces(self._bench(job), lambda description, steps: advance, pool=self._pool)
         return runs
+
+    def _open_pool(self) -> EnginePool[Any] | None:
+        if self._options.engine == "vllm":
+            from ragorder.eval.vllm_pool import VLLMPool
+
+            return self._stack.enter_context(VLLMPool())
+        if self._options.engine == "torch":
+            from ragorder.eval.torch_pool import TorchPool
+
+            return self._stack.enter_context(TorchPool())
+        return None
 
     def _bench(self, job: Job) -> Bench:
         options, cell = self._options, job.cell

@@ -129,6 +129,7 @@ _KEYS = {
     "quality": ("suite", "cell", "seed", "policy", "dry_run"),
     "pipelining": ("suite", "cell", "seed", "policy"),
     "replacement": ("suite", "cell", "seed", "policy"),
+    "tiering": ("suite", "cell", "seed", "policy"),
     "unavailable": ("suite", "cell", "policy", "reason"),
     "check": ("name", "suite", "cell", "seed", "policy", "dry_run"),
 }

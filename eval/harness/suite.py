@@ -16,15 +16,17 @@ from ragorder.eval.harness.cells import Cell, SuiteError, complaint
 from ragorder.eval.harness.pipelining_cells import PIPELINE_POLICIES, PipeliningCell
 from ragorder.eval.harness.quality_cells import QualityCell, check_orders
 from ragorder.eval.harness.replacement_cells import ReplacementCell
+from ragorder.eval.harness.tiering_cells import TieringCell
 from ragorder.eval.policies import POLICIES
 from ragorder.eval.replacement import REPLACEMENT_POLICIES
+from ragorder.eval.tiering import ARMS
 
 __all__ = ["GROUPS", "PaperRow", "Reduced", "Report", "Suite", "choose_suites", "load_suite", "load_suites"]
 
 GROUPS = ("paper", "ours", "all")
 _FROM_PAPER = re.compile(r"(ragcache-)?(table|figure)-\d+|pressure")
 _STRICT = ConfigDict(extra="forbid", frozen=True)
-_POLICIES_OF = {"pipelining": PIPELINE_POLICIES, "replacement": REPLACEMENT_POLICIES}
+_POLICIES_OF = {"pipelining": PIPELINE_POLICIES, "replacement": REPLACEMENT_POLICIES, "tiering": ARMS}
 
 
 class Report(BaseModel):
@@ -93,7 +95,7 @@ class Suite(BaseModel):
     title: str
     source: str
     says: str
-    kind: Literal["serve", "quality", "pipelining", "replacement"] = "serve"
+    kind: Literal["serve", "quality", "pipelining", "replacement", "tiering"] = "serve"
     needs: str = ""
     policies: tuple[str, ...] = ()
     baseline: str = "retrieval"
@@ -227,6 +229,8 @@ def _check_cells(suite: Suite, where: str) -> None:
         read = PipeliningCell.read
     elif suite.kind == "replacement":
         read = ReplacementCell.read
+    elif suite.kind == "tiering":
+        read = TieringCell.read
     for point in suite.points:
         read(point, f"{where}: cell {_short(point)}")
 

@@ -204,10 +204,10 @@ def _check_pipeline(bench: Bench, pipeline: str, delay_ms: float) -> None:
         raise PipelineError(
             "the simulated engine has no clock in which retrieval and prefill could overlap: use --engine openai"
         )
-    if bench.engine == "vllm":
+    if bench.engine in ("vllm", "torch"):
         raise PipelineError(
-            "vLLM in this process answers one request before it takes the next, and a pipeline has several on their "
-            "way: use --engine openai, which starts a vLLM server if it is given no --base-url"
+            "a pipeline has several requests on their way, which an engine in this process is not asked for: use "
+            "--engine openai, which starts a vLLM server if it is given no --base-url"
         )
     if bench.arrivals is not None or bench.batch or bench.waiting:
         raise PipelineError("a pipeline is measured one request at a time, or with --concurrency: leave out the others")

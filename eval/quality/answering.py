@@ -1,4 +1,4 @@
-"""Who answers: vLLM in this process, an OpenAI-compatible server, or nobody (a stub for dry runs)."""
+"""Who answers: an engine in this process, an OpenAI-compatible server, or nobody (a stub for dry runs)."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from ragorder.eval.engines.base import Cache, EngineError, RequestError
+from ragorder.eval.prompts import PromptIds
 from ragorder.eval.quality.base import Question
 from ragorder.prompt import Prompt
 
 if TYPE_CHECKING:
+    from ragorder.eval.engines.torch_engine import TorchEngine
     from ragorder.eval.engines.vllm import VLLMEngine
 
-__all__ = ["Answer", "Answerer", "ServerAnswers", "StubAnswers", "vllm_answers"]
+__all__ = ["Answer", "Answerer", "ServerAnswers", "StubAnswers", "local_answers"]
 
 _TIMEOUT_S = 600.0
 _DEFAULT_BLOCK_SIZE = 16
@@ -62,8 +64,8 @@ class StubAnswers:
         return Answer(self._say(question), None)
 
 
-class _VLLMAnswers:
-    def __init__(self, engine: VLLMEngine) -> None:
+class _LocalAnswers:
+    def __init__(self, engine: VLLMEngine | TorchEngine) -> None:
         self.name = engine.name
         self.block_size = engine.block_size
         self.capacity_tokens = engine.capacity_tokens
@@ -79,19 +81,18 @@ class _VLLMAnswers:
     def answer(self, question: Question, prompt: Prompt) -> Answer:
         if not self._reuse:
             self._engine.reset()
-        assert prompt.token_ids is not None, "vLLM in this process comes with its tokenizer"
         try:
-            served = self._engine.generate(prompt.token_ids)
+            served = self._engine.generate(PromptIds.of(prompt))
         except ValueError as error:
             raise RequestError(str(error)) from None
         return Answer(served.text, served.cached_tokens)
 
 
 @contextmanager
-def vllm_answers(engine: VLLMEngine, output_tokens: int) -> Iterator[Answerer]:
+def local_answers(engine: VLLMEngine | TorchEngine, output_tokens: int) -> Iterator[Answerer]:
     """Have an engine of the benchmarks answer while the block lasts. `output_tokens` is the longest answer."""
     with engine.answering(output_tokens):
-        yield _VLLMAnswers(engine)
+        yield _LocalAnswers(engine)
 
 
 class ServerAnswers:

@@ -21,7 +21,7 @@ from ragorder.eval.retrieval import Retriever, make_retriever
 
 __all__ = ["QualityBench", "run_quality", "serve_quality"]
 
-_ENGINES = ("vllm", "openai")
+_ENGINES = ("vllm", "torch", "openai")
 
 Done = Callable[[Mapping[str, Any], str], bool]
 
@@ -32,9 +32,10 @@ class QualityBench:
     retriever may be given by its name.
 
     `orders` are policies with guards: "retrieval", "auto+keep_first=2", "auto+state_ranking" (see `Order`). Engine
-    "vllm" serves `model` in this process (None: random weights), "openai" asks `served_model` (None: the first one
-    listed) of the server at `base_url`, with `concurrency` questions in flight; `model` is then the folder or the name
-    on the Hub whose tokenizer counts tokens exactly, where there is one. `output_tokens` is the longest answer.
+    "vllm" or "torch" serves `model` in this process (None: random weights), "openai" asks `served_model` (None: the
+    first one listed) of the server at `base_url`, with `concurrency` questions in flight; `model` is then the folder or
+    the name on the Hub whose tokenizer counts tokens exactly, where there is one. The longest answer has
+    `output_tokens`.
 
     `suite`, `suite_cell` (None: made of the rest) and `session` are written into the results as they are.
 
@@ -73,7 +74,7 @@ class QualityBench:
         if self.suite_cell is not None:
             return dict(self.suite_cell)
         capacity = self.capacity
-        model = str(self.model) if self.model else RANDOM_WEIGHTS if self.engine == "vllm" else None
+        model = str(self.model) if self.model else None if self.engine == "openai" else RANDOM_WEIGHTS
         return {
             "dataset": self.dataset,
             "data": str(self.data) if self.data else None,
@@ -162,7 +163,9 @@ def _check(bench: QualityBench) -> None:
         return
     if bench.engine == "openai" and not bench.base_url:
         raise QualityError("--engine openai needs --base-url, the address of the server")
-    if bench.engine == "vllm" and (bench.base_url or bench.served_model):
+    if bench.engine != "openai" and (bench.base_url or bench.served_model):
         raise QualityError("--base-url and --served-model go with --engine openai")
-    if bench.engine == "vllm" and bench.concurrency > 1:
-        raise QualityError("--engine vllm answers one question at a time: --concurrency goes with --engine openai")
+    if bench.engine != "openai" and bench.concurrency > 1:
+        raise QualityError(
+            f"--engine {bench.engine} answers one question at a time: --concurrency goes with --engine openai"
+        )

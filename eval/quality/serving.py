@@ -7,8 +7,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from ragorder.eval.capacity import Capacity
+from ragorder.eval.engines.torch_engine import TorchEngine, need_torch
 from ragorder.eval.engines.vllm import VLLMEngine
-from ragorder.eval.quality.answering import Answerer, ServerAnswers, vllm_answers
+from ragorder.eval.quality.answering import Answerer, ServerAnswers, local_answers
 from ragorder.eval.quality.asking import Builders, corpus_tokens
 from ragorder.eval.quality.base import QualityError
 from ragorder.eval.quality.models import RANDOM_WEIGHTS, ModelFacts, model_facts
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
 __all__ = ["answering"]
 
 _CAPACITY = Capacity(tokens=100_000)
-_BLOCK_SIZE = 32
+_ENGINES = {"vllm": (VLLMEngine, 32), "torch": (TorchEngine, 16)}
+"""In this process, with the tokens of a block where nobody says."""
 
 
 @contextmanager
@@ -34,7 +36,7 @@ def answering(
     Raises QualityError for prompts that do not fit, EngineError for a server that is not there, OSError for a model
     that cannot be loaded, ImportError naming the extra to install.
     """
-    with _server(bench, data) if bench.engine == "openai" else _vllm(bench, data, progress) as ready:
+    with _server(bench, data) if bench.engine == "openai" else _local(bench, data, progress) as ready:
         yield ready
 
 
@@ -59,9 +61,12 @@ def _server(bench: QualityBench, data: QuestionSet) -> Iterator[tuple[Answerer, 
 
 
 @contextmanager
-def _vllm(
+def _local(
     bench: QualityBench, data: QuestionSet, progress: Progress
 ) -> Iterator[tuple[Answerer, Builders, ModelFacts]]:
+    if bench.engine == "torch":
+        need_torch()
+    start, block_size = _ENGINES[bench.engine]
     model = bench.model or random_model()
     builders = Builders(load_tokenizer(model))
     builder, lengths = builders(state_ranking=True), []
@@ -70,7 +75,7 @@ def _vllm(
         lengths.append(len(builder.build(question.text, list(question.documents)).token_ids or ()))
         advance()
     longest = max(lengths) + bench.output_tokens
-    size, room = bench.block_size or _BLOCK_SIZE, longest_prompt(model)
+    size, room = bench.block_size or block_size, longest_prompt(model)
     capacity_tokens = (bench.capacity or _CAPACITY).resolve(corpus_tokens(data, builders))
     for takes, whose in ((room, "the model takes"), (capacity_tokens, "the cache (--capacity-tokens) holds")):
         if takes is not None and takes < longest:
@@ -78,7 +83,7 @@ def _vllm(
                 f"the longest prompt has {longest:,} tokens, answer included, and {whose} {takes:,}: "
                 "lower --top-k or --document-words"
             )
-    engine = VLLMEngine(
+    engine = start(
         model,
         block_size=size,
         capacity_tokens=capacity_tokens,
@@ -87,7 +92,7 @@ def _vllm(
         unlimited_tokens=sum(lengths) + len(lengths) * (bench.output_tokens + size),
     )
     try:
-        with vllm_answers(engine, bench.output_tokens) as answers:
+        with local_answers(engine, bench.output_tokens) as answers:
             yield answers, builders, model_facts(str(bench.model or RANDOM_WEIGHTS), model)
     finally:
         engine.close()

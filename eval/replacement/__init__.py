@@ -1,5 +1,6 @@
 """Replacement policies compared on a simulation of RAGCache's tiers (section 7.3), and what they take (section 7.5)."""
 
+from ragorder.eval.replacement.bound import most_hits
 from ragorder.eval.replacement.costs import A10G
 from ragorder.eval.replacement.simulate import HISTORY, HISTORY_NODES, REPLACEMENT_POLICIES, Simulated, simulate
 from ragorder.eval.replacement.sizes import KIB_PER_TOKEN, TierSize
@@ -21,6 +22,7 @@ __all__ = [
     "TierSize",
     "Traffic",
     "TwoTiers",
+    "most_hits",
     "simulate",
     "skewed_stream",
     "stream_of_trace",

@@ -9,6 +9,7 @@ from ragorder.eval.report.canvas import COLOURS, need_matplotlib
 from ragorder.eval.report.pictures import pictures_of
 from ragorder.eval.report.replacement import replacement_pictures
 from ragorder.eval.report.sections import STATISTICS, Progress, Report, silent
+from ragorder.eval.report.tiering import tiering_pictures
 
 __all__ = ["need_jinja", "render_html"]
 
@@ -33,7 +34,8 @@ def render_html(report: Report, progress: Progress = silent) -> str:
     advance, pictures = progress("drawing", len(report.sections)), {}
     for section in report.sections:
         drawn = pictures_of(section.suite, section.groups, section.baseline)
-        pictures[section.suite.name] = drawn + replacement_pictures(section.suite, section.replaced)
+        drawn += [*replacement_pictures(section.suite, section.replaced), *tiering_pictures(section.tiered)]
+        pictures[section.suite.name] = drawn
         advance()
     page: str = template.render(report=report, pictures=pictures, colours=COLOURS, statistics=STATISTICS)
     return page

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ragorder.eval.report.pipelining_lines import Pipelined
 from ragorder.eval.report.replacement_lines import Replaced
+from ragorder.eval.report.tiering_lines import Tiered
 from ragorder.eval.statistics import need_scipy
 
 if TYPE_CHECKING:
@@ -130,6 +131,7 @@ class Results:
     quality: list[Quality] = field(default_factory=list)
     pipelining: list[Pipelined] = field(default_factory=list)
     replacement: list[Replaced] = field(default_factory=list)
+    tiering: list[Tiered] = field(default_factory=list)
     unavailable: list[Unavailable] = field(default_factory=list)
     checks: list[Mapping[str, Any]] = field(default_factory=list)
     quality_checks: list[Mapping[str, Any]] = field(default_factory=list)
@@ -138,8 +140,8 @@ class Results:
     @property
     def suites(self) -> list[str]:
         """The names of all suites of which there is anything."""
-        lines: list[Run | Quality | Pipelined | Replaced | Unavailable] = [*self.runs, *self.quality]
-        lines += [*self.pipelining, *self.replacement, *self.unavailable]
+        lines: list[Run | Quality | Pipelined | Replaced | Tiered | Unavailable] = [*self.runs, *self.quality]
+        lines += [*self.pipelining, *self.replacement, *self.tiering, *self.unavailable]
         return list(dict.fromkeys(line.suite for line in lines))
 
 
@@ -263,6 +265,14 @@ def _replacement(entry: dict[str, Any], results: Results, seen: set[object]) -> 
     return ""
 
 
+def _tiering(entry: dict[str, Any], results: Results, seen: set[object]) -> str:
+    line = Tiered.read(entry)
+    if _again(seen, "tiering", line.suite, key_of(line.cell), key_of(line.engine), line.seed, line.policy):
+        return "a measurement of tiers that is there already was passed over (the first one counts)"
+    results.tiering.append(line)
+    return ""
+
+
 def _unavailable(entry: dict[str, Any], results: Results, seen: set[object]) -> str:
     cell = dict(entry.get("cell") or {})
     missing = Unavailable(str(entry["suite"]), cell, str(entry["policy"]), str(entry.get("reason", "no reason given")))
@@ -317,6 +327,7 @@ _READERS = {
     "quality": _quality,
     "pipelining": _pipelining,
     "replacement": _replacement,
+    "tiering": _tiering,
     "unavailable": _unavailable,
     "check": _check,
 }

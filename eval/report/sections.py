@@ -20,6 +20,8 @@ from ragorder.eval.report.replacement import replacement_engine, replacement_tab
 from ragorder.eval.report.replacement_lines import Replaced
 from ragorder.eval.report.suites import SuiteInfo
 from ragorder.eval.report.tables import Entry, Table, comparison_tables, detail_tables
+from ragorder.eval.report.tiering import tiering_engine, tiering_tables
+from ragorder.eval.report.tiering_lines import Tiered
 from ragorder.eval.report.words import cell_words, figure, policy_words
 from ragorder.eval.statistics import BLOCK
 
@@ -66,6 +68,7 @@ class Section:
     unavailable: list[tuple[str, str]] = field(default_factory=list)
     words: list[str] = field(default_factory=list)
     replaced: list[Replaced] = field(default_factory=list)
+    tiered: list[Tiered] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -121,6 +124,9 @@ def _section(suite: SuiteInfo, results: Results) -> Section:
     section.replaced = [line for line in results.replacement if line.suite == suite.name]
     section.tables += replacement_tables(suite, section.replaced)
     section.engine = section.engine or replacement_engine(section.replaced)
+    section.tiered = [line for line in results.tiering if line.suite == suite.name]
+    section.tables += tiering_tables(section.tiered)
+    section.engine = section.engine or tiering_engine(section.tiered)
     headings, rows = paper_rows(suite)
     if rows:
         labels = sum(heading in ("at", "policy", "hardware") for heading in headings)
@@ -150,6 +156,7 @@ def _engines(groups: Sequence[Group]) -> str:
     words = {
         "sim": "simulated engine, exact to the block",
         "vllm": "vLLM in this process",
+        "torch": "the embedded engine in this process",
         "openai": "a live server",
     }
     found = []
@@ -214,13 +221,17 @@ def _main_policy(section: Section) -> str | None:
 def _measured(results: Results) -> str:
     days = sorted(session.started[:10] for session in results.sessions if session.started)
     when = f"{days[0]} to {days[-1]}" if days and days[0] != days[-1] else days[0] if days else "at an unknown time"
-    runs: list[Run | Pipelined | Replaced] = [*results.runs, *results.pipelining, *results.replacement]
+    runs = _all_runs(results)
     requests = sum(run.requests for run in runs)
     return f"{len(runs):,} runs, {requests:,} requests after warm-up, measured {when}"
 
 
+def _all_runs(results: Results) -> list[Run | Pipelined | Replaced | Tiered]:
+    return [*results.runs, *results.pipelining, *results.replacement, *results.tiering]
+
+
 def _not_measured(results: Results, suites: Mapping[str, SuiteInfo]) -> list[str]:
-    runs: list[Run | Pipelined | Replaced] = [*results.runs, *results.pipelining, *results.replacement]
+    runs = _all_runs(results)
     engines = {str(run.engine.get("name")) for run in runs}
     models = {str(run.engine.get("model") or "") for run in runs if run.engine.get("name") != "sim"}
     said = []

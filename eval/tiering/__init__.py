@@ -1,9 +1,20 @@
-"""What tiers are worth on a real engine: `python -m ragorder.eval.tiering`; and what they survive:
+"""What tiers are worth on a real engine, for the suite ragcache-ttft-tiers; and what they survive:
 `python -m ragorder.eval.tiering.chaos`."""
 
-from ragorder.eval.tiering.cells import TieringCell, make_cells
-from ragorder.eval.tiering.measuring import Turn, measure
 from ragorder.eval.tiering.requests import Stream, make_stream
-from ragorder.eval.tiering.results import ARMS, Verdict, judge
+from ragorder.eval.tiering.results import ARMS, MOST_WORSE, REQUIRED, Verdict, judge
+from ragorder.eval.tiering.sizes import ROOMS, TierSizes, kv_bytes_per_token, make_sizes
 
-__all__ = ["ARMS", "Stream", "TieringCell", "Turn", "Verdict", "judge", "make_cells", "make_stream", "measure"]
+__all__ = [
+    "ARMS",
+    "MOST_WORSE",
+    "REQUIRED",
+    "ROOMS",
+    "Stream",
+    "TierSizes",
+    "Verdict",
+    "judge",
+    "kv_bytes_per_token",
+    "make_sizes",
+    "make_stream",
+]

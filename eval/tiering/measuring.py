@@ -16,9 +16,9 @@ from ragorder.adapters.tier_stats import Hits, fetch_hits
 from ragorder.adapters.vllm_tiers import TierSettings
 from ragorder.eval.engines.base import EngineError, RequestError
 from ragorder.eval.engines.openai import OpenAIEngine
-from ragorder.eval.tiering.cells import TieringCell
 from ragorder.eval.tiering.requests import Stream
 from ragorder.eval.tiering.results import ARMS
+from ragorder.eval.tiering.sizes import TierSizes
 from ragorder.eval.vllm_server import VLLMServer
 
 __all__ = ["Turn", "measure", "pair_of_servers"]
@@ -43,20 +43,18 @@ class Turn:
 
 @contextmanager
 def pair_of_servers(
-    cell: TieringCell, model: Path, *, block_size: int, longest_tokens: int, settings: Mapping[str, object]
+    tiers: TierSizes, model: Path, *, block_size: int, longest_tokens: int, settings: Mapping[str, object]
 ) -> Iterator[dict[str, VLLMServer]]:
     """Both servers by the name of their arm, running; `settings` are more of `TierSettings`."""
     blocks = longest_tokens // block_size + 2
-    longest = min(blocks, cell.blocks) * block_size
-    sizes: dict[str, Any] = {"blocks": cell.blocks, "block_size": block_size, "max_model_len": longest}
+    longest = min(blocks, tiers.blocks) * block_size
+    sizes: dict[str, Any] = {"blocks": tiers.blocks, "block_size": block_size, "max_model_len": longest}
     with ExitStack() as stack:
         disk = None
-        if cell.disk_bytes is not None:
+        if tiers.disk_bytes is not None:
             disk = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ragorder-tiering-"))) / "disk"
-        tiers = TierSettings.model_validate(
-            {"host_bytes": cell.host_bytes, "disk_path": disk, "disk_bytes": cell.disk_bytes, **settings}
-        )
-        configs = dict(zip(ARMS, (None, tiers.kv_transfer_config()), strict=True))
+        asked = {"host_bytes": tiers.host_bytes, "disk_path": disk, "disk_bytes": tiers.disk_bytes, **settings}
+        configs = dict(zip(ARMS, (None, TierSettings.model_validate(asked).kv_transfer_config()), strict=True))
         servers = {arm: VLLMServer(model, **sizes, kv_transfer_config=config) for arm, config in configs.items()}
         for server in servers.values():
             stack.enter_context(server)

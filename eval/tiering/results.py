@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from ragorder.eval.statistics import Comparison, compare
+
+if TYPE_CHECKING:
+    from ragorder.eval.statistics import Floats
 
 __all__ = ["ARMS", "MOST_WORSE", "REQUIRED", "Verdict", "judge"]
 
@@ -26,8 +29,8 @@ Met = Literal["met", "not met", "not decided", ""]
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """Mean times to the first token in ms; `ratio` is how many times shorter tiers make it (below 1: longer), with its
-    confidence interval. `met` says whether what is required of the cell holds ("": nothing is): "not decided" if the
-    ratio is on the right side and its interval is not."""
+    confidence interval (0 to inf: there are too few requests for one). `met` says whether what is required holds ("":
+    nothing is): "not decided" if the ratio is on the right side and its interval is not."""
 
     apc_ms: float
     tiers_ms: float
@@ -37,25 +40,28 @@ class Verdict:
     met: Met
     by_seed: tuple[float, ...]
 
+    @property
+    def known(self) -> bool:
+        """Whether there were enough requests for an interval."""
+        return self.low > 0 and math.isfinite(self.high)
 
-def judge(tier: str, lines: Sequence[Mapping[str, Any]]) -> Verdict:
-    """Compare the lines (one for each seed and arm) of one cell, paired request by request, warm-up left out."""
-    columns: dict[str, list[list[float]]] = {arm: [] for arm in ARMS}
-    for line in sorted(lines, key=lambda line: line["seed"]):
-        columns[line["policy"]].append(line["rows"]["ttft_ms"][line["warmup"] :])
-    found = compare(columns["apc"], columns["tiers"], relative=True, better="lower")
+
+def judge(room: str, apc: Sequence[Sequence[float] | Floats], tiers: Sequence[Sequence[float] | Floats]) -> Verdict:
+    """Compare the times to the first token of both arms, one sequence a seed, paired request by request, where the
+    working set finds this room. Raises StatisticsError if they are not of the same seeds and requests."""
+    found = compare(apc, tiers, relative=True, better="lower")
     low, high = _faster(found.high), _faster(found.low)
     by_seed = tuple(map(_faster, found.by_seed))
-    return Verdict(found.baseline, found.value, _faster(found.difference), low, high, _met(tier, found, low), by_seed)
+    return Verdict(found.baseline, found.value, _faster(found.difference), low, high, _met(room, found, low), by_seed)
 
 
 def _faster(difference: float) -> float:
     """A relative difference of times as a ratio of speeds."""
-    return 0.0 if math.isinf(difference) and difference > 0 else 1 / max(1e-9, 1 + difference)
+    return math.inf if difference <= -1 else 1 / (1 + difference)
 
 
-def _met(tier: str, found: Comparison, low: float) -> Met:
-    least = {"host": REQUIRED, "device": 1 / (1 + MOST_WORSE)}.get(tier)
+def _met(room: str, found: Comparison, low: float) -> Met:
+    least = {"host": REQUIRED, "device": 1 / (1 + MOST_WORSE)}.get(room)
     if least is None:
         return ""
     if _faster(found.difference) < least:

@@ -71,16 +71,17 @@ class _Capacity(click.ParamType[Any]):
 )
 @click.option(
     "--engine",
-    type=click.Choice(["sim", "vllm", "openai"]),
+    type=click.Choice(["sim", "vllm", "torch", "openai"]),
     default="sim",
     show_default=True,
-    help="Simulated cache; real vLLM in this process; or an OpenAI-compatible server that is running.",
+    help="Simulated cache; real vLLM in this process; ragorder's embedded engine, whose cache is of documents; or an "
+    "OpenAI-compatible server that is running.",
 )
 @click.option(
     "--model",
     type=click.Path(path_type=Path),
-    help="vllm: the model's folder [default: random weights, made on the spot]. openai: folder or Hub name of the "
-    "served model, for its tokenizer [default: where the server says that it has it from].",
+    help="vllm, torch: the model's folder [default: random weights, made on the spot]. openai: folder or Hub name of "
+    "the served model, for its tokenizer [default: where the server says that it has it from].",
 )
 @click.option(
     "--base-url",
@@ -106,12 +107,18 @@ class _Capacity(click.ParamType[Any]):
 @click.option(
     "--block-size",
     type=click.IntRange(min=1),
-    help="Tokens a KV block. [default: 16 for sim, 32 for vllm; openai: what the server's /metrics say]",
+    help="Tokens a KV block. [default: 16 for sim and torch, 32 for vllm; openai: what the server's /metrics say]",
+)
+@click.option(
+    "--host-tokens",
+    type=click.IntRange(min=0),
+    metavar="N",
+    help="torch: so many tokens of documents that left the device are kept in host memory. [default: 0]",
 )
 @click.option(
     "--output-tokens",
     type=click.IntRange(min=1),
-    help="Tokens an answer. [default: as the arrivals say, else 32 for sim, 1 for vllm and openai]",
+    help="Tokens an answer. [default: as the arrivals say, else 32 for sim, 1 for vllm, torch and openai]",
 )
 @click.option(
     "--waiting",
@@ -209,7 +216,7 @@ def bench(
     """Serve a trace under several ordering policies, interleaved, each on a fresh engine, and compare what the prefix
     cache saved.
 
-    The simulated engine counts cached tokens exactly and has no clock; vllm and openai measure time to first token as
+    The simulated engine counts cached tokens exactly and has no clock; the others measure time to first token as
     well. With --concurrency or --arrivals a second table shows how the run went along, tenth by tenth.
     """
     from ragorder.eval.arrivals import Arrivals

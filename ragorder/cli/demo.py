@@ -14,15 +14,15 @@ __all__ = ["demo"]
 @click.command()
 @click.option(
     "--engine",
-    type=click.Choice(["vllm", "sim"]),
+    type=click.Choice(["vllm", "torch", "sim"]),
     default="vllm",
     show_default=True,
-    help="Real vLLM in this process, or a simulated cache.",
+    help="Real vLLM in this process, ragorder's embedded engine, or a simulated cache.",
 )
 @click.option(
     "--model",
     type=click.Path(path_type=Path),
-    help="Model folder for vllm. [default: random weights, made on the spot]",
+    help="Model folder for vllm and torch. [default: random weights, made on the spot]",
 )
 @click.option("--limit", type=click.IntRange(min=2), default=60, show_default=True, help="So many questions.")
 @click.option(
@@ -38,10 +38,11 @@ def demo(engine: str, model: Path | None, limit: int, waiting: int) -> None:
     Each question is served twice, on two engines that are alike, and who is first takes turns.
     """
     from ragorder.eval.demo import run_demo
+    from ragorder.eval.engines.base import EngineError
 
     try:
         with progress_bar() as progress:
             report = run_demo(engine, model, limit, waiting, progress)
-    except (ImportError, OSError, ValueError) as error:
+    except (EngineError, ImportError, OSError, ValueError) as error:
         raise click.ClickException(str(error)) from None
     report.print()

@@ -61,10 +61,10 @@ def list_suites() -> None:
 )
 @click.option(
     "--engine",
-    type=click.Choice(["sim", "vllm", "openai"]),
+    type=click.Choice(["sim", "vllm", "torch", "openai"]),
     default="sim",
     show_default=True,
-    help="Simulated cache; real vLLM in this process; or an OpenAI-compatible server.",
+    help="Simulated cache; real vLLM or the embedded engine in this process; or an OpenAI-compatible server.",
 )
 @click.option(
     "--limit", type=click.IntRange(min=1), metavar="N", help="At most N requests a run. [default: as the suite says]"
@@ -88,8 +88,8 @@ def list_suites() -> None:
 @click.option(
     "--model",
     type=click.Path(path_type=Path),
-    help="vllm: the model's folder [default: random weights, made on the spot]. openai: folder or Hub name of the "
-    "served model, for its tokenizer.",
+    help="vllm, torch: the model's folder [default: random weights, made on the spot]. openai: folder or Hub name of "
+    "the served model, for its tokenizer.",
 )
 @click.option(
     "--base-url", metavar="URL", help="openai: the server. [default: a vLLM server is started for each size of cache]"

@@ -69,16 +69,16 @@ __all__ = ["quality"]
 )
 @click.option(
     "--engine",
-    type=click.Choice(["vllm", "openai"]),
+    type=click.Choice(["vllm", "torch", "openai"]),
     default="vllm",
     show_default=True,
-    help="vLLM in this process, or an OpenAI-compatible server that is running.",
+    help="vLLM or the embedded engine in this process, or an OpenAI-compatible server that is running.",
 )
 @click.option(
     "--model",
     metavar="FOLDER|NAME",
-    help="vllm: the model [default: random weights, with which quality is not measured]. openai: whose tokenizer "
-    "counts tokens [default: four characters a token].",
+    help="vllm, torch: the model [default: random weights, with which quality is not measured]. openai: whose "
+    "tokenizer counts tokens [default: four characters a token].",
 )
 @click.option("--base-url", metavar="URL", help="openai: the server, such as http://127.0.0.1:8000/v1.")
 @server_options
@@ -94,7 +94,7 @@ __all__ = ["quality"]
 @click.option(
     "--block-size",
     type=click.IntRange(min=1),
-    help="Tokens a KV block. [default: 32; openai: what the server's /metrics say, else 16]",
+    help="Tokens a KV block. [default: 32; torch: 16; openai: what the server's /metrics say, else 16]",
 )
 @click.option(
     "--output-tokens", type=click.IntRange(min=1), default=32, show_default=True, help="Tokens an answer, at most."

@@ -32,8 +32,12 @@ def run_server(app: ASGIApp, listening: socket.socket, *, grace_s: int) -> None:
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=grace_s,
     )
-    with suppress(KeyboardInterrupt):
-        _Server(config).run(sockets=[listening])
+    try:
+        with suppress(KeyboardInterrupt):
+            _Server(config).run(sockets=[listening])
+    finally:
+        # What stays frozen is not torn down at the end, and there are extensions that complain of it then.
+        gc.unfreeze()
 
 
 class _Server(uvicorn.Server):

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-__all__ = ["Seeds", "embedding_model", "events_options", "server_options"]
+__all__ = ["Seeds", "embedding_model", "events_options", "only_server_options", "server_options"]
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -29,19 +29,26 @@ class Seeds(click.ParamType[list[int]]):
 
 
 def server_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """--served-model and --api-key."""
+    """--served-model and --api-key, of a command with other engines than a server."""
+    return _server_options("openai: the")(command)
+
+
+def only_server_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """--served-model and --api-key, of a command that measures nothing but servers."""
+    return _server_options("The")(command)
+
+
+def _server_options(the: str) -> Decorator:
     return _together(
-        click.option(
-            "--served-model", metavar="NAME", help="openai: the model's id there. [default: the first one listed]"
-        ),
+        click.option("--served-model", metavar="NAME", help=f"{the} model's id there. [default: the first one listed]"),
         click.option(
             "--api-key",
             envvar="OPENAI_API_KEY",
             show_envvar=True,
             metavar="KEY",
-            help="openai: the server's key, if it has one.",
+            help=f"{the} server's key, if it has one.",
         ),
-    )(command)
+    )
 
 
 def events_options(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ragorder.cli.measuring import Seeds, server_options
+from ragorder.cli.measuring import Seeds, only_server_options
 from ragorder.cli.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ _WIDE_SPREAD = 0.25
     help="An OpenAI-compatible server that is running, such as http://127.0.0.1:8000/v1, and that nobody else uses. "
     "[default: a vLLM server is started for the profile]",
 )
-@server_options
+@only_server_options
 @click.option(
     "--model",
     type=click.Path(path_type=Path, exists=True, file_okay=False),

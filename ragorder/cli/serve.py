@@ -1,15 +1,17 @@
-"""`ragorder serve`: the proxy in front of an OpenAI-compatible server."""
+"""`ragorder serve`: the proxy in front of an OpenAI-compatible server, or of an engine in this process."""
 
 from __future__ import annotations
 
 import logging
 import re
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import click
 from pydantic import ValidationError
 
+from ragorder.cli.serve_engine import ENGINE_OPTIONS, Behind, check_engine, embedded, engine_options
 from ragorder.orderer import Orderer
 from ragorder.prompt import PromptBuilder
 from ragorder.settings import Settings
@@ -36,9 +38,13 @@ class _Text(click.ParamType[str]):
 
 
 @click.command()
+@click.option("--upstream", metavar="URL", help="The OpenAI-compatible server behind, such as http://HOST:8000.")
 @click.option(
-    "--upstream", required=True, metavar="URL", help="The OpenAI-compatible server behind, such as http://HOST:8000."
+    "--engine",
+    type=click.Choice(["upstream", "torch"]),
+    help="What answers: the server at --upstream, or --model in this process. [default: upstream if that is given]",
 )
+@engine_options
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option(
     "--port",
@@ -84,9 +90,15 @@ class _Text(click.ParamType[str]):
     help="The served model's tokenizer, by folder or name on the Hub, to count tokens. [default: they are estimated]",
 )
 @click.option(
-    "--capacity-tokens", help="Tokens that the server's KV cache holds, or unlimited. [default: what its /metrics say]"
+    "--capacity-tokens",
+    help="Tokens that the server's KV cache holds, or unlimited. [default: what its /metrics say; with --engine torch "
+    "what device and host memory hold]",
 )
-@click.option("--block-size", type=int, help="Tokens in one KV block of it. [default: what its /metrics say]")
+@click.option(
+    "--block-size",
+    type=int,
+    help="Tokens in one KV block of it. [default: what its /metrics say; with --engine torch 16]",
+)
 @click.option("--keep-first", type=int, help="So many top-ranked documents stay first.")
 @click.option("--keep-last", type=int, help="So many top-ranked documents stand last, rank 1 next to the question.")
 @click.option("--max-displacement", type=int, help="Positions by which a document may move from its rank.")
@@ -118,7 +130,8 @@ class _Text(click.ParamType[str]):
     "--max-waiting",
     type=click.IntRange(min=0),
     metavar="N",
-    help="With --max-in-flight: so many requests may wait, the next one is answered with 503. [default: 1000]",
+    help="With --max-in-flight or --engine torch: so many requests may wait, the next one is answered with 503. "
+    "[default: 1000]",
 )
 @click.option(
     "--body-limit",
@@ -152,8 +165,12 @@ class _Text(click.ParamType[str]):
     metavar="SECONDS",
     help="How long requests in flight may take to end when the proxy is stopped (SIGTERM, SIGINT).",
 )
+@click.pass_context
 def serve(
-    upstream: str,
+    context: click.Context,
+    /,
+    upstream: str | None,
+    engine: str | None,
     host: str,
     port: int,
     api_key: str | None,
@@ -183,9 +200,14 @@ def serve(
     schema, GET /ragorder/health is for probes. What was saved is at /ragorder (a page), /ragorder/stats (JSON, see
     `ragorder stats`) and /metrics.
 
+    With --engine torch there is no other server: the model runs in this process, and keeps documents' KV on the device,
+    in host memory and on disk (see `ragorder tiers stats`).
+
     What describes the engine and the guards can also be given in the environment, as RAGORDER_CAPACITY_TOKENS and so
     on.
     """
+    engine_settings = {name: options.pop(name) for name in ENGINE_OPTIONS}
+    in_process = check_engine(context) == "torch"
     try:
         from ragorder.adapters.metrics import Metrics
         from ragorder.adapters.observe import ObservedOrderer
@@ -199,40 +221,49 @@ def serve(
     if api_key is not None and not api_key.strip():
         raise click.UsageError("--api-key: the key is empty")
     queue = _given(reorder_window=reorder_window, max_waiting=max_waiting)
-    if queue and max_in_flight is None:
-        raise click.UsageError(f"--{next(iter(queue)).replace('_', '-')} goes with --max-in-flight")
+    if max_in_flight is None and (stray := [name for name in queue if name != "max_waiting" or not in_process]):
+        raise click.UsageError(f"--{stray[0].replace('_', '-')} goes with --max-in-flight")
     settings = _settings(options)
     loaded = None if tokenizer is None else _load(tokenizer)
-    builder = _builder(loaded, document_template=document_template, question_template=question_template)
+    templates = {"document_template": document_template, "question_template": question_template}
+    _builder(None, **templates)
     try:
         found = None if template is None else DocumentTemplate(template)
     except TemplateError as error:
         raise click.UsageError(f"--template: {error}") from None
-    try:
-        metrics = Metrics()
-        turns = None if max_in_flight is None else Turns(max_in_flight, registry=metrics.registry, **queue)
-        orderer = Orderer(_of_server(settings, upstream, upstream_api_key))
-        app = make_app(
-            ObservedOrderer(orderer, [metrics], shadow=shadow),
-            upstream=upstream,
-            builder=builder,
-            tokenizer=loaded,
-            template=found,
-            api_key=api_key,
-            upstream_api_key=upstream_api_key,
-            body_limit=int(body_limit * (1 << 20)),
-            timeouts=Timeouts(connect_timeout, read_timeout),
-            turns=turns,
-            send_facts=tiers,
-            routes=stats_routes(metrics, turns),
-        )
-    except AddressError as error:
-        raise click.UsageError(f"--upstream: {error}") from None
-    listening = listen(host, port)
-    if api_key is None and not is_loopback(host):
-        _warn(f"everybody who reaches {host} can use the server behind: give --api-key")
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    run_server(app, listening, grace_s=grace)
+    limit = int(body_limit * (1 << 20))
+    metrics = Metrics()
+    turns = None if max_in_flight is None else Turns(max_in_flight, registry=metrics.registry, **queue)
+    with ExitStack() as until_served:
+        # An address that cannot be had is said before a model is loaded.
+        listening = until_served.enter_context(listen(host, port))
+        try:
+            if in_process:
+                behind = until_served.enter_context(
+                    embedded(engine_settings, settings, metrics.registry, max_waiting=max_waiting, body_limit=limit)
+                )
+            else:
+                known = _of_server(settings, str(upstream), upstream_api_key)
+                how = {"upstream": upstream, "upstream_api_key": upstream_api_key, "send_facts": tiers}
+                behind = Behind(known, loaded, how)
+            app = make_app(
+                ObservedOrderer(Orderer(behind.settings), [metrics], shadow=shadow),
+                builder=_builder(behind.tokenizer, **templates),
+                tokenizer=behind.tokenizer,
+                template=found,
+                api_key=api_key,
+                body_limit=limit,
+                timeouts=Timeouts(connect_timeout, read_timeout),
+                turns=turns,
+                routes=stats_routes(metrics, turns),
+                **behind.options,
+            )
+        except AddressError as error:
+            raise click.UsageError(f"--upstream: {error}") from None
+        if api_key is None and not is_loopback(host):
+            _warn(f"everybody who reaches {host} can use the server behind: give --api-key")
+        logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        run_server(behind.wrap(app), listening, grace_s=grace)
 
 
 def _given(**options: Any) -> dict[str, Any]:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from time import sleep
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import click
-from rich.console import Console, Group
-from rich.live import Live
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
+
+from ragorder.cli.watching import show_figures, watch_options
 
 if TYPE_CHECKING:
     from ragorder.adapters.stats import Stats
@@ -33,14 +33,7 @@ __all__ = ["stats"]
     metavar="TOKENS/S",
     help="Prompt tokens that your engine computes a second: says the saving in seconds as well.",
 )
-@click.option(
-    "--watch",
-    "interval_s",
-    type=click.FloatRange(min=0.1),
-    metavar="SECONDS",
-    help="Ask again every so many seconds, until interrupted.",
-)
-@click.option("--json", "as_json", is_flag=True, help="Write the figures as JSON; with --watch a line each time.")
+@watch_options
 def stats(url: str, api_key: str | None, prefill_rate: float | None, interval_s: float | None, as_json: bool) -> None:
     """Say what was saved at URL: of `ragorder serve`, or of an application that publishes ragorder's metrics there.
 
@@ -50,28 +43,23 @@ def stats(url: str, api_key: str | None, prefill_rate: float | None, interval_s:
     from ragorder.adapters.vllm import ServerError
 
     try:
-        read = fetch_stats(url, api_key=api_key)
-        if interval_s is None:
-            _show(read, prefill_rate, as_json)
-            return
-        with Live(_table(read, prefill_rate), auto_refresh=False, console=Console(quiet=as_json)) as live:
-            while True:
-                if as_json:
-                    click.echo(json.dumps(read.as_json()))
-                live.update(_table(read, prefill_rate), refresh=True)
-                sleep(interval_s)
-                read = fetch_stats(url, api_key=api_key)
+        show_figures(lambda: _Figures(fetch_stats(url, api_key=api_key), prefill_rate), interval_s, as_json)
     except (ServerError, ImportError) as error:
         raise click.ClickException(str(error)) from None
-    except KeyboardInterrupt:
-        pass
 
 
-def _show(read: Stats, prefill_rate: float | None, as_json: bool) -> None:
-    if as_json:
-        click.echo(json.dumps(read.as_json(), indent=1))
-    else:
-        Console().print(_table(read, prefill_rate))
+@dataclass(frozen=True, slots=True)
+class _Figures:
+    """What the proxy says now."""
+
+    read: Stats
+    prefill_rate: float | None
+
+    def show(self) -> Group:
+        return _table(self.read, self.prefill_rate)
+
+    def as_json(self) -> Any:
+        return self.read.as_json()
 
 
 def _table(read: Stats, prefill_rate: float | None) -> Group:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from time import sleep, time
+from time import time
 from typing import TYPE_CHECKING, Any
 
 import click
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
+
+from ragorder.cli.watching import show_figures, watch_options
 
 if TYPE_CHECKING:
     from ragorder.adapters.tier_stats import Hits, TierFigures, TierStats
@@ -45,14 +45,7 @@ _SOURCES = {
     show_envvar=True,
     help="The server's key; other users of this machine can see it unless it comes from the environment.",
 )
-@click.option(
-    "--watch",
-    "interval_s",
-    type=click.FloatRange(min=0.1),
-    metavar="SECONDS",
-    help="Ask again every so many seconds, until interrupted.",
-)
-@click.option("--json", "as_json", is_flag=True, help="Write the figures as JSON; with --watch a line each time.")
+@watch_options
 def stats(
     base_url: str | None, disk: Path | None, api_key: str | None, interval_s: float | None, as_json: bool
 ) -> None:
@@ -65,24 +58,9 @@ def stats(
     if base_url is None and disk is None:
         raise click.UsageError("give --base-url, --disk or both")
     try:
-        figures = _Figures(base_url, disk, api_key)
-        if interval_s is None:
-            if as_json:
-                click.echo(json.dumps(figures.as_json(), indent=1))
-            else:
-                Console().print(figures.show())
-            return
-        with Live(figures.show(), auto_refresh=False, console=Console(quiet=as_json)) as live:
-            while True:
-                if as_json:
-                    click.echo(json.dumps(figures.as_json()))
-                live.update(figures.show(), refresh=True)
-                sleep(interval_s)
-                figures = _Figures(base_url, disk, api_key)
+        show_figures(lambda: _Figures(base_url, disk, api_key), interval_s, as_json)
     except (ServerError, ImportError) as error:
         raise click.ClickException(str(error)) from None
-    except KeyboardInterrupt:
-        pass
 
 
 class _Figures:

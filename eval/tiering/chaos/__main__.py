@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
+from statistics import fmean
 from typing import IO, Any
 
 import click
@@ -21,6 +24,8 @@ from ragorder.eval.environment import describe_environment
 from ragorder.eval.tiering.chaos.cycles import Cycle, run_cycles
 from ragorder.eval.tiering.chaos.scenarios import SCENARIOS, ScenarioError, run_scenario
 from ragorder.eval.tiering.chaos.site import make_site
+from ragorder.eval.vllm_server import launch_process
+from ragorder.eval.vllm_zygote import Zygote
 
 __all__ = ["main"]
 
@@ -34,6 +39,23 @@ __all__ = ["main"]
     type=click.Choice([*SCENARIOS, "none"]),
     help="Only these before the cycles. Repeatable. [default: all]",
 )
+@click.option(
+    "--load",
+    "load_s",
+    default="3:8",
+    show_default=True,
+    callback=lambda context, option, value: _seconds(value),
+    metavar="MIN:MAX",
+    help="Seconds from the first answer of a cycle to the kill, drawn anew each time.",
+)
+@click.option(
+    "--fresh-every",
+    default=20,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="One in so many cycles starts its server in a fresh process.",
+)
+@click.option("--fresh-process", is_flag=True, help="All of them, and those of the scenarios: 200 take two hours more.")
 @click.option("--seed", default=0, show_default=True, help="Of what is asked for and what is damaged.")
 @click.option(
     "-o",
@@ -42,22 +64,34 @@ __all__ = ["main"]
     metavar="FILE",
     help="JSON lines, one for each scenario and cycle, appended at once.",
 )
-def main(cycles: int, names: tuple[str, ...], seed: int, output: Path | None) -> None:
+def main(
+    cycles: int,
+    names: tuple[str, ...],
+    load_s: tuple[float, float],
+    fresh_every: int,
+    fresh_process: bool,
+    seed: int,
+    output: Path | None,
+) -> None:
     """Break a real vLLM server with tiers in every way, and compare each answer with one computed without any cache.
 
     A cycle starts a server on the folder that the last one left, loads it, kills it (SIGKILL, all its processes) in the
-    middle, and flips bits in a tenth of the chunks or cuts them off. It takes half a minute to start and some seconds
-    of load: 200 take about two hours. Ends with status 1 if an answer was wrong or a server ended by itself.
+    middle, and flips bits in a tenth of the chunks or cuts them off. Most servers are forked from a process that has
+    vLLM imported: the rest of a start, some seconds, is theirs, the disk and its lock included. Ends with status 1 if
+    an answer was wrong or a server ended by itself.
     """
     wanted = [name for name in names or SCENARIOS if name != "none"]
     faults: list[str] = []
     served: list[Cycle] = []
-    with tempfile.TemporaryDirectory(prefix="ragorder-chaos-") as temporary, _Lines(output) as lines, _bar() as bar:
-        folder = Path(temporary)
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ragorder-chaos-")))
+        lines, bar = stack.enter_context(_Lines(output)), stack.enter_context(_bar())
         task = bar.add_task("reference", total=1 + len(wanted) + cycles)
-        lines.write({"type": "session", "cycles": cycles, "seed": seed, "environment": describe_environment()})
+        asked = {"cycles": cycles, "seed": seed, "load_s": load_s, "fresh_every": 1 if fresh_process else fresh_every}
+        lines.write({"type": "session", **asked, "environment": describe_environment()})
         try:
-            site = make_site(folder / "model")
+            launch = launch_process if fresh_process else stack.enter_context(Zygote()).launch
+            site = make_site(folder / "model", launch=launch)
             bar.advance(task)
             for name in wanted:
                 bar.update(task, description=name)
@@ -73,7 +107,16 @@ def main(cycles: int, names: tuple[str, ...], seed: int, output: Path | None) ->
                 bar.console.print(found)
                 bar.advance(task)
             bar.update(task, description="cycles")
-            for cycle in run_cycles(site, folder / "disk", cycles, seed=seed, advance=lambda: bar.advance(task)):
+            lives = run_cycles(
+                site,
+                folder / "disk",
+                cycles,
+                seed=seed,
+                load_s=load_s,
+                fresh_every=fresh_every,
+                advance=lambda: bar.advance(task),
+            )
+            for cycle in lives:
                 lines.write({"type": "cycle", **asdict(cycle)})
                 served.append(cycle)
                 faults += [f"cycle {cycle.number}: {fault}" for fault in cycle.faults]
@@ -86,6 +129,16 @@ def main(cycles: int, names: tuple[str, ...], seed: int, output: Path | None) ->
     for fault in faults:
         click.echo(fault, err=True)
     sys.exit(1 if faults else 0)
+
+
+def _seconds(text: str) -> tuple[float, float]:
+    try:
+        low, high = map(float, text.split(":"))
+    except ValueError:
+        low = high = -1.0
+    if not 0 < low <= high < math.inf:
+        raise click.BadParameter(f"{text!r}: give two numbers of seconds above 0, such as 3:8")
+    return low, high
 
 
 class _Lines:
@@ -125,6 +178,10 @@ def _table(cycles: Sequence[Cycle]) -> Table:
     for cycle in cycles:
         for reason, count in cycle.refused.items():
             refused[reason] = refused.get(reason, 0) + count
+    for words, fresh in (("fresh processes", True), ("forked ones", False)):
+        starts = [cycle.start_s for cycle in cycles if cycle.fresh == fresh]
+        if starts:
+            table.add_row(f"{words}, mean seconds to start", f"{len(starts):,}, {fmean(starts):.1f}")
     table.add_row("right answers", f"{sum(cycle.right for cycle in cycles):,}")
     table.add_row("wrong answers", f"{sum(cycle.wrong for cycle in cycles):,}")
     table.add_row("largest difference of a logarithm", f"{max(cycle.worst for cycle in cycles):.2g}")

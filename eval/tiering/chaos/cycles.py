@@ -6,7 +6,7 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ragorder.adapters._server import ServerError
@@ -14,47 +14,63 @@ from ragorder.adapters.tier_stats import TierFigures, TierStats, fetch_tier_stat
 from ragorder.eval.tiering.chaos.damage import chunk_files, damage
 from ragorder.eval.tiering.chaos.load import Load
 from ragorder.eval.tiering.chaos.site import Site
-from ragorder.eval.vllm_server import VLLMServer
+from ragorder.eval.vllm_server import VLLMServer, launch_process
 
 __all__ = ["Cycle", "latest_stats", "run_cycles"]
 
-_LOAD_S = (3.0, 10.0)
+_FIRST_ANSWER_S = 60.0
+"""A process has much to do at its first requests: how long depends on what else the machine does."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cycle:
     """One life of a server: what it found on the disk, of which so many chunks were `damaged`, what it answered, what
-    it refused (by reason) and had from the disk, in tokens. `faults` says what went wrong, in words: nothing, as it
-    should be."""
+    it refused (by reason) and had from the disk, in tokens. It began in a `fresh` process or in a forked one, and was
+    up after `start_s`. `faults` says what went wrong, in words: nothing, as it should be."""
 
     number: int
+    fresh: bool
+    start_s: float
     found: int
     damaged: int
-    right: int
-    wrong: int
-    lost: int
-    worst: float
-    cached_tokens: int
-    disk_tokens: int
+    right: int = 0
+    wrong: int = 0
+    lost: int = 0
+    worst: float = 0.0
+    cached_tokens: int = 0
+    disk_tokens: int = 0
     refused: dict[str, int] = field(default_factory=dict)
     faults: tuple[str, ...] = ()
 
 
 def run_cycles(
-    site: Site, disk: Path, cycles: int, *, seed: int = 0, advance: Callable[[], None] = lambda: None
+    site: Site,
+    disk: Path,
+    cycles: int,
+    *,
+    seed: int = 0,
+    load_s: tuple[float, float] = (3.0, 10.0),
+    fresh_every: int = 1,
+    advance: Callable[[], None] = lambda: None,
 ) -> Iterator[Cycle]:
     """So many lives of one server on one folder, each ended by SIGKILL under load, with damage done before the next.
 
-    Raises EngineError if it does not come up again.
+    One in `fresh_every` begins in a fresh process, the others as the site launches its servers. From its first answer a
+    server lives for a time between those of `load_s`, drawn anew. Raises EngineError if one does not come up.
     """
     rng = random.Random(seed)
-    server, damaged = site.server(disk), 0
+    fresh_server, usual_server = site.server(disk, launch_process), site.server(disk)
+    damaged = 0
     try:
         for number in range(cycles):
             found = len(chunk_files(disk))
+            fresh = number % fresh_every == 0
+            server = fresh_server if fresh else usual_server
+            started = time.monotonic()
             server.start()
+            start_s = time.monotonic() - started
             with Load(server, site.prompts, site.expected, seed=number) as load:
-                until = time.monotonic() + rng.uniform(*_LOAD_S)
+                until = load.wait_for_an_answer(_FIRST_ANSWER_S) + rng.uniform(*load_s)
                 stats: TierStats | None = None
                 lost = 0
                 while time.monotonic() < until:
@@ -63,11 +79,13 @@ def run_cycles(
                     time.sleep(0.25)
                 alive = server.alive
                 server.kill()
-            yield _judge(number, found, damaged, load, lost, stats, alive=alive)
+            life = Cycle(number, fresh, round(start_s, 2), found, damaged)
+            yield _judge(life, load, lost, stats, alive=alive)
             advance()
             damaged = damage(disk, rng)
     finally:
-        server.stop()
+        fresh_server.stop()
+        usual_server.stop()
 
 
 def latest_stats(server: VLLMServer) -> TierStats | None:
@@ -77,9 +95,8 @@ def latest_stats(server: VLLMServer) -> TierStats | None:
     return None
 
 
-def _judge(
-    number: int, found: int, damaged: int, load: Load, lost: int, stats: TierStats | None, *, alive: bool
-) -> Cycle:
+def _judge(life: Cycle, load: Load, lost: int, stats: TierStats | None, *, alive: bool) -> Cycle:
+    """With what the server said of itself, and what must not be; `lost` before it was killed."""
     faults = []
     if load.wrong:
         faults.append(f"{load.wrong} wrong answers")
@@ -96,20 +113,18 @@ def _judge(
     elif not any(tier.tier == "disk" for tier in stats.tiers):
         faults.append("the server has no disk")
     refused = _of_disk(stats).refused if stats is not None else {}
-    if damaged == 0 and any(refused.get(reason) for reason in ("checksum", "foreign", "identity")):
+    if life.damaged == 0 and any(refused.get(reason) for reason in ("checksum", "foreign", "identity")):
         faults.append("chunks were refused that nobody had damaged")
-    return Cycle(
-        number,
-        found,
-        damaged,
-        load.right,
-        load.wrong,
-        load.lost,
-        load.worst,
-        load.cached_tokens,
-        0 if stats is None else stats.hits.disk,
-        dict(refused),
-        tuple(faults),
+    return replace(
+        life,
+        right=load.right,
+        wrong=load.wrong,
+        lost=load.lost,
+        worst=load.worst,
+        cached_tokens=load.cached_tokens,
+        disk_tokens=0 if stats is None else stats.hits.disk,
+        refused=dict(refused),
+        faults=tuple(faults),
     )
 
 

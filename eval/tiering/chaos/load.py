@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
@@ -34,6 +35,7 @@ class Load:
         self._expected = expected
         self._lock = threading.Lock()
         self._over = threading.Event()
+        self._answered = threading.Event()
         self._threads = [
             threading.Thread(target=self._ask, args=(random.Random(f"{seed} {client}"),), daemon=True)
             for client in range(clients)
@@ -48,6 +50,11 @@ class Load:
         self._over.set()
         for thread in self._threads:
             thread.join(_TIMEOUT_S + 5)
+
+    def wait_for_an_answer(self, timeout_s: float) -> float:
+        """Until the server has answered for the first time, or so long; and what time.monotonic() says then."""
+        self._answered.wait(timeout_s)
+        return time.monotonic()
 
     def _ask(self, rng: random.Random) -> None:
         import httpx
@@ -72,6 +79,7 @@ class Load:
             setattr(self, what, getattr(self, what) + 1)
 
     def _check(self, answer: Answer, expected: Answer) -> None:
+        self._answered.set()
         self._count("right" if answer.agrees(expected) else "wrong")
         with self._lock:
             self.worst = max(self.worst, answer.difference(expected))

@@ -58,7 +58,7 @@ def _other_model(site: Site, folder: Path) -> dict[str, Any]:
         _serve(server, site)
     kept = chunk_files(disk)
     _check(bool(kept), "the first model left nothing on the disk")
-    other = make_site(folder / "other", prompts=10, seed=1)
+    other = make_site(folder / "other", prompts=10, seed=1, launch=site.launch)
     with other.server(disk) as server:
         stats = _serve(server, other)
         _check(stats.hits.disk == 0, "a chunk of another model was used")

@@ -1,0 +1,29 @@
+"""The embedded engine as a server: OpenAI's API in this process, on `ragorder.kernels.engine` (docs/embedded.md)."""
+
+from __future__ import annotations
+
+try:
+    import httpx  # noqa: F401
+    import msgspec  # noqa: F401
+    import prometheus_client  # noqa: F401
+    import starlette  # noqa: F401
+    import torch  # noqa: F401
+    import transformers  # noqa: F401
+except ImportError as error:
+    message = f"the embedded engine's server needs {error.name}: pip install 'ragorder[torch,proxy]'"
+    raise ImportError(message, name=error.name) from error
+
+from ragorder.adapters.embedded.app import hosted, make_engine_app
+from ragorder.adapters.embedded.metrics import EngineMetrics
+from ragorder.adapters.embedded.transport import AppTransport
+from ragorder.adapters.embedded.worker import EngineStoppedError, EngineWorker, TooManyWaitingError
+
+__all__ = [
+    "AppTransport",
+    "EngineMetrics",
+    "EngineStoppedError",
+    "EngineWorker",
+    "TooManyWaitingError",
+    "hosted",
+    "make_engine_app",
+]

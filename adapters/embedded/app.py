@@ -1,0 +1,212 @@
+"""The embedded engine as an OpenAI-compatible ASGI application."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from copy import deepcopy
+from functools import partial
+from typing import Any, TypeVar
+
+import anyio
+import anyio.to_thread
+import msgspec
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request as HTTPRequest
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route, Router
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from ragorder.adapters.embedded.answers import DONE, Answer, ChatAnswer, CompletionAnswer, event
+from ragorder.adapters.embedded.metrics import EngineMetrics
+from ragorder.adapters.embedded.prompts import Asked, Prompts
+from ragorder.adapters.embedded.worker import EngineStoppedError, EngineWorker, TooManyWaitingError
+from ragorder.adapters.proxy.answering import AnswerErrors
+from ragorder.adapters.proxy.errors import ProxyError
+from ragorder.adapters.proxy.incoming import ClientGoneError, Incoming
+from ragorder.kernels.engine import Completion, RequestRefusedError, Update
+
+__all__ = ["BODY_LIMIT", "hosted", "make_engine_app"]
+
+BODY_LIMIT = 32 << 20
+
+T = TypeVar("T")
+
+_JSON = [(b"content-type", b"application/json")]
+_EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+_RETRY = [(b"retry-after", b"1")]
+
+
+def make_engine_app(
+    worker: EngineWorker, *, metrics: EngineMetrics | None = None, body_limit: int = BODY_LIMIT
+) -> ASGIApp:
+    """The application that has requests answered by the worker's engine.
+
+    /v1/completions, /v1/chat/completions, /v1/models, /tokenize, /health and, with what `metrics` counts, /metrics. It
+    asks for no key, and is meant to stand behind the proxy. `body_limit` is in bytes.
+    """
+    metrics = metrics or EngineMetrics(worker)
+    registry = CollectorRegistry()
+    registry.register(metrics)
+    server = _Server(worker, metrics, body_limit)
+    name = worker.engine.model_name
+    model = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "ragorder"}
+    model |= {"root": name, "parent": None, "max_model_len": server.longest}
+
+    async def models(_: HTTPRequest) -> JSONResponse:
+        return JSONResponse({"object": "list", "data": [model]})
+
+    async def show_metrics(_: HTTPRequest) -> Response:
+        return Response(await run_in_threadpool(generate_latest, registry), media_type=CONTENT_TYPE_LATEST)
+
+    async def unknown(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await send({"type": "websocket.close", "code": 1003, "reason": "no WebSocket here"})
+            return
+        raise ProxyError(404, "The embedded engine has no such route.", code="not_found")
+
+    routes = [
+        Route("/v1/completions", _Endpoint(server, server.complete), methods=["POST"]),
+        Route("/v1/chat/completions", _Endpoint(server, server.chat), methods=["POST"]),
+        Route("/tokenize", _Endpoint(server, server.tokenize), methods=["POST"]),
+        Route("/v1/models", models),
+        Route("/health", _health_of(worker)),
+        Route("/metrics", show_metrics),
+    ]
+    return AnswerErrors(Router(routes, redirect_slashes=False, default=unknown))
+
+
+def hosted(app: ASGIApp, worker: EngineWorker) -> ASGIApp:
+    """The proxy's application, whose health is the engine's, for probes without a key, and which closes the worker when
+    its server has answered all requests and ends."""
+
+    @asynccontextmanager
+    async def lifespan(_: Any) -> AsyncIterator[None]:
+        yield
+        await anyio.to_thread.run_sync(worker.close)
+
+    routes = [Route(path, _health_of(worker)) for path in ("/health", "/ragorder/health")]
+    return Router(routes, redirect_slashes=False, default=app, lifespan=lifespan)
+
+
+def _health_of(worker: EngineWorker) -> Callable[[HTTPRequest], Awaitable[Response]]:
+    async def health(_: HTTPRequest) -> Response:
+        if worker.failure is None:
+            return JSONResponse({"status": "ok"})
+        return JSONResponse(_stopped(worker.failure).content, status_code=503)
+
+    return health
+
+
+class _Endpoint:
+    """An ASGI application that reads a body and has it answered, as long as its client is there."""
+
+    def __init__(self, server: _Server, answer: Callable[[bytes, Send], Awaitable[None]]) -> None:
+        self._server = server
+        self._answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        incoming = Incoming(scope["headers"], receive, self._server.body_limit)
+        with anyio.CancelScope() as client_is_there:
+            leaving = asyncio.create_task(incoming.wait_until_gone(client_is_there))
+            try:
+                await self._answer(await incoming.read(), send)
+            except ClientGoneError:
+                pass
+            finally:
+                leaving.cancel()
+
+
+class _Server:
+    """Answers bodies."""
+
+    def __init__(self, worker: EngineWorker, metrics: EngineMetrics, body_limit: int) -> None:
+        engine = worker.engine
+        self.body_limit = body_limit
+        self.longest = min(engine.max_model_len, engine.device_tokens)
+        self._worker = worker
+        self._metrics = metrics
+        self._prompts = Prompts(
+            # The engine's own thread has one as well, and they are not for two threads.
+            deepcopy(engine.tokenizer),
+            model_name=engine.model_name,
+            longest=self.longest,
+        )
+        self._one_thread = anyio.CapacityLimiter(1)
+
+    async def complete(self, content: bytes, send: Send) -> None:
+        asked = await self._run(partial(self._prompts.completion, content))
+        await self._generate(asked, CompletionAnswer(self._worker.engine.model_name, self._prompts.token_text), send)
+
+    async def chat(self, content: bytes, send: Send) -> None:
+        asked = await self._run(partial(self._prompts.chat, content))
+        await self._generate(asked, ChatAnswer(self._worker.engine.model_name, self._prompts.token_text), send)
+
+    async def tokenize(self, content: bytes, send: Send) -> None:
+        await _send_json(await self._run(partial(self._prompts.tokenize, content)), send)
+
+    async def _run(self, work: Callable[[], T]) -> T:
+        return await anyio.to_thread.run_sync(work, limiter=self._one_thread)
+
+    async def _generate(self, asked: Asked[Any], answer: Answer, send: Send) -> None:
+        self._metrics.asked(asked)
+        try:
+            async with self._worker.submit(asked.requests) as updates:
+                if asked.body.stream:
+                    await self._stream(asked, answer, updates, send)
+                else:
+                    completions = await _completions(updates, len(asked.requests))
+                    await _send_json(answer.whole(completions), send)
+        except RequestRefusedError as error:
+            raise ProxyError(400, f"The engine refuses this request: {error}", code="request_refused") from None
+        except TooManyWaitingError as error:
+            message = f"{error}: try again later."
+            raise ProxyError(503, message, code="too_many_waiting", headers=_RETRY) from None
+        except EngineStoppedError as error:
+            raise _stopped(str(error)) from None
+
+    async def _stream(
+        self, asked: Asked[Any], answer: Answer, updates: AsyncIterator[tuple[int, Update]], send: Send
+    ) -> None:
+        """Headers go with the first token: what fails before still gets a status of its own."""
+        completions: list[Completion] = []
+        begun = False
+        try:
+            async for place, update in updates:
+                pieces = b"".join(map(event, answer.pieces(place, update)))
+                if update.completion is not None:
+                    completions.append(update.completion)
+                if pieces and not begun:
+                    await send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
+                    begun = True
+                if pieces:
+                    await send({"type": "http.response.body", "body": pieces, "more_body": True})
+        except (ProxyError, EngineStoppedError) as error:
+            if not begun:
+                raise
+            failure = error if isinstance(error, ProxyError) else _stopped(str(error))
+            await send({"type": "http.response.body", "body": event(failure.content)})
+            return
+        options = asked.body.stream_options
+        usage = event(answer.last(completions)) if options is not None and options.include_usage else b""
+        await send({"type": "http.response.body", "body": usage + DONE})
+
+
+async def _completions(updates: AsyncIterator[tuple[int, Update]], count: int) -> Sequence[Completion]:
+    """In the order of their prompts."""
+    completions = {place: update.completion async for place, update in updates if update.completion is not None}
+    return [completions[place] for place in range(count)]
+
+
+async def _send_json(content: Any, send: Send) -> None:
+    body = msgspec.json.encode(content)
+    headers = [*_JSON, (b"content-length", b"%d" % len(body))]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+def _stopped(why: str) -> ProxyError:
+    return ProxyError(503, f"The engine computes nothing any more: {why}.", code="engine_stopped")

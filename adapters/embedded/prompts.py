@@ -1,0 +1,206 @@
+"""From the bodies of requests to what the engine is asked: tokens, where documents end, and whose they are."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from ragorder.adapters._openai_request import checked_salt
+from ragorder.adapters._request_facts import FACTS, PREFIX
+from ragorder.adapters.embedded.bodies import (
+    ChatBody,
+    CommonBody,
+    CompletionBody,
+    Message,
+    TextPart,
+    TokenizeBody,
+    read_body,
+)
+from ragorder.adapters.proxy.errors import ProxyError
+from ragorder.adapters.vllm_tiers.facts import RequestFacts, read_facts
+from ragorder.kernels.engine import Request, Sampling
+
+__all__ = ["Asked", "Prompts"]
+
+B = TypeVar("B", bound=CommonBody)
+
+_SLOT = "@@ragorder-documents@@"
+_LONGEST_COMPLAINT = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Asked(Generic[B]):
+    """What a body asks for: one request for each of its prompts. `facts` are what it says of its documents; None if it
+    says nothing, and not `readable` if nobody understands it."""
+
+    body: B
+    requests: tuple[Request, ...]
+    facts: RequestFacts | None
+    readable: bool
+
+
+class Prompts:
+    """Reads bodies. `tokenizer` (transformers) is the served model's, a copy for this one thread; None: there is none,
+    and prompts must come in tokens. `longest` is how many tokens prompt and answer may have.
+
+    Everything here raises ProxyError for what cannot be served.
+    """
+
+    def __init__(self, tokenizer: Any, *, model_name: str, longest: int) -> None:
+        self._tokenizer = tokenizer
+        self._model_name = model_name
+        self._longest = longest
+        # No text of more characters can be short enough, and it would take long to find that out.
+        widest = 0 if tokenizer is None else max(map(len, tokenizer.get_vocab()), default=1)
+        self._most_characters = longest * max(widest, 1)
+        options = () if tokenizer is None else inspect.signature(tokenizer.apply_chat_template).parameters
+        self._own_options = frozenset(options) | {"messages"}
+
+    def completion(self, content: bytes) -> Asked[CompletionBody]:
+        """What the body of a plain completion asks for."""
+        body = read_body(content, CompletionBody)
+        self._check_model(body.model)
+        prompt = body.prompt
+        if isinstance(prompt, list) and not isinstance(prompt[0], int):
+            prompts: Sequence[Any] = prompt
+        else:
+            prompts = [prompt]
+        token_ids = [
+            self._encode(each, body.add_special_tokens, "prompt") if isinstance(each, str) else each for each in prompts
+        ]
+        return self._asked(body, token_ids, body.logprobs, body.max_tokens or 16)
+
+    def chat(self, content: bytes) -> Asked[ChatBody]:
+        """What the body of a chat asks for."""
+        body = read_body(content, ChatBody)
+        self._check_model(body.model)
+        token_ids = self._render(body)
+        limit = body.max_completion_tokens or body.max_tokens or max(1, self._longest - len(token_ids))
+        return self._asked(body, [token_ids], body.top_logprobs if body.logprobs else None, limit)
+
+    def tokenize(self, content: bytes) -> dict[str, Any]:
+        """The answer to a body of /tokenize."""
+        body = read_body(content, TokenizeBody)
+        self._check_model(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise ProxyError(400, "Give prompt or messages, and one of them.", code="invalid_body", param="prompt")
+        if body.prompt is not None:
+            token_ids = self._encode(body.prompt, body.add_special_tokens is not False, "prompt")
+        else:
+            token_ids = self._render(body)
+        shown = self._tokenizer.convert_ids_to_tokens(token_ids) if body.return_token_strs else None
+        return {"count": len(token_ids), "max_model_len": self._longest, "tokens": token_ids, "token_strs": shown}
+
+    def token_text(self, token_id: int) -> str:
+        """A token as text; a part of a character is a replacement character."""
+        return "" if self._tokenizer is None else str(self._tokenizer.decode([token_id]))
+
+    def _asked(self, body: B, prompts: Sequence[Sequence[int]], logprobs: int | None, max_tokens: int) -> Asked[B]:
+        facts, readable = _facts_of(body)
+        salt = _salt(body)
+        sampling = Sampling(
+            max_tokens=max_tokens,
+            temperature=body.temperature,
+            top_p=body.top_p,
+            seed=body.seed,
+            stop=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop),
+            ignore_eos=body.ignore_eos,
+            logprobs=logprobs,
+        )
+        ends: tuple[int, ...] = ()
+        # One text cannot say where the documents of several prompts end.
+        if facts is not None and len(prompts) == 1:
+            ends = self._nodes_end(body, prompts[0], facts)
+        return Asked(body, tuple(Request(each, ends, sampling, salt) for each in prompts), facts, readable)
+
+    def _nodes_end(self, body: CommonBody, token_ids: Sequence[int], facts: RequestFacts) -> tuple[int, ...]:
+        """Where documents end, and what is in front of the first one: all requests that begin so share it."""
+        if not facts.documents:
+            return ()
+        front = body.kv_transfer_params[FACTS].get(PREFIX)
+        if type(front) is not int:
+            front = self._front(body, token_ids) if isinstance(body, ChatBody) else 0
+        return (front, *facts.documents) if 0 < front < facts.documents[0] else facts.documents
+
+    def _front(self, body: ChatBody, token_ids: Sequence[int]) -> int:
+        """In how many tokens all chats begin that differ in the last message alone."""
+        *before, last = body.messages
+        text = self._template([*before, Message(last.role, _SLOT)], body)
+        head, slot, _ = text.rpartition(_SLOT)
+        if not slot:
+            return 0
+        front = self._encode(head, body.add_special_tokens, "messages")
+        parted = (place for place, (one, other) in enumerate(zip(front, token_ids, strict=False)) if one != other)
+        return next(parted, min(len(front), len(token_ids)))
+
+    def _render(self, body: ChatBody | TokenizeBody) -> list[int]:
+        """The tokens of a chat."""
+        text = self._template(body.messages or [], body)
+        return self._encode(text, body.add_special_tokens is True, "messages")
+
+    def _template(self, messages: Sequence[Message], body: ChatBody | TokenizeBody) -> str:
+        if self._tokenizer is None or not self._tokenizer.chat_template:
+            raise ProxyError(400, "The model has no chat template: use /v1/completions.", code="no_chat_template")
+        for name in body.chat_template_kwargs:
+            if name in self._own_options:
+                where = f"chat_template_kwargs.{name}"
+                raise ProxyError(400, f"{where}: is not for a request to set.", code="invalid_body", param=where)
+        said = [_as_dict(message) for message in messages]
+        try:
+            return str(
+                self._tokenizer.apply_chat_template(
+                    said,
+                    tokenize=False,
+                    add_generation_prompt=body.add_generation_prompt,
+                    **body.chat_template_kwargs,
+                )
+            )
+        except Exception as error:
+            # Templates refuse what they do not foresee, each in its own way.
+            complaint = str(error)[:_LONGEST_COMPLAINT]
+            message = f"messages: the model's chat template does not take them: {complaint}"
+            raise ProxyError(400, message, code="invalid_messages", param="messages") from None
+
+    def _encode(self, text: str, add_special_tokens: bool, field: str) -> list[int]:
+        if self._tokenizer is None:
+            raise ProxyError(400, f"{field}: must be token ids: the model has no tokenizer.", code="no_tokenizer")
+        if len(text) > self._most_characters:
+            message = f"{field}: is longer than the {self._longest:,} tokens that prompt and answer may have."
+            raise ProxyError(400, message, code="context_length_exceeded", param=field)
+        token_ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
+        return token_ids
+
+    def _check_model(self, model: str | None) -> None:
+        if model is not None and model != self._model_name:
+            message = f"This server has one model: {self._model_name}."
+            raise ProxyError(404, message, code="model_not_found", param="model")
+
+
+def _facts_of(body: CommonBody) -> tuple[RequestFacts | None, bool]:
+    try:
+        return read_facts(body.kv_transfer_params), True
+    except ValueError:
+        return None, False
+
+
+def _salt(body: CommonBody) -> str | None:
+    if body.cache_salt is None:
+        return None
+    try:
+        return checked_salt(body.cache_salt)
+    except ValueError as error:
+        raise ProxyError(400, f"cache_salt: {error}", code="invalid_cache_salt", param="cache_salt") from None
+
+
+def _as_dict(message: Message) -> dict[str, str]:
+    """A message as templates take it; texts in parts as lines of one, as vLLM does it."""
+    content = message.content
+    text = content if isinstance(content, str) else "\n".join(_text(part) for part in content)
+    named = {} if message.name is None else {"name": message.name}
+    return {"role": message.role, "content": text, **named}
+
+
+def _text(part: TextPart) -> str:
+    return part.text

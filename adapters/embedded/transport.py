@@ -1,0 +1,105 @@
+"""The way to an application in this process: as over HTTP, without a socket."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from typing import cast
+from urllib.parse import unquote
+
+import httpx
+from starlette.types import ASGIApp, Message, Scope
+
+__all__ = ["AppTransport"]
+
+# So many pieces of an answer wait for a slow reader; then the application does.
+_AHEAD = 16
+
+
+class AppTransport(httpx.AsyncBaseTransport):
+    """Brings requests to an ASGI application, and its answers back piece by piece as they come (httpx's own
+    ASGITransport collects them). To close an answer, or to be cancelled while waiting for it, cancels the application's
+    work on it."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        """Raises httpx.ReadTimeout if the application takes too long, httpx.RemoteProtocolError if it gives up."""
+        exchange = _Exchange(self._app, request)
+        try:
+            start = await exchange.next_message()
+        except BaseException:
+            await exchange.aclose()
+            raise
+        return httpx.Response(start["status"], headers=start.get("headers", []), stream=exchange)
+
+
+class _Exchange(httpx.AsyncByteStream):
+    """One request, and the body of its answer."""
+
+    def __init__(self, app: ASGIApp, request: httpx.Request) -> None:
+        self._body = aiter(cast(httpx.AsyncByteStream, request.stream))
+        self._timeout_s: float | None = request.extensions.get("timeout", {}).get("read")
+        self._messages: asyncio.Queue[Message | None] = asyncio.Queue(_AHEAD)
+        self._work = asyncio.create_task(self._run(app, _scope(request)))
+
+    async def next_message(self) -> Message:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                message = await self._messages.get()
+        except TimeoutError:
+            raise httpx.ReadTimeout("the application did not answer in time") from None
+        if message is None:
+            raise httpx.RemoteProtocolError("the application broke off")
+        return message
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        more = True
+        while more:
+            message = await self.next_message()
+            more = message.get("more_body", False)
+            if body := message.get("body", b""):
+                yield body
+
+    async def aclose(self) -> None:
+        self._work.cancel()
+        await asyncio.wait([self._work])
+
+    async def _run(self, app: ASGIApp, scope: Scope) -> None:
+        # What it raises may quote the request: the application is to log what it wants to be known.
+        with suppress(Exception):
+            await app(scope, self._receive, self._messages.put)
+        await self._messages.put(None)
+
+    async def _receive(self) -> Message:
+        body = await anext(self._body, None)
+        if body is not None:
+            return {"type": "http.request", "body": body, "more_body": True}
+        self._body = _nothing()
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+
+async def _nothing() -> AsyncIterator[bytes]:
+    """What comes behind the body: nothing. A client that leaves is no message, but cancels the application."""
+    await asyncio.Event().wait()
+    yield b""
+
+
+def _scope(request: httpx.Request) -> Scope:
+    path, _, query = request.extensions.get("target", request.url.raw_path).partition(b"?")
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": "1.1",
+        "method": request.method,
+        "scheme": request.url.scheme,
+        "path": unquote(path.decode("latin-1")),
+        "raw_path": path,
+        "query_string": query,
+        "root_path": "",
+        "headers": [(name.lower(), value) for name, value in request.headers.raw],
+        "client": None,
+        "server": None,
+    }

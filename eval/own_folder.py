@@ -1,0 +1,68 @@
+"""Temporary folders that go with the process that has made them, however that ends."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import IO
+
+__all__ = ["OwnFolder"]
+
+_LOCK = "owner.lock"
+_YOUNG_S = 60.0
+
+
+class OwnFolder:
+    """A folder in the system's temporary one, for its user alone. It has a name at once, and exists once it is taken.
+
+    A process that is killed leaves its folders behind; whoever takes one with the same `prefix` later removes them.
+    """
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix
+        self._lock: IO[bytes] | None = None
+        self.path = Path(tempfile.gettempdir(), f"{prefix}{secrets.token_hex(8)}")
+
+    def take(self) -> None:
+        """Make it, if it is not there."""
+        if self._lock is not None:
+            return
+        _remove_abandoned(self._prefix)
+        self.path.mkdir(mode=0o700)
+        self._lock = (self.path / _LOCK).open("ab")
+        _lock(self._lock)
+
+    def remove(self) -> None:
+        """With all that is in it. It can be taken again."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+
+def _remove_abandoned(prefix: str) -> None:
+    """Those whose owner holds their lock no more. A young one may be about to be locked."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+        # It may be somebody else's, or go meanwhile.
+        with suppress(OSError), (folder / _LOCK).open("rb") as file:
+            status = os.fstat(file.fileno())
+            if status.st_uid == os.geteuid() and time.time() - status.st_mtime > _YOUNG_S and _lock(file):
+                shutil.rmtree(folder)
+
+
+def _lock(file: IO[bytes]) -> bool:
+    """Whether nobody else has it. Where the system has no locks, somebody has."""
+    try:
+        import fcntl
+    except ImportError:
+        return False
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True

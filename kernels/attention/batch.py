@@ -1,0 +1,100 @@
+"""The sequences of one step, packed one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+__all__ = ["PackedBatch", "Span"]
+
+T = TypeVar("T")
+
+Span = tuple[int, int, int]
+"""One request: its new tokens from the first to behind the last, and how many tokens are before them."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedBatch:
+    """R requests with T new tokens in all. The same for all layers of a step, so what is worked out from it is kept.
+
+    `query_starts`: int32 (R + 1,), where each request's new tokens begin, and T.
+    `context_lengths`: int32 (R,), tokens before the new ones; their K/V are in the cache.
+    `block_tables`: int32 (R, blocks), the blocks of the context in order; what stands behind them is not looked at.
+    `longest_query`, `longest_context`: the greatest of each, as plain numbers: nothing waits for the device.
+    Raises ValueError naming what does not fit together.
+    """
+
+    query_starts: Tensor
+    context_lengths: Tensor
+    block_tables: Tensor
+    longest_query: int
+    longest_context: int
+    _kept: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        requests = self.context_lengths.numel()
+        shapes = {
+            "query_starts": (self.query_starts, (requests + 1,)),
+            "context_lengths": (self.context_lengths, (requests,)),
+            "block_tables": (self.block_tables, (requests, self.block_tables.shape[-1])),
+        }
+        for name, (tensor, shape) in shapes.items():
+            if tensor.dtype is not torch.int32 or tuple(tensor.shape) != shape:
+                raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}: give torch.int32 {shape}")
+            if tensor.device != self.context_lengths.device:
+                raise ValueError(f"{name} is on {tensor.device}, context_lengths on {self.context_lengths.device}")
+        if self.block_tables.stride(-1) != 1:
+            raise ValueError("a row of block_tables must be contiguous")
+
+    @classmethod
+    def pack(
+        cls,
+        query_lengths: Sequence[int],
+        context_lengths: Sequence[int],
+        block_tables: Sequence[Sequence[int]],
+        device: torch.device | str = "cpu",
+    ) -> PackedBatch:
+        """From plain numbers, one of each a request. Raises ValueError if there are not as many of each."""
+        if not len(query_lengths) == len(context_lengths) == len(block_tables):
+            raise ValueError("give one query length, one context length and one block table a request")
+        width = max(map(len, block_tables), default=0)
+        tables = torch.zeros(len(block_tables), width, dtype=torch.int32)
+        for row, blocks in zip(tables, block_tables, strict=True):
+            row[: len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
+        starts = list(accumulate(query_lengths, initial=0))
+        batch = cls(
+            torch.tensor(starts, dtype=torch.int32).to(device, non_blocking=True),
+            torch.tensor(list(context_lengths), dtype=torch.int32).to(device, non_blocking=True),
+            tables.to(device, non_blocking=True),
+            max(query_lengths, default=0),
+            max(context_lengths, default=0),
+        )
+        spans = list(zip(starts, starts[1:], context_lengths, strict=False))
+        batch._kept["spans"] = spans
+        return batch
+
+    @property
+    def requests(self) -> int:
+        """How many."""
+        return self.context_lengths.numel()
+
+    @property
+    def spans(self) -> list[Span]:
+        """Each request's. Waits for the device, once, unless the batch was made by `pack`."""
+        return self.kept("spans", self._read_spans)
+
+    def kept(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What was made under this key for an earlier layer, or what `make` makes now."""
+        if key not in self._kept:
+            self._kept[key] = make()
+        found: T = self._kept[key]
+        return found
+
+    def _read_spans(self) -> list[Span]:
+        starts = self.query_starts.tolist()
+        return list(zip(starts, starts[1:], self.context_lengths.tolist(), strict=False))

@@ -1,0 +1,197 @@
+"""Compiles the table's kernels ahead of time, without a GPU, and says what they take of one.
+
+`python -m ragorder.kernels.attention.compile` fails if one of them spills registers, wants more shared memory than its
+devices have, or misses wgmma where a tile is high enough for it (64 rows, Hopper).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+
+import click
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from ragorder.kernels.attention.kernel import ANYWHERE, CHANGING, attend, merge
+from ragorder.kernels.attention.launch import INTERPRETED, constants, options
+from ragorder.kernels.attention.table import ARCHITECTURES, HEAD_DIMS, ROWS, Tile, choose_tile
+
+__all__ = ["Compiled", "Variant", "compile_variant", "main", "merge_resources", "variants"]
+
+_DTYPES = {"fp16": 2, "bf16": 2, "fp32": 4}
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One kernel: a configuration of the table, and what it is compiled for besides."""
+
+    family: str
+    head_dim: int
+    dtype: str
+    tile: Tile
+    group: int = 4
+    block_size: int = 16
+    window: bool = False
+    softcap: bool = False
+    split: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """What a kernel takes: registers a thread; bytes on the stack and in local memory (spills), and shared; how many
+    matrix instructions of Hopper (wgmma) and of Ampere (mma), and asynchronous copies, its code has."""
+
+    registers: int
+    stack: int
+    local: int
+    shared: int
+    wgmma: int
+    mma: int
+    copies: int
+
+    def faults(self, variant: Variant) -> list[str]:
+        """What is wrong with it."""
+        found = []
+        if self.stack or self.local:
+            found.append(f"spills: {self.stack} bytes of stack, {self.local} local")
+        most = ARCHITECTURES[variant.family]
+        if self.shared > most:
+            found.append(f"{self.shared} bytes of shared memory, {variant.family} has {most}")
+        if variant.family == "sm_90" and variant.tile.rows >= 64 and variant.dtype != "fp32" and not self.wgmma:
+            found.append("no wgmma")
+        return found
+
+
+def variants(families: Sequence[str] = tuple(ARCHITECTURES), head_dims: Sequence[int] = HEAD_DIMS,
+             dtypes: Sequence[str] = ("bf16", "fp32")) -> Iterator[Variant]:  # fmt: skip
+    """All distinct configurations of the table. fp16 is compiled as bf16 is, but for the instruction."""
+    seen = set()
+    for family, head_dim, dtype, rows in product(families, head_dims, dtypes, ROWS):
+        variant = Variant(family, head_dim, dtype, choose_tile(family, head_dim, _DTYPES[dtype], rows))
+        if variant not in seen:
+            seen.add(variant)
+            yield variant
+
+
+def compile_variant(variant: Variant) -> Compiled:
+    """Compile one kernel. Raises what Triton raises if it cannot."""
+    constexprs: dict[str, int | bool] = {
+        **constants(variant.tile, variant.group, variant.head_dim, variant.block_size),
+        "WINDOWED": variant.window,
+        "CAPPED": variant.softcap,
+        "SPLIT": variant.split,
+        "UPCAST": False,
+    }
+    return _compile(attend, _types(variant), constexprs, variant.family, options(variant.tile))
+
+
+def merge_resources(family: str, head_dim: int, splits: int = 32) -> Compiled:
+    """Compile the merge of so many splits."""
+    names = {"parts_ptr": "*fp32", "lse_ptr": "*fp32", "out_ptr": "*bf16"}
+    width = 1 << (head_dim - 1).bit_length()
+    constexprs = {"HEADS": 32, "HEAD_DIM": head_dim, "WIDTH": width, "MOST": splits}
+    return _compile(merge, names, constexprs, family, {"num_warps": 4})
+
+
+def _types(variant: Variant) -> dict[str, str]:
+    types = {name: f"*{variant.dtype}" for name in ("q_ptr", "k_ptr", "v_ptr", "key_cache_ptr", "value_cache_ptr")}
+    types |= dict.fromkeys(ANYWHERE, "*i32") | {"scale": "fp32", "cap": "fp32", "lse_ptr": "*fp32"}
+    return types | {"out_ptr": "*fp32" if variant.split else f"*{variant.dtype}"}
+
+
+def _compile(kernel: object, types: dict[str, str], constexprs: dict, family: str, how: dict) -> Compiled:
+    """As at a launch: whatever is not said to change is known to be a multiple of 16."""
+    names: list[str] = kernel.arg_names
+    signature = {name: "constexpr" if name in constexprs else types.get(name, "i32") for name in names}
+    attributes = {
+        (place,): [["tt.divisibility", 16]]
+        for place, name in enumerate(names)
+        if signature[name] not in ("constexpr", "fp32") and name not in CHANGING + ANYWHERE
+    }
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attributes)
+    target = GPUTarget("cuda", int(family.removeprefix("sm_")), 32)
+    compiled = triton.compile(source, target=target, options=how)
+    usage = _usage(compiled.asm["cubin"])
+    ptx = compiled.asm["ptx"]
+    return Compiled(
+        registers=usage["REG"],
+        stack=usage["STACK"],
+        local=usage["LOCAL"],
+        shared=compiled.metadata.shared,
+        wgmma=len(re.findall(r"wgmma\.mma_async", ptx)),
+        mma=len(re.findall(r"\bmma\.sync", ptx)),
+        copies=len(re.findall(r"cp\.async\.c[ag]", ptx)),
+    )
+
+
+def _usage(cubin: bytes) -> dict[str, int]:
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        told = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True)  # noqa: S603
+    return {name: int(number) for name, number in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", told.stdout + told.stderr)}
+
+
+@click.command()
+@click.option("--family", "families", multiple=True, type=click.Choice(tuple(ARCHITECTURES)), help="[default: all]")
+@click.option("--head-dim", "head_dims", multiple=True, type=click.Choice(HEAD_DIMS), help="[default: all]")
+@click.option("--dtype", "dtypes", multiple=True, type=click.Choice(tuple(_DTYPES)), help="[default: bf16, fp32]")
+@click.option("--rows", multiple=True, type=click.IntRange(min=16), help="Only tiles of so many rows.")
+@click.option("--group", type=click.IntRange(min=1), default=4, show_default=True, help="Query heads a KV head.")
+@click.option("--block-size", type=click.IntRange(16, 128), default=16, show_default=True, help="Of the cache.")
+@click.option("--split", is_flag=True, help="As they are with split keys.")
+@click.option("--window", is_flag=True, help="With a sliding window.")
+@click.option("--softcap", is_flag=True, help="With capped scores.")
+@click.option("--json", "as_json", is_flag=True, help="A line of JSON for each kernel.")
+def main(
+    families: Sequence[str],
+    head_dims: Sequence[int],
+    dtypes: Sequence[str],
+    rows: Sequence[int],
+    group: int,
+    block_size: int,
+    split: bool,
+    window: bool,
+    softcap: bool,
+    as_json: bool,
+) -> None:
+    """Compile the table's kernels without a GPU: registers, spills, shared memory and instructions of each."""
+    if INTERPRETED:
+        raise click.ClickException("TRITON_INTERPRET is set: nothing is compiled")
+    faulty = False
+    chosen = variants(families or tuple(ARCHITECTURES), head_dims or HEAD_DIMS, dtypes or ("bf16", "fp32"))
+    for plain in chosen:
+        if rows and plain.tile.rows not in rows:
+            continue
+        variant = Variant(
+            plain.family, plain.head_dim, plain.dtype, plain.tile, group, block_size, window, softcap, split
+        )
+        compiled = compile_variant(variant)
+        faults = compiled.faults(variant)
+        faulty |= bool(faults)
+        if as_json:
+            click.echo(json.dumps({**asdict(variant), **asdict(compiled), "faults": faults}))
+        else:
+            tile = variant.tile
+            click.echo(
+                f"{variant.family} D{variant.head_dim:<3} {variant.dtype:4} tile {tile.rows:>3} x {tile.keys:<3}"
+                f" {tile.warps} warps {tile.stages} stages: {compiled.registers:>3} registers, {compiled.shared:>6} bytes"
+                f" shared, {compiled.wgmma:>3} wgmma, {compiled.mma:>4} mma, {compiled.copies:>3} copies"
+                f"  {'; '.join(faults) or 'no spills'}"
+            )
+    if faulty:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

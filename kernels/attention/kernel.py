@@ -1,0 +1,290 @@
+"""The Triton kernels: attention of packed new tokens to a paged prefix and to themselves, and the merge of its parts.
+
+Keys are numbered as the model sees them: 0 to context - 1 are in the cache, found by the block table; from there on come
+the request's own new tokens. A tile is BLOCK_M rows against BLOCK_N keys, and a row is one query head of one token: the
+heads of a group share their keys, so that keys are read once for all of them (GQA packing). Rows are numbered token by
+token, group by group; a tile may begin in the midst of a group, so groups need not be powers of two.
+
+Tiles that every row sees whole are computed without masks, in two loops, one over the cache and one over the new tokens.
+All others (at a window's edge, across the end of the cache, on the diagonal) go through a third loop that can do both.
+
+The softmax is online and in base 2; the running maximum starts at a finite number, so that rows without a single key yet
+need no care (exp2(-inf) is 0, but exp2(-inf - -inf) is not a number).
+
+The file has no `from __future__ import annotations`: Triton's interpreter reads the annotations.
+"""
+
+import triton
+import triton.language as tl
+
+__all__ = ["attend", "merge"]
+
+# Their values change from step to step: a kernel compiled for one of them would be compiled again for the next.
+CHANGING = ("requests", "tokens", "window", "table_row", "splits")
+ANYWHERE = ("starts_ptr", "contexts_ptr", "tables_ptr")
+
+
+@triton.jit
+def _find_request(starts_ptr, tile, requests, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
+    """The request of a tile. Request r has the tiles from starts[r] * GROUP // BLOCK_M + r on: enough for its rows, and
+    known without a look at the others' lengths. The last of them may be empty."""
+    low = 0
+    high = requests
+    while low + 1 < high:
+        middle = (low + high) // 2
+        if tl.load(starts_ptr + middle) * GROUP // BLOCK_M + middle <= tile:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@triton.jit
+def _scores(queries, tail_queries, keys, tail_keys, TAIL: tl.constexpr, UPCAST: tl.constexpr):
+    if UPCAST:
+        queries = queries.to(tl.float32)
+        keys = keys.to(tl.float32)
+    scores = tl.dot(queries, keys.T, input_precision="ieee")
+    if TAIL:
+        if UPCAST:
+            tail_queries = tail_queries.to(tl.float32)
+            tail_keys = tail_keys.to(tl.float32)
+        scores = tl.dot(tail_queries, tail_keys.T, scores, input_precision="ieee")
+    return scores
+
+
+@triton.jit
+def _weigh(weights, values, sums, UPCAST: tl.constexpr):
+    weights = weights.to(values.dtype)
+    if UPCAST:
+        weights = weights.to(tl.float32)
+        values = values.to(tl.float32)
+    return tl.dot(weights, values, sums, input_precision="ieee")
+
+
+@triton.jit
+def _cap(scores, scale, cap):
+    """cap * tanh(scores * scale), cap in base 2. Through exp2 of something negative: nothing overflows."""
+    rest = tl.exp2(tl.abs(scores) * scale * -2.8853900817779268)
+    bent = cap * (1.0 - rest) / (1.0 + rest)
+    return tl.where(scores < 0, -bent, bent)
+
+
+@triton.jit
+def _fold(scores, top, total, sums, tail_sums, values, tail_values, scale,
+          CAPPED: tl.constexpr, TAIL: tl.constexpr, UPCAST: tl.constexpr):  # fmt: skip
+    """One tile into the running softmax: maximum and sum of each row, and the weighted sum of the values."""
+    highest = tl.maximum(top, tl.max(scores, 1))
+    if CAPPED:
+        weights = tl.exp2(scores - highest[:, None])
+        shrink = tl.exp2(top - highest)
+    else:
+        weights = tl.exp2(scores * scale - (highest * scale)[:, None])
+        shrink = tl.exp2((top - highest) * scale)
+    total = total * shrink + tl.sum(weights, 1)
+    sums = _weigh(weights, values, sums * shrink[:, None], UPCAST)
+    if TAIL:
+        tail_sums = _weigh(weights, tail_values, tail_sums * shrink[:, None], UPCAST)
+    return highest, total, sums, tail_sums
+
+
+@triton.jit(do_not_specialize=CHANGING, do_not_specialize_on_alignment=ANYWHERE)
+def attend(
+    q_ptr, k_ptr, v_ptr, key_cache_ptr, value_cache_ptr, starts_ptr, contexts_ptr, tables_ptr, out_ptr, lse_ptr,
+    scale, cap,
+    requests, tokens, window, splits,
+    q_token, q_head, k_token, k_head, v_token, v_head,
+    key_block, key_slot, key_head, value_block, value_slot, value_head, table_row, out_token, out_head,
+    GROUP: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    WINDOWED: tl.constexpr, CAPPED: tl.constexpr, SPLIT: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Program (tile, KV head, split). A head's dimensions are MAIN and TAIL, a power of two each, or TAIL is 0.
+
+    `scale` is in base 2, with CAPPED it is the scale by the cap, and `cap` is in base 2. Without SPLIT the result goes
+    to `out` (tokens, query heads, dimensions). With it, each split takes its share of the tile's keys: float32 parts go
+    to `out` (splits, tokens, query heads, dimensions), the logarithm of their weight in base 2 to `lse` (the same
+    without dimensions).
+    """
+    # The last tiles of a request see most keys: they go first.
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    kv_head = tl.program_id(1)
+    request = _find_request(starts_ptr, tile, requests, GROUP, BLOCK_M)
+    begin = tl.load(starts_ptr + request)
+    length = tl.load(starts_ptr + request + 1) - begin
+    context = tl.load(contexts_ptr + request)
+    first_row = (tile - begin * GROUP // BLOCK_M - request) * BLOCK_M
+    first_token = first_row // GROUP
+    if first_token >= length:
+        return
+    last_token = tl.minimum((first_row + BLOCK_M - 1) // GROUP, length - 1)
+
+    rows = first_row + tl.arange(0, BLOCK_M)
+    token = rows // GROUP
+    head = kv_head * GROUP + rows % GROUP
+    is_row = token < length
+    dims = tl.arange(0, MAIN)
+    q_ptr += begin.to(tl.int64) * q_token
+    k_ptr += begin.to(tl.int64) * k_token + kv_head * k_head
+    v_ptr += begin.to(tl.int64) * v_token + kv_head * v_head
+    key_cache_ptr += kv_head * key_head
+    value_cache_ptr += kv_head * value_head
+    tables_ptr += request * table_row
+
+    q_at = q_ptr + token * q_token + head * q_head
+    queries = tl.load(q_at[:, None] + dims[None, :], mask=is_row[:, None], other=0.0)
+    top = tl.full([BLOCK_M], -1e30, tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    sums = tl.zeros([BLOCK_M, MAIN], tl.float32)
+    # Without a tail these stand for nothing and cost nothing.
+    tail_queries = queries
+    tail_dims = dims
+    tail_sums = total
+    if TAIL:
+        tail_dims = MAIN + tl.arange(0, TAIL)
+        tail_queries = tl.load(q_at[:, None] + tail_dims[None, :], mask=is_row[:, None], other=0.0)
+        tail_sums = tl.zeros([BLOCK_M, TAIL], tl.float32)
+
+    # All in whole tiles of keys: the tile sees those from `low` to `high`, every row of it those from `free` to `edge`.
+    low = 0
+    free = 0
+    if WINDOWED:
+        low = tl.maximum(context + first_token + 1 - window, 0) // BLOCK_N * BLOCK_N
+        free = tl.cdiv(tl.maximum(context + last_token + 1 - window, 0), BLOCK_N) * BLOCK_N
+    high = tl.cdiv(context + last_token + 1, BLOCK_N) * BLOCK_N
+    edge = (context + first_token + 1) // BLOCK_N * BLOCK_N
+    if SPLIT:
+        share = tl.cdiv((high - low) // BLOCK_N, splits) * BLOCK_N
+        low += tl.program_id(2) * share
+        high = tl.minimum(high, low + share)
+        low = tl.minimum(low, high)
+    free = tl.minimum(tl.maximum(free, low), high)
+    edge = tl.minimum(tl.maximum(edge, free), high)
+    # The tile of keys that begins in the cache and ends behind it, if there is one.
+    seam = context // BLOCK_N * BLOCK_N
+    behind = tl.cdiv(context, BLOCK_N) * BLOCK_N
+    slots = tl.arange(0, BLOCK_N)
+
+    following = tl.load(tables_ptr + (free + slots) // BLOCK_SIZE, mask=free + slots < context, other=0)
+    for start in tl.range(free, tl.minimum(seam, edge), BLOCK_N):
+        block = following.to(tl.int64)
+        slot = (start + slots) % BLOCK_SIZE
+        ahead = start + BLOCK_N + slots
+        following = tl.load(tables_ptr + ahead // BLOCK_SIZE, mask=ahead < context, other=0)
+        key_at = key_cache_ptr + (block * key_block + slot * key_slot)
+        value_at = value_cache_ptr + (block * value_block + slot * value_slot)
+        keys = tl.load(key_at[:, None] + dims[None, :])
+        tail_keys = keys
+        if TAIL:
+            tail_keys = tl.load(key_at[:, None] + tail_dims[None, :])
+        scores = _scores(queries, tail_queries, keys, tail_keys, TAIL, UPCAST)
+        if CAPPED:
+            scores = _cap(scores, scale, cap)
+        values = tl.load(value_at[:, None] + dims[None, :])
+        tail_values = values
+        if TAIL:
+            tail_values = tl.load(value_at[:, None] + tail_dims[None, :])
+        top, total, sums, tail_sums = _fold(
+            scores, top, total, sums, tail_sums, values, tail_values, scale, CAPPED, TAIL, UPCAST
+        )
+
+    for start in tl.range(tl.maximum(behind, free), edge, BLOCK_N):
+        new = start - context + slots
+        key_at = k_ptr + new * k_token
+        value_at = v_ptr + new * v_token
+        keys = tl.load(key_at[:, None] + dims[None, :])
+        tail_keys = keys
+        if TAIL:
+            tail_keys = tl.load(key_at[:, None] + tail_dims[None, :])
+        scores = _scores(queries, tail_queries, keys, tail_keys, TAIL, UPCAST)
+        if CAPPED:
+            scores = _cap(scores, scale, cap)
+        values = tl.load(value_at[:, None] + dims[None, :])
+        tail_values = values
+        if TAIL:
+            tail_values = tl.load(value_at[:, None] + tail_dims[None, :])
+        top, total, sums, tail_sums = _fold(
+            scores, top, total, sums, tail_sums, values, tail_values, scale, CAPPED, TAIL, UPCAST
+        )
+
+    at_seam = ((seam < behind) & (seam >= free) & (seam < edge)).to(tl.int32)
+    at_window = (free - low) // BLOCK_N
+    masked = at_window + at_seam + (high - edge) // BLOCK_N
+    for number in tl.range(0, masked):
+        start = edge + (number - at_window - at_seam) * BLOCK_N
+        start = tl.where(number < at_window + at_seam, seam, start)
+        start = tl.where(number < at_window, low + number * BLOCK_N, start)
+        position = start + slots
+        cached = position < context
+        is_key = position < context + length
+        block = tl.load(tables_ptr + position // BLOCK_SIZE, mask=cached, other=0).to(tl.int64)
+        slot = position % BLOCK_SIZE
+        new = position - context
+        key_at = tl.where(cached, key_cache_ptr + (block * key_block + slot * key_slot), k_ptr + new * k_token)
+        value_at = tl.where(cached, value_cache_ptr + (block * value_block + slot * value_slot), v_ptr + new * v_token)
+        # Rows are aligned to 16 bytes, which the compiler does not see behind a choice.
+        key_at = tl.multiple_of(key_at, 16)
+        value_at = tl.multiple_of(value_at, 16)
+        keys = tl.load(key_at[:, None] + dims[None, :], mask=is_key[:, None], other=0.0)
+        tail_keys = keys
+        if TAIL:
+            tail_keys = tl.load(key_at[:, None] + tail_dims[None, :], mask=is_key[:, None], other=0.0)
+        scores = _scores(queries, tail_queries, keys, tail_keys, TAIL, UPCAST)
+        if CAPPED:
+            scores = _cap(scores, scale, cap)
+        seen = position[None, :] <= context + token[:, None]
+        if WINDOWED:
+            seen = seen & (position[None, :] > context - window + token[:, None])
+        scores = tl.where(seen, scores, float("-inf"))
+        values = tl.load(value_at[:, None] + dims[None, :], mask=is_key[:, None], other=0.0)
+        tail_values = values
+        if TAIL:
+            tail_values = tl.load(value_at[:, None] + tail_dims[None, :], mask=is_key[:, None], other=0.0)
+        top, total, sums, tail_sums = _fold(
+            scores, top, total, sums, tail_sums, values, tail_values, scale, CAPPED, TAIL, UPCAST
+        )
+
+    # A row that saw no key (in this split, or past the request's end) is zeros, of a weight that is none.
+    total = tl.where(total > 0, total, 1.0)
+    shrink = 1.0 / total
+    sums = sums * shrink[:, None]
+    # Read again, so that nothing that only the stores need is kept in registers all along.
+    begin = tl.load(starts_ptr + request, volatile=True)
+    rows = (tile - begin * GROUP // BLOCK_M - request) * BLOCK_M + tl.arange(0, BLOCK_M)
+    token = rows // GROUP
+    head = kv_head * GROUP + rows % GROUP
+    is_row = token < length
+    out_at = begin.to(tl.int64)
+    if SPLIT:
+        out_at += tl.program_id(2).to(tl.int64) * tokens
+        heads = tl.num_programs(1) * GROUP
+        if not CAPPED:
+            top = top * scale
+        tl.store(lse_ptr + out_at * heads + token * heads + head, top + tl.log2(total), mask=is_row)
+    out_at = out_ptr + out_at * out_token + token * out_token + head * out_head
+    tl.store(out_at[:, None] + dims[None, :], sums.to(out_ptr.dtype.element_ty), mask=is_row[:, None])
+    if TAIL:
+        tail_sums = tail_sums * shrink[:, None]
+        tl.store(out_at[:, None] + tail_dims[None, :], tail_sums.to(out_ptr.dtype.element_ty), mask=is_row[:, None])
+
+
+@triton.jit(do_not_specialize=("tokens", "splits"))
+def merge(
+    parts_ptr, lse_ptr, out_ptr, tokens, splits, out_token, out_head,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, MOST: tl.constexpr,
+):  # fmt: skip
+    """Program (token, query head): the mean of its parts by their weights. WIDTH and MOST are the powers of two from
+    HEAD_DIM and `splits` on."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    split = tl.arange(0, MOST)
+    dims = tl.arange(0, WIDTH)
+    is_split = split < splits
+    part = (split * tokens.to(tl.int64) + token) * HEADS + head
+    lse = tl.load(lse_ptr + part, mask=is_split, other=float("-inf"))
+    weights = tl.exp2(lse - tl.max(lse, 0))
+    mask = is_split[:, None] & (dims[None, :] < HEAD_DIM)
+    parts = tl.load(parts_ptr + part[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0)
+    mean = tl.sum(parts * weights[:, None], 0) / tl.sum(weights, 0)
+    out_at = out_ptr + token * out_token + head * out_head
+    tl.store(out_at + dims, mean.to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM)

@@ -1,0 +1,123 @@
+"""How the kernels are started: tile, splits and strides."""
+
+from __future__ import annotations
+
+import math
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from ragorder.kernels.attention.batch import PackedBatch
+from ragorder.kernels.attention.kernel import attend, merge
+from ragorder.kernels.attention.table import Tile, architecture, choose_splits, choose_tile, halves
+
+__all__ = ["INTERPRETED", "constants", "triton_attention"]
+
+INTERPRETED = not isinstance(attend, triton.JITFunction)
+
+_LOG2_E = math.log2(math.e)
+
+
+def triton_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    batch: PackedBatch,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    *,
+    tile: Tile | None = None,
+    splits: int | None = None,
+) -> Tensor:
+    """`prefix_attention` in Triton, of arguments that it has checked. `tile` and `splits` take the table's place.
+
+    Raises ValueError if rows of the caches are not aligned to 16 bytes: the kernel copies no less at once.
+    """
+    if not (_is_aligned(key_cache) and _is_aligned(value_cache)):
+        raise ValueError("rows of key_cache and value_cache must be aligned to 16 bytes for the Triton kernel")
+    q, k, v = (each if _is_aligned(each) else each.clone(memory_format=torch.contiguous_format) for each in (q, k, v))
+    tokens, heads, head_dim = q.shape
+    kv_heads = k.shape[1]
+    group = heads // kv_heads
+    family, multiprocessors = _device(q.device)
+    if tile is None:
+        tile = choose_tile(family, head_dim, q.element_size(), batch.longest_query * group)
+    tiles = tokens * group // tile.rows + batch.requests
+    if splits is None:
+        keys = batch.longest_context + batch.longest_query
+        splits = choose_splits(tiles * kv_heads, keys if window is None else min(keys, window), multiprocessors)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    lse, parts = out, out
+    if splits > 1:
+        parts = torch.empty(splits, tokens, heads, head_dim, dtype=torch.float32, device=q.device)
+        lse = torch.empty(splits, tokens, heads, dtype=torch.float32, device=q.device)
+    with _on(q.device):
+        attend[(tiles, kv_heads, splits)](
+            q, k, v, key_cache, value_cache, batch.query_starts, batch.context_lengths, batch.block_tables, parts, lse,
+            scale * _LOG2_E if softcap is None else scale / softcap, 0.0 if softcap is None else softcap * _LOG2_E,
+            batch.requests, tokens, window or 0, splits,
+            q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+            *key_cache.stride()[:3], *value_cache.stride()[:3], batch.block_tables.stride(0),
+            heads * head_dim, head_dim,
+            **constants(tile, group, head_dim, key_cache.shape[1]),
+            WINDOWED=window is not None, CAPPED=softcap is not None, SPLIT=splits > 1,
+            UPCAST=INTERPRETED and q.dtype is torch.bfloat16,
+            **options(tile),
+        )  # fmt: skip
+        if splits > 1:
+            merge[(tokens, heads)](
+                parts, lse, out, tokens, splits, heads * head_dim, head_dim,
+                HEADS=heads, HEAD_DIM=head_dim, WIDTH=_power(head_dim), MOST=_power(splits), num_warps=4,
+            )  # fmt: skip
+    return out
+
+
+def constants(tile: Tile, group: int, head_dim: int, block_size: int) -> dict[str, int]:
+    """What a model's kernel is compiled for, besides the features it needs."""
+    main, tail = halves(head_dim)
+    return {
+        "GROUP": group,
+        "MAIN": main,
+        "TAIL": tail,
+        "BLOCK_SIZE": block_size,
+        "BLOCK_M": tile.rows,
+        "BLOCK_N": tile.keys,
+    }
+
+
+def options(tile: Tile) -> dict[str, Any]:
+    """How it is compiled. Multiply and add are fused in scores * scale - maximum, whatever Triton's default is."""
+    return {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": True}
+
+
+@lru_cache
+def _device(device: torch.device) -> tuple[str, int]:
+    """Family and multiprocessors. The interpreter plays an H100."""
+    if device.type != "cuda":
+        return "sm_90", 132
+    return (
+        architecture(torch.cuda.get_device_capability(device)),
+        torch.cuda.get_device_properties(device).multi_processor_count,
+    )
+
+
+def _on(device: torch.device) -> AbstractContextManager[Any]:
+    """Triton launches on the current device."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def _is_aligned(tensor: Tensor) -> bool:
+    strides = (stride for stride, size in zip(tensor.stride()[:-1], tensor.shape, strict=False) if size > 1)
+    size = tensor.element_size()
+    return tensor.data_ptr() % 16 == 0 and all(stride * size % 16 == 0 for stride in strides)
+
+
+def _power(number: int) -> int:
+    return 1 << (number - 1).bit_length()

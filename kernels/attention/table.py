@@ -1,0 +1,115 @@
+"""Which tile a kernel is compiled with, and into how many splits the keys go: looked up, nothing is tried out at run time.
+
+A tile's size follows from the rows that a request has for one KV head (new tokens x query heads of a group), the head
+dim, the dtype, and what shared memory the device has. docs/kernels.md has what each of them takes of the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+__all__ = [
+    "ARCHITECTURES",
+    "BLOCK_SIZES",
+    "HEAD_DIMS",
+    "ROWS",
+    "Tile",
+    "architecture",
+    "choose_splits",
+    "choose_tile",
+    "halves",
+]
+
+HEAD_DIMS = (64, 80, 96, 128, 256)
+
+BLOCK_SIZES = tuple(range(16, 129, 16))
+
+ROWS = (16, 32, 64, 128)
+"""Up to so many rows: the classes of the table."""
+
+MAX_SPLITS = 32
+
+ARCHITECTURES = {"sm_80": 163 * 1024, "sm_86": 99 * 1024, "sm_90": 227 * 1024}
+"""Families by what shared memory a program may have, in bytes: A100, consumer cards from Ampere on, H100 and later."""
+
+_MIN_SPLIT_TOKENS = 256
+"""A split of fewer keys is hardly more than its beginning and its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Rows and keys of a tile; warps and pipeline stages of the program that computes it."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+# By family, head dim and bytes of a number: a tile for each class of ROWS.
+_TILES: dict[tuple[str, int, int], tuple[Tile, Tile, Tile, Tile]] = {
+    ("sm_90", 64, 2): (Tile(16, 128, 4, 4), Tile(32, 128, 4, 4), Tile(64, 128, 4, 3), Tile(128, 128, 8, 3)),
+    ("sm_90", 80, 2): (Tile(16, 64, 4, 4), Tile(32, 64, 4, 4), Tile(64, 64, 4, 3), Tile(128, 64, 8, 3)),
+    ("sm_90", 96, 2): (Tile(16, 64, 4, 4), Tile(32, 64, 4, 4), Tile(64, 64, 4, 3), Tile(128, 64, 8, 3)),
+    ("sm_90", 128, 2): (Tile(16, 64, 4, 4), Tile(32, 64, 4, 4), Tile(64, 64, 4, 3), Tile(128, 64, 8, 3)),
+    ("sm_90", 256, 2): (Tile(16, 32, 4, 4), Tile(32, 32, 4, 4), Tile(64, 32, 4, 3), Tile(128, 32, 8, 3)),
+    ("sm_80", 64, 2): (Tile(16, 64, 4, 4), Tile(32, 64, 4, 4), Tile(64, 64, 4, 3), Tile(128, 64, 8, 3)),
+    ("sm_80", 80, 2): (Tile(16, 64, 4, 3), Tile(32, 64, 4, 3), Tile(64, 64, 4, 3), Tile(128, 64, 8, 3)),
+    ("sm_80", 96, 2): (Tile(16, 64, 4, 3), Tile(32, 64, 4, 3), Tile(64, 64, 4, 3), Tile(128, 64, 8, 3)),
+    ("sm_80", 128, 2): (Tile(16, 64, 4, 3), Tile(32, 64, 4, 3), Tile(64, 32, 4, 3), Tile(128, 64, 8, 3)),
+    ("sm_80", 256, 2): (Tile(16, 32, 4, 3), Tile(32, 32, 4, 3), Tile(64, 32, 8, 3), Tile(64, 32, 8, 3)),
+    ("sm_86", 64, 2): (Tile(16, 64, 4, 3), Tile(32, 64, 4, 3), Tile(64, 64, 4, 3), Tile(128, 64, 8, 3)),
+    ("sm_86", 80, 2): (Tile(16, 32, 4, 3), Tile(32, 32, 4, 2), Tile(64, 32, 4, 3), Tile(128, 32, 8, 3)),
+    ("sm_86", 96, 2): (Tile(16, 32, 4, 3), Tile(32, 32, 4, 3), Tile(64, 32, 4, 3), Tile(128, 32, 8, 3)),
+    ("sm_86", 128, 2): (Tile(16, 32, 4, 3), Tile(32, 32, 4, 3), Tile(64, 32, 4, 3), Tile(128, 32, 8, 3)),
+    ("sm_86", 256, 2): (Tile(16, 16, 4, 3), Tile(32, 16, 4, 3), Tile(64, 16, 4, 3), Tile(64, 16, 4, 3)),
+}
+
+# Single precision is computed as it is, without tensor cores: small tiles, for checks more than for speed.
+_SINGLE = {
+    64: (Tile(16, 32, 4, 2), Tile(32, 32, 8, 2)),
+    80: (Tile(16, 32, 4, 2), Tile(32, 32, 8, 2)),
+    96: (Tile(16, 32, 8, 2), Tile(32, 32, 8, 2)),
+    128: (Tile(16, 32, 8, 2), Tile(32, 32, 8, 2)),
+    256: (Tile(16, 16, 8, 2), Tile(32, 16, 8, 2)),
+}
+
+
+def architecture(capability: tuple[int, int]) -> str:
+    """The family of a device. Unknown ones count as the one with the least memory."""
+    major, minor = capability
+    if major in (9, 10):
+        return "sm_90"
+    return "sm_80" if (major, minor) in ((8, 0), (8, 7)) else "sm_86"
+
+
+def choose_tile(family: str, head_dim: int, itemsize: int, rows: int) -> Tile:
+    """For requests with up to so many rows. Raises KeyError for what the table does not have."""
+    tiles = _SINGLE[head_dim] if itemsize == 4 else _TILES[family, head_dim, itemsize]
+    return next((tile for tile, most in zip(tiles, ROWS, strict=False) if rows <= most), tiles[-1])
+
+
+def halves(head_dim: int) -> tuple[int, int]:
+    """A head's dimensions as a power of two and a rest that is one, or nothing: 80 = 64 + 16."""
+    main = 1 << (head_dim.bit_length() - 1)
+    return main, head_dim - main
+
+
+@lru_cache(maxsize=4096)
+def choose_splits(programs: int, keys: int, multiprocessors: int) -> int:
+    """Into how many parts the keys go, that all multiprocessors have something to do.
+
+    `programs` is how many there are without splits, `keys` how many one of them has at most. Two programs fit on a
+    multiprocessor. As FlashAttention's heuristic does: the fewest splits that come within 15 % of filling the last
+    wave of programs as well as any number of them does; one where there are programs enough.
+    """
+    if programs >= 0.8 * multiprocessors:
+        return 1
+    most = min(MAX_SPLITS, keys // _MIN_SPLIT_TOKENS)
+    if most <= 1:
+        return 1
+    waves = [programs * splits / (2 * multiprocessors) for splits in range(1, most + 1)]
+    filled = [wave / -(-wave // 1) for wave in waves]
+    good = 0.85 * max(filled)
+    return next(splits for splits, share in enumerate(filled, 1) if share >= good)

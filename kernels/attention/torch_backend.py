@@ -1,0 +1,234 @@
+"""The same in torch: what the kernel is held against, and the way that CPUs take.
+
+Nothing cached: torch's own causal attention, without a mask or a copy. Otherwise a request's keys are put together,
+context and new tokens, and its queries go through in chunks. Each chunk sees all keys up to its own, so one mask, made
+once a step, serves every chunk of every request and layer, cut to its size. Requests with one new token (decoding) that
+are about equally long go together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from ragorder.kernels.attention.batch import PackedBatch, Span
+
+__all__ = ["torch_attention"]
+
+_CHUNK = 256
+"""Queries at a time. What the mask hides among them is computed, too."""
+
+_SLACK_TOKENS = 64
+"""Padding up to here takes less than a call of its own; for long contexts an eighth of them does."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Decoding:
+    """Requests with one new token that go together: R of them, padded to L keys."""
+
+    tokens: Tensor
+    """int64 (R,): their new tokens among all."""
+
+    blocks: Tensor
+    """(R x blocks,): what to gather, block by block."""
+
+    places: Tensor
+    """int64 (R,): where the new token's key goes among the L."""
+
+    mask: Tensor
+    """(R, 1, 1, L), to be added to scores."""
+
+    hidden: Tensor
+    """int64: which of the R x L keys it hides."""
+
+
+def torch_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    batch: PackedBatch,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """`prefix_attention` in torch, of arguments that it has checked."""
+    spans = batch.spans
+    if len(spans) == 1:
+        return _one(q, k, v, key_cache, value_cache, batch, 0, scale, window, softcap)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    block_size = key_cache.shape[1]
+    together: set[int] = set()
+    for rows in batch.kept(("alike", window), lambda: _alike(spans, window)):
+        together.update(rows)
+        group = batch.kept(
+            ("decoding", rows[0], window, block_size, q.dtype),
+            lambda rows=rows: _decoding(batch, rows, window, block_size, q.dtype),
+        )
+        out[group.tokens] = _decode(q, k, v, key_cache, value_cache, group, scale, softcap)
+    for row, (begin, end, _) in enumerate(spans):
+        if row not in together and begin < end:
+            one = q[begin:end], k[begin:end], v[begin:end]
+            out[begin:end] = _one(*one, key_cache, value_cache, batch, row, scale, window, softcap)
+    return out
+
+
+def _one(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    batch: PackedBatch,
+    row: int,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """One request's attention, (n, query heads, D), of its own new tokens."""
+    new, context = len(q), batch.spans[row][2]
+    # Key 0 is the first of a block in which the window begins.
+    first = 0 if window is None else max(0, context + 1 - window)
+    first -= first % key_cache.shape[1]
+    before = max(0, context - first)
+    if before:
+        k = _join(key_cache, batch.block_tables[row], k, first, context)
+        v = _join(value_cache, batch.block_tables[row], v, first, context)
+    elif softcap is None and (window is None or window >= new):
+        return _attend(q, k, v, None, scale, None, causal=new > 1)
+    parts = []
+    for begin in range(0, new, _CHUNK):
+        end = min(new, begin + _CHUNK)
+        low = 0 if window is None else max(0, before + begin + 1 - window)
+        mask = _mask(batch, q, window, end - begin, before + end - low) if end - begin > 1 else None
+        keys = slice(low, before + end)
+        parts.append(_attend(q[begin:end], k[keys], v[keys], mask, scale, softcap))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _join(cache: Tensor, table: Tensor, new: Tensor, first: int, context: int) -> Tensor:
+    """The context's keys from `first` on, the beginning of a block, and the new ones behind them."""
+    block_size = cache.shape[1]
+    blocks = table[first // block_size : -(-context // block_size)]
+    gathered = len(blocks) * block_size
+    joined = new.new_empty(gathered + len(new), *new.shape[1:])
+    torch.index_select(cache, 0, blocks, out=joined[:gathered].view(len(blocks), *cache.shape[1:]))
+    joined = joined[: context - first + len(new)]
+    joined[context - first :] = new
+    return joined
+
+
+def _mask(batch: PackedBatch, like: Tensor, window: int | None, queries: int, keys: int) -> Tensor:
+    """What is added to the scores of the last `queries` of so many keys: 0 or -inf. A corner of the step's one mask."""
+
+    def make() -> Tensor:
+        height = min(_CHUNK, batch.longest_query)
+        width = batch.longest_context + batch.longest_query
+        hidden = torch.ones(height, width, dtype=torch.bool, device=like.device).triu(width - height + 1)
+        if window is not None:
+            hidden |= torch.ones_like(hidden).tril(width - height - window)
+        return torch.zeros(height, width, dtype=like.dtype, device=like.device).masked_fill_(hidden, float("-inf"))
+
+    mask = batch.kept(("mask", window, like.dtype), make)
+    return mask[len(mask) - queries :, mask.shape[1] - keys :]
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float | None, *, causal: bool = False
+) -> Tensor:
+    """Attention of (n, query heads, D) to (m, KV heads, D)."""
+    new, heads, head_dim = q.shape
+    kv_heads = k.shape[1]
+    group = heads // kv_heads
+    if new == 1 and mask is None:
+        # A group's heads are queries of one head: none of them is hidden from any key.
+        q = q.view(1, kv_heads, group, head_dim)
+        found = _product(q, k.transpose(0, 1)[None], v.transpose(0, 1)[None], None, scale, softcap)
+        return found.reshape(1, heads, head_dim)
+    # A group shares its keys by a stride of 0. As KV heads are the batch, no backend has to know of groups.
+    q = q.view(new, kv_heads, group, head_dim).permute(1, 2, 0, 3)
+    k, v = (each.transpose(0, 1)[:, None].expand(-1, group, -1, -1) for each in (k, v))
+    found = _product(q, k, v, mask, scale, softcap, causal)
+    return found.permute(2, 0, 1, 3).reshape(new, heads, head_dim)
+
+
+def _product(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float | None, causal: bool = False
+) -> Tensor:
+    """Of (batch, heads, n, D), in float32 where torch's own cannot do it."""
+    if softcap is None:
+        return scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale)
+    scores = torch.matmul(q.float(), k.float().transpose(-1, -2)).mul_(scale / softcap).tanh_().mul_(softcap)
+    if mask is not None:
+        scores += mask
+    return torch.matmul(scores.softmax(-1), v.float()).to(q.dtype)
+
+
+def _alike(spans: list[Span], window: int | None) -> list[list[int]]:
+    """Requests that decode, in groups of about equal length."""
+
+    def keys(row: int) -> int:
+        context = spans[row][2]
+        return context if window is None else min(context, window)
+
+    rows = [row for row, (begin, end, context) in enumerate(spans) if end - begin == 1 and context]
+    groups: list[list[int]] = []
+    for row in sorted(rows, key=keys, reverse=True):
+        longest = keys(groups[-1][0]) if groups else 0
+        if groups and longest - keys(row) <= max(_SLACK_TOKENS, longest // 8):
+            groups[-1].append(row)
+        else:
+            groups.append([row])
+    return [group for group in groups if len(group) > 1]
+
+
+def _decoding(
+    batch: PackedBatch, rows: list[int], window: int | None, block_size: int, dtype: torch.dtype
+) -> _Decoding:
+    device = batch.block_tables.device
+    contexts = torch.tensor([batch.spans[row][2] for row in rows])
+    firsts = torch.zeros_like(contexts) if window is None else (contexts + 1 - window).clamp_(min=0)
+    starts = firsts // block_size
+    blocks = int((contexts // block_size - starts).max()) + 1
+    # Behind its context a request looks at its last block again: the mask hides that.
+    last = (contexts - 1) // block_size
+    places = torch.minimum(starts[:, None] + torch.arange(blocks), last[:, None]).to(device)
+    positions = starts[:, None] * block_size + torch.arange(blocks * block_size)
+    hidden = (positions < firsts[:, None]) | (positions > contexts[:, None])
+    mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
+    return _Decoding(
+        tokens=torch.tensor([batch.spans[row][0] for row in rows], device=device),
+        blocks=batch.block_tables[torch.tensor(rows, device=device)[:, None], places].flatten(),
+        places=(contexts - starts * block_size).to(device),
+        mask=mask[:, None, None].to(device),
+        hidden=hidden.flatten().nonzero().flatten().to(device),
+    )
+
+
+def _decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    group: _Decoding,
+    scale: float,
+    softcap: float | None,
+) -> Tensor:
+    """One new token of each request, (R, query heads, D)."""
+    requests, (_, heads, head_dim), kv_heads = len(group.tokens), q.shape, k.shape[1]
+    q = q[group.tokens].view(requests, kv_heads, heads // kv_heads, head_dim)
+    numbers = torch.arange(requests, device=q.device)
+    joined = []
+    for cache, new in ((key_cache, k), (value_cache, v)):
+        keys = cache.index_select(0, group.blocks)
+        # Memory that nobody has written yet may hold what is not a number, which no mask hides.
+        keys.view(-1, kv_heads, head_dim).index_fill_(0, group.hidden, 0)
+        keys = keys.view(requests, -1, kv_heads, head_dim)
+        keys[numbers, group.places] = new[group.tokens]
+        joined.append(keys.transpose(1, 2))
+    return _product(q, *joined, group.mask, scale, softcap).reshape(requests, heads, head_dim)

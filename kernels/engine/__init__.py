@@ -1,0 +1,42 @@
+"""The embedded engine: any causal language model of transformers, its documents' KV over device, host and disk."""
+
+from __future__ import annotations
+
+try:
+    import torch  # noqa: F401
+    import transformers  # noqa: F401
+except ImportError as error:
+    message = f"the embedded engine needs {error.name}: pip install 'ragorder[torch]'"
+    raise ImportError(message, name=error.name) from error
+
+from ragorder.kernels.engine.engine import TieredEngine
+from ragorder.kernels.engine.loading import ModelLoadError
+from ragorder.kernels.engine.request import (
+    Completion,
+    FinishReason,
+    Request,
+    RequestRefusedError,
+    Sampling,
+    TokenLogprobs,
+    Update,
+)
+from ragorder.kernels.engine.settings import EngineSettings
+from ragorder.kernels.engine.stats import EngineStats
+from ragorder.kernels.engine.support import UnsupportedModelError
+from ragorder.kernels.tiers import TierTokens
+
+__all__ = [
+    "Completion",
+    "EngineSettings",
+    "EngineStats",
+    "FinishReason",
+    "ModelLoadError",
+    "Request",
+    "RequestRefusedError",
+    "Sampling",
+    "TierTokens",
+    "TieredEngine",
+    "TokenLogprobs",
+    "UnsupportedModelError",
+    "Update",
+]

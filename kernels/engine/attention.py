@@ -1,0 +1,172 @@
+"""The attention that transformers' models call: over the paged pool, for all sequences of a step at once.
+
+Nothing of a model is patched. The function is registered with transformers' AttentionInterface under a name, and what a
+step needs travels through the model's own keyword arguments. No mask is registered under that name, so that
+transformers makes none: where a token may look is said by positions and blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from transformers import AttentionInterface
+
+from ragorder.kernels.attention import PackedBatch, prefix_attention
+from ragorder.kernels.engine.support import UnsupportedModelError
+from ragorder.kernels.paging import BlockPool
+
+__all__ = ["IMPLEMENTATION", "STEP", "PagedLayers", "PagedStep", "StepAttention", "register"]
+
+IMPLEMENTATION = "ragorder"
+STEP = "ragorder_step"
+
+# What models pass on to their attention that does not change its result, as no cache and no mask of transformers' is
+# used. Positions are in the keys already.
+_WITHOUT_EFFECT = frozenset(
+    {
+        "cache_position",
+        "num_items_in_batch",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "past_key_values",
+        "position_embeddings",
+        "position_ids",
+        "return_dict",
+        "use_cache",
+    }
+)
+
+
+class StepAttention(Protocol):
+    """What the registered function hands a layer's attention to."""
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scale: float | None,
+        window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        """query (T, HQ, D), key and value (T, HKV, D) of the new tokens, rotated; returns (T, HQ, D)."""
+        ...
+
+
+class PagedLayers:
+    """A pool as the layers of a model see it. Made once: a step does nothing per layer but use these views."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        shape = pool.shape
+        rows = pool.kv.view(-1, shape.kv_heads, shape.head_dim)
+        size = shape.block_size
+        # The rows of the pool from a layer's first on: a token's row is at the same index in each of these.
+        self.key_rows = [rows[2 * layer * size :] for layer in range(shape.layers)]
+        self.value_rows = [rows[(2 * layer + 1) * size :] for layer in range(shape.layers)]
+        self.key_caches = [pool.key_cache(layer) for layer in range(shape.layers)]
+        self.value_caches = [pool.value_cache(layer) for layer in range(shape.layers)]
+        self.block_size = size
+        self.block_rows = 2 * shape.layers * size
+
+
+class PagedStep:
+    """The attention of one step.
+
+    `slots` int64 (T,): block * `PagedLayers.block_rows` + offset in the block, of each new token.
+    """
+
+    def __init__(self, layers: PagedLayers, batch: PackedBatch, slots: torch.Tensor) -> None:
+        self._layers = layers
+        self._batch = batch
+        self._slots = slots
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scale: float | None,
+        window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        layers = self._layers
+        # All new tokens are in the pool before any sequence looks at it: one may begin with what another computes.
+        layers.key_rows[layer].index_copy_(0, self._slots, key)
+        layers.value_rows[layer].index_copy_(0, self._slots, value)
+        out: torch.Tensor = prefix_attention(
+            query,
+            key,
+            value,
+            layers.key_caches[layer],
+            layers.value_caches[layer],
+            self._batch,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+        )
+        return out
+
+
+def _attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """query (1, HQ, T, D), key and value (1, HKV, T, D); returns (1, T, HQ, D).
+
+    Raises UnsupportedModelError for what it would have to ignore.
+    """
+    step: StepAttention | None = others.pop(STEP, None)
+    if step is None:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} was called without {STEP}: the model does not pass keyword arguments on to its "
+            f"attention, or somebody but the engine called it (see TieredEngine.close)"
+        )
+    effects = [name for name, given in others.items() if name not in _WITHOUT_EFFECT and not _says_nothing(given)]
+    if attention_mask is not None:
+        effects.append("attention_mask")
+    if dropout:
+        effects.append("dropout")
+    if is_causal is False or getattr(module, "is_causal", True) is False:
+        effects.append("is_causal=False")
+    if effects:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} asks its attention for what the embedded engine cannot do exactly: "
+            f"{', '.join(sorted(effects))}"
+        )
+    if query.shape[0] != 1:
+        raise UnsupportedModelError(f"{type(module).__name__} splits a packed step into {query.shape[0]} rows")
+    out = step.attend(
+        module.layer_idx,
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        scale=scaling,
+        window=sliding_window,
+        softcap=softcap,
+    )
+    return out[None], None
+
+
+def _says_nothing(given: object) -> bool:
+    return given is None or given is False or (isinstance(given, Sequence) and not given)
+
+
+def register() -> None:
+    """Make the attention known to transformers; as often as one likes."""
+    AttentionInterface.register(IMPLEMENTATION, _attention)

@@ -1,0 +1,115 @@
+"""Text of an answer as its tokens come: whole characters only, spaces as they are, nothing of a stop string."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import takewhile
+from typing import Any
+
+__all__ = ["TextStream"]
+
+# How a tokenizer writes bytes that are no whole character.
+_BROKEN = "\ufffd"
+# Tokenizers look back no further than the first of these for spaces and joined characters. The others are for a prompt
+# of single bytes, in which one of four in a row begins a character, and for one that ends within a character.
+_CONTEXT_TOKENS = (6, 7, 8, 9, 24)
+# A character has four bytes at most; what is still broken with more tokens behind it stays so.
+_CHARACTER_TOKENS = 3
+_PENDING_TOKENS = 8
+
+
+class TextStream:
+    """The text behind a prompt, in pieces that are never taken back; all pieces together are `text`.
+
+    Text is what decoding adds to the prompt's own last tokens, so that the first word keeps its space. Without a
+    tokenizer there is none. With `stop` strings, whatever may be the beginning of one waits until it is known.
+    """
+
+    def __init__(self, tokenizer: Any | None, prompt: Sequence[int], stop: Sequence[str] = ()) -> None:
+        self.text = ""
+        self.stopped = False
+        self._tokenizer = tokenizer
+        self._stop = tuple(stop)
+        self._longest = max(map(len, self._stop), default=0)
+        self._tokens = self._tail(prompt)
+        # Tokens in front of `_read` are in the text, those from `_context` on are decoded again with what follows.
+        self._context = 0
+        self._read = len(self._tokens)
+        self._waiting = ""
+
+    def push(self, token_id: int) -> str:
+        """What is new in the text with this token; "" once a stop string was found (`stopped`)."""
+        if self._tokenizer is None or self.stopped:
+            return ""
+        self._tokens.append(token_id)
+        return self._tell(self._decode())
+
+    def finish(self) -> str:
+        """The rest: what waited, incomplete characters included."""
+        if self._tokenizer is None or self.stopped:
+            return ""
+        new = self._tell(self._decode(to_the_end=True))
+        if not self.stopped:
+            new += self._waiting
+            self.text += self._waiting
+            self._waiting = ""
+        return new
+
+    def _decode(self, *, to_the_end: bool = False) -> str:
+        before = self._text_of(self._tokens[self._context : self._read])
+        end = len(self._tokens)
+        after = self._text_of(self._tokens[self._context :])
+        if after.endswith(_BROKEN) and not to_the_end:
+            if end - self._read <= _PENDING_TOKENS:
+                return ""
+            end -= _CHARACTER_TOKENS
+            after = self._text_of(self._tokens[self._context : end])
+        # All of it, unless the prompt, or what was told as complete, ended within a character.
+        known = _common(before, after)
+        if len(after) == known:
+            return ""
+        if known == len(before):
+            self._context = self._read
+        self._read = end
+        return after[known:]
+
+    def _tail(self, prompt: Sequence[int]) -> list[int]:
+        tail: list[int] = []
+        for count in _CONTEXT_TOKENS:
+            tail = list(prompt[-count:])
+            if self._tokenizer is None or not self._text_of(tail).startswith(_BROKEN):
+                break
+        return tail
+
+    def _text_of(self, tokens: Sequence[int]) -> str:
+        assert self._tokenizer is not None
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text
+
+    def _tell(self, new: str) -> str:
+        if not self._stop:
+            self.text += new
+            return new
+        text = self._waiting + new
+        found = min((place for place in map(text.find, self._stop) if place >= 0), default=-1)
+        if found >= 0:
+            self.stopped = True
+            told, self._waiting = text[:found], ""
+        else:
+            kept = self._beginning_of_a_stop(text)
+            told, self._waiting = text[: len(text) - kept], text[len(text) - kept :]
+        self.text += told
+        return told
+
+    def _beginning_of_a_stop(self, text: str) -> int:
+        """How many characters at the end of the text may be the beginning of a stop string."""
+        longest = min(self._longest - 1, len(text))
+        fits = (n for n in range(longest, 0, -1) if any(stop.startswith(text[-n:]) for stop in self._stop))
+        return next(fits, 0)
+
+
+def _common(one: str, other: str) -> int:
+    """How many characters both begin with."""
+    if other.startswith(one):
+        return len(one)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))

@@ -1,0 +1,37 @@
+"""One forward of a transformers model over a packed step."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+
+from ragorder.kernels.engine.attention import STEP, StepAttention
+
+__all__ = ["Forward"]
+
+
+class Forward:
+    """Calls a causal language model as it is, with the attention of the step among its keyword arguments.
+
+    Logits are computed for the tokens that are asked for alone, by the model's own forward, so that what it does behind
+    its last layer (scaling, soft-capping) is done.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._selects = "logits_to_keep" in inspect.signature(model.forward).parameters
+
+    def __call__(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor, attention: StepAttention
+    ) -> torch.Tensor:
+        """token_ids, positions int64 (T,), kept int64 (N,): tokens whose logits are wanted; gives (N, vocabulary)."""
+        arguments = {STEP: attention}
+        if self._selects:
+            arguments["logits_to_keep"] = kept
+        with torch.inference_mode():
+            logits: torch.Tensor = self._model(
+                input_ids=token_ids[None], position_ids=positions[None], use_cache=False, **arguments
+            ).logits[0]
+        return logits if self._selects else logits[kept]

@@ -1,0 +1,92 @@
+"""A model and its tokenizer from a folder or from the Hub, whole or not at all."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from ragorder.kernels.engine.settings import EngineSettings
+from ragorder.kernels.engine.support import UnsupportedModelError
+
+__all__ = ["ModelLoadError", "load_model", "load_tokenizer", "pick_device"]
+
+_logger = logging.getLogger("ragorder.kernels.engine")
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "tekken.json")
+
+
+class ModelLoadError(ValueError):
+    """The model cannot be had; the message says what is missing."""
+
+
+def pick_device(name: str | None) -> torch.device:
+    """The device of that name, or a GPU if there is one. Raises ValueError for one that is not here."""
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"there is no device {name!r}: give cpu, cuda or cuda:N") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"the embedded engine does not run on {name!r}: give cpu, cuda or cuda:N")
+    if device.type == "cuda":
+        count = torch.cuda.device_count()
+        if (device.index or 0) >= count:
+            raise ValueError(f"device {name!r} is not here: torch sees {count} CUDA devices")
+    return device
+
+
+def load_model(name: str | Path, settings: EngineSettings) -> Any:
+    """A causal language model with all of its weights, on the device and in the dtype of the settings.
+
+    Raises ModelLoadError naming what is missing, UnsupportedModelError if it is no causal language model, and
+    ValueError for a device that is not here.
+    """
+    device = pick_device(settings.device)
+    folder = Path(name)
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise ModelLoadError(f"{folder} is no model: it has no config.json")
+    try:
+        config = AutoConfig.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"{name}: its configuration cannot be read: {_first_line(error)}") from error
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        raise UnsupportedModelError(f"{name} ({config.model_type}) is no causal language model of transformers")
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            name, config=config, dtype=settings.dtype or "auto", output_loading_info=True
+        )
+    except OSError as error:
+        raise ModelLoadError(f"{name}: its weights cannot be read: {_first_line(error)}") from error
+    except Exception as error:
+        raise ModelLoadError(f"{name} cannot be loaded: {type(error).__name__}: {_first_line(error)}") from error
+    missing = sorted(report.get("missing_keys", ()))
+    if missing:
+        shown = ", ".join(missing[:3]) + (", …" if len(missing) > 3 else "")
+        raise ModelLoadError(f"{name} lacks {len(missing)} of its weights: {shown}")
+    if report.get("mismatched_keys"):
+        raise ModelLoadError(f"{name}: {len(report['mismatched_keys'])} of its weights are not of the configured shape")
+    return model.to(device)
+
+
+def load_tokenizer(name: str | Path) -> Any | None:
+    """The model's tokenizer; None, with a warning, where it has none: then requests are tokens, and answers, too.
+
+    Raises ModelLoadError if there is one that cannot be read.
+    """
+    folder = Path(name)
+    if folder.is_dir() and not any((folder / file).exists() for file in _TOKENIZER_FILES):
+        _logger.warning("%s has no tokenizer: answers have tokens, but no text", folder)
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except Exception as error:
+        raise ModelLoadError(f"{name}: its tokenizer cannot be read: {_first_line(error)}") from error
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)

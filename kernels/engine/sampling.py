@@ -1,0 +1,77 @@
+"""How the next tokens are chosen, for all sequences of a step at once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+
+import torch
+
+from ragorder.kernels.engine.request import Sampling, TokenLogprobs
+
+__all__ = ["Choice", "choose"]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The next token of a sequence; None where the model's logits are no numbers."""
+
+    token_id: int | None
+    logprobs: TokenLogprobs | None = None
+
+
+def choose(logits: torch.Tensor, samplings: Sequence[Sampling], randoms: Sequence[Random]) -> list[Choice]:
+    """logits (N, vocabulary); what is drawn for a sequence depends on its own row and its own `Random` alone."""
+    logits = logits.float()
+    largest, best = logits.max(dim=-1)
+    drawn = [row for row, sampling in enumerate(samplings) if sampling.temperature > 0]
+    if drawn:
+        best = best.clone()
+        numbers = [randoms[row].random() for row in drawn]
+        best[drawn] = _draw(logits[drawn], [samplings[row] for row in drawn], numbers)
+    # One wait for the device a step.
+    tokens, finite = torch.stack((best, largest.isfinite().long())).tolist()
+    wanted = {row: sampling.logprobs for row, sampling in enumerate(samplings) if sampling.logprobs is not None}
+    logprobs = _logprobs(logits[list(wanted)], [tokens[row] for row in wanted], list(wanted.values()))
+    told = dict(zip(wanted, logprobs, strict=True))
+    rows = enumerate(zip(tokens, finite, strict=True))
+    return [Choice(token if sound else None, told.get(row)) for row, (token, sound) in rows]
+
+
+def _draw(logits: torch.Tensor, samplings: Sequence[Sampling], numbers: Sequence[float]) -> torch.Tensor:
+    """Inverse transform sampling in fp64, one number of [0, 1) a row. Returns int64 (rows,)."""
+    device = logits.device
+    temperatures = torch.tensor([sampling.temperature for sampling in samplings], dtype=torch.float64, device=device)
+    # With the largest at 0 no temperature is too small.
+    logits = logits.double()
+    probabilities = ((logits - logits.amax(-1, keepdim=True)) / temperatures[:, None]).softmax(-1)
+    nuclei = [row for row, sampling in enumerate(samplings) if sampling.top_p < 1]
+    if nuclei:
+        top_p = torch.tensor([samplings[row].top_p for row in nuclei], dtype=torch.float64, device=device)
+        probabilities[nuclei] = _nucleus(probabilities[nuclei], top_p)
+    sums = probabilities.cumsum(-1)
+    points = torch.tensor(numbers, dtype=torch.float64, device=device)[:, None] * sums[:, -1:]
+    return torch.searchsorted(sums, points, right=True)[:, 0].clamp_max(logits.shape[-1] - 1)
+
+
+def _nucleus(probabilities: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """All but the likeliest tokens that add up to top_p, ties included, are out."""
+    ranked = probabilities.sort(dim=-1, descending=True).values
+    inside = ranked.cumsum(-1) - ranked < top_p[:, None]
+    least = ranked.masked_fill(~inside, math.inf).amin(-1, keepdim=True)
+    return probabilities.masked_fill(probabilities < least, 0.0)
+
+
+def _logprobs(logits: torch.Tensor, tokens: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:
+    if not tokens:
+        return []
+    logprobs = logits.log_softmax(-1)
+    chosen = logprobs.gather(-1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()
+    top = logprobs.topk(min(max(counts), logits.shape[-1]), dim=-1)
+    rows = zip(tokens, chosen, counts, top.indices.tolist(), top.values.tolist(), strict=True)
+    return [
+        TokenLogprobs(token, logprob, tuple(zip(ids[:count], values[:count], strict=True)))
+        for token, logprob, count, ids, values in rows
+    ]

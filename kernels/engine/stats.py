@@ -1,0 +1,77 @@
+"""What the engine has done so far."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from operator import add
+
+from ragorder.kernels.engine.request import Completion
+from ragorder.kernels.tiers import CacheStats, TierTokens
+
+__all__ = ["Counters", "EngineStats"]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A snapshot. Prompt and cached tokens are those of requests that have a first token; `finished` counts requests by
+    how they ended, `refused` those that never began; `failed_steps` are forwards that raised."""
+
+    cache: CacheStats
+    running: int
+    waiting: int
+    finished: Mapping[str, int]
+    refused: int
+    prompt_tokens: int
+    cached: TierTokens
+    generated_tokens: int
+    ttft_s_sum: float
+    ttft_count: int
+    steps: int
+    computed_tokens: int
+    preemptions: int
+    failed_steps: int
+
+
+@dataclass(slots=True)
+class Counters:
+    """What `EngineStats` sums up."""
+
+    finished: Counter[str] = field(default_factory=Counter)
+    refused: int = 0
+    prompt_tokens: int = 0
+    cached: TierTokens = field(default_factory=TierTokens)
+    generated_tokens: int = 0
+    ttft_s_sum: float = 0.0
+    ttft_count: int = 0
+    steps: int = 0
+    computed_tokens: int = 0
+    failed_steps: int = 0
+
+    def first_token(self, prompt_tokens: int, cached: TierTokens, ttft_s: float) -> None:
+        self.prompt_tokens += prompt_tokens
+        self.cached = TierTokens(*map(add, self.cached, cached))
+        self.ttft_s_sum += ttft_s
+        self.ttft_count += 1
+
+    def end(self, completion: Completion) -> None:
+        self.finished[completion.finish_reason] += 1
+
+    def snapshot(self, cache: CacheStats, running: int, waiting: int, preemptions: int) -> EngineStats:
+        return EngineStats(
+            cache=cache,
+            running=running,
+            waiting=waiting,
+            finished=dict(self.finished),
+            refused=self.refused,
+            prompt_tokens=self.prompt_tokens,
+            cached=self.cached,
+            generated_tokens=self.generated_tokens,
+            ttft_s_sum=self.ttft_s_sum,
+            ttft_count=self.ttft_count,
+            steps=self.steps,
+            computed_tokens=self.computed_tokens,
+            preemptions=preemptions,
+            failed_steps=self.failed_steps,
+        )

@@ -1,0 +1,91 @@
+"""Which models can be served exactly. The others are refused by name, and what they cannot have is named.
+
+What a configuration says is looked at here; what it does not say is found out by `probe`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+__all__ = ["UnsupportedModelError", "check_model", "longest_exact_length", "text_config"]
+
+_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+
+# A configuration's entries that change what a token may see, or what of it is kept: the value that does not, and what
+# any other would ask for.
+_REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = {
+    "kv_lora_rank": ((None, 0), "multi-head latent attention (MLA), whose cache is not keys and values"),
+    "num_kv_shared_layers": ((None, 0), "layers that share the keys and values of others"),
+    "attention_chunk_size": ((None, 0), "attention in chunks"),
+    "use_bidirectional_attention": ((None, False), "bidirectional attention"),
+    "is_encoder_decoder": ((None, False), "an encoder and cross attention"),
+    "add_cross_attention": ((None, False), "cross attention"),
+    "cross_attention_layers": ((None, (), []), "cross attention"),
+    "alibi": ((None, False), "ALiBi position biases"),
+    "position_bias": ((None, False), "position biases"),
+    "is_causal": ((None, True), "attention that is not causal"),
+}
+
+
+class UnsupportedModelError(ValueError):
+    """The engine cannot serve this model exactly; the message names the model and the reason."""
+
+
+def text_config(model: Any) -> Any:
+    """The part of the configuration that describes the language model."""
+    return model.config.get_text_config()
+
+
+def check_model(model: Any) -> None:
+    """Raises UnsupportedModelError if the model's configuration asks for what the engine cannot do exactly."""
+    reasons = list(dict.fromkeys(_reasons(model)))
+    if reasons:
+        raise UnsupportedModelError(f"{_name(model)} cannot be served exactly: it has {'; '.join(reasons)}")
+
+
+def longest_exact_length(model: Any) -> int | None:
+    """Tokens of prompt and answer up to which the model's positions mean the same at every length; None: no limit told.
+
+    LongRoPE (Phi-3 128k) has two sets of frequencies, and a sequence changes over to the other as it grows beyond the
+    original window: keys that were cached before would be wrong from then on. So it is served up to that window.
+    """
+    config = text_config(model)
+    original = getattr(config, "original_max_position_embeddings", None)
+    longropes = [rope for rope in _ropes(config) if rope.get("rope_type") == "longrope"]
+    limits = [getattr(config, "max_position_embeddings", None)]
+    limits += [rope.get("original_max_position_embeddings") or original for rope in longropes]
+    return min((limit for limit in limits if limit), default=None)
+
+
+def _name(model: Any) -> str:
+    return f"{type(model).__name__} ({getattr(model.config, 'model_type', 'unknown')})"
+
+
+def _reasons(model: Any) -> Iterator[str]:
+    config = text_config(model)
+    for entry, (harmless, reason) in _REFUSED.items():
+        if not any(getattr(config, entry, None) == value for value in harmless):
+            yield reason
+    if getattr(type(model), "_is_stateful", False):
+        yield "a recurrent state (linear attention or a state space) in the place of keys and values"
+    foreign = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
+    if foreign:
+        yield f"layers of {', '.join(sorted(foreign))}"
+    for rope in _ropes(config):
+        kind = str(rope.get("rope_type", "default"))
+        if "dynamic" in kind:
+            yield f"rotary positions ({kind} NTK) whose frequencies depend on the length of the sequence"
+    if any(name.rpartition(".")[2] == "sinks" for name, _ in model.named_parameters()):
+        yield "attention sinks"
+    if not getattr(type(model), "_supports_attention_backend", False):
+        yield "attention of its own instead of transformers' AttentionInterface"
+
+
+def _ropes(config: Any) -> Iterator[Mapping[str, Any]]:
+    """The rotary settings, one for all layers or one for each type of layer."""
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
+    if not isinstance(rope, Mapping):
+        return
+    nested = [entry for entry in rope.values() if isinstance(entry, Mapping)]
+    yield from nested or [rope]

@@ -1,0 +1,116 @@
+"""A pool of KV blocks in one memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from ragorder.kernels.paging.shape import KVShape
+
+__all__ = ["BlockPool", "OutOfBlocksError"]
+
+
+class OutOfBlocksError(RuntimeError):
+    """There are not so many free blocks now. Nothing has changed."""
+
+
+class BlockPool:
+    """`blocks` blocks on `device`. A block that was taken is held by as many as it has references, and free again when
+    the last one is given back.
+
+    `kv` has the shape (blocks, layers, 2, block_size, kv_heads, head_dim): a block is one contiguous piece for all
+    layers, so that it is copied in one go. It begins with zeros, as what is masked is multiplied by 0, and must be
+    finite. `pinned`: page-locked memory, from which a GPU copies by itself.
+
+    Not thread-safe, but for what it holds: copies may read and write blocks on other threads.
+    Raises ValueError if `blocks` is negative, MemoryError if the device has not so much memory.
+    """
+
+    def __init__(
+        self, shape: KVShape, blocks: int, device: torch.device | str = "cpu", *, pinned: bool = False
+    ) -> None:
+        if blocks < 0:
+            raise ValueError(f"a pool of {blocks} blocks cannot be: give 0 or more")
+        self.shape = shape
+        self.blocks = blocks
+        self.device = torch.device(device)
+        size = (blocks, shape.layers, 2, shape.block_size, shape.kv_heads, shape.head_dim)
+        try:
+            self.kv = torch.zeros(size, dtype=shape.dtype, device=self.device, pin_memory=pinned and blocks > 0)
+        except RuntimeError as error:
+            raise MemoryError(
+                f"{self.device} has no room for {blocks} blocks of {shape.block_bytes} bytes: give the pool fewer"
+            ) from error
+        self._references = [0] * blocks
+        # The last one is taken first.
+        self._free = list(range(blocks - 1, -1, -1))
+
+    @property
+    def free_blocks(self) -> int:
+        return len(self._free)
+
+    @property
+    def used_blocks(self) -> int:
+        return self.blocks - len(self._free)
+
+    @property
+    def used_bytes(self) -> int:
+        return self.used_blocks * self.shape.block_bytes
+
+    @property
+    def capacity_bytes(self) -> int:
+        return self.blocks * self.shape.block_bytes
+
+    def key_cache(self, layer: int) -> torch.Tensor:
+        """The keys of one layer: a view (blocks, block_size, kv_heads, head_dim)."""
+        return self.kv[:, layer, 0]
+
+    def value_cache(self, layer: int) -> torch.Tensor:
+        """The values of one layer: a view (blocks, block_size, kv_heads, head_dim)."""
+        return self.kv[:, layer, 1]
+
+    def rows(self) -> Any:
+        """The same memory as bytes: a NumPy array (blocks, block_bytes). Of a pool in host memory only."""
+        return self.kv.view(torch.uint8).numpy().reshape(self.blocks, self.shape.block_bytes)
+
+    def references(self, block: int) -> int:
+        return self._references[block]
+
+    def allocate(self, count: int) -> list[int]:
+        """Take free blocks, with one reference each. What they contain is anything finite.
+
+        Raises OutOfBlocksError, and takes none, if there are fewer.
+        """
+        free = self._free
+        if count > len(free):
+            raise OutOfBlocksError(f"{count} blocks are needed, and {len(free)} of {self.blocks} are free")
+        taken = free[len(free) - count :][::-1]
+        del free[len(free) - count :]
+        for block in taken:
+            self._references[block] = 1
+        return taken
+
+    def retain(self, blocks: Iterable[int]) -> None:
+        """One more reference each. Raises ValueError for a free block."""
+        references = self._references
+        for block in blocks:
+            if not references[block]:
+                raise ValueError("a free block cannot be held: allocate it")
+            references[block] += 1
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """One reference less each. Raises ValueError for a free block."""
+        references, free = self._references, self._free
+        # So that those side by side are taken side by side again, and copied in one piece.
+        for block in reversed(blocks):
+            if not references[block]:
+                raise ValueError("the block is free already")
+            references[block] -= 1
+            if not references[block]:
+                free.append(block)
+
+    def copy(self, source: int, target: int) -> None:
+        """One block's content into another one, in the order of what the device computes now."""
+        self.kv[target].copy_(self.kv[source])

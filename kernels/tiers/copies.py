@@ -1,0 +1,114 @@
+"""The copies under way, and the blocks that they hold."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from ragorder.kernels.paging import BlockPool, Transfer, Transfers
+
+__all__ = ["Copies", "Copy"]
+
+
+class Copy:
+    """A transfer with references to all its blocks, so that nobody reuses them before it has ended.
+
+    `leaving`: the node is not in the source's tier any more, and the blocks are only held for this.
+    """
+
+    __slots__ = ("holds_source", "leaving", "source", "source_blocks", "target", "target_blocks", "then", "transfer")
+
+    def __init__(
+        self,
+        transfers: Transfers,
+        source: BlockPool,
+        source_blocks: Sequence[int],
+        target: BlockPool,
+        target_blocks: Sequence[int],
+        then: Callable[[bool], None] | None,
+    ) -> None:
+        self.source, self.source_blocks = source, tuple(source_blocks)
+        self.target, self.target_blocks = target, tuple(target_blocks)
+        self.then = then
+        self.leaving = False
+        source.retain(self.source_blocks)
+        target.retain(self.target_blocks)
+        self.holds_source = True
+        self.transfer: Transfer = transfers.start(source, self.source_blocks, target, self.target_blocks)
+
+    def free_source(self) -> None:
+        """Give the source's blocks back as soon as whoever computes next may write them."""
+        if self.holds_source:
+            self.transfer.fence()
+            self._release_source()
+
+    def end(self) -> None:
+        """The transfer has ended."""
+        if self.holds_source:
+            self._release_source()
+        self.target.release(self.target_blocks)
+        if self.then is not None:
+            self.then(not self.transfer.failed)
+
+    def _release_source(self) -> None:
+        self.holds_source = False
+        self.source.release(self.source_blocks)
+
+
+class Copies:
+    """All copies of one thread's, which starts them and hears of their ends in `poll`. Not thread-safe."""
+
+    def __init__(self, transfers: Transfers) -> None:
+        self._transfers = transfers
+        self._running: list[Copy] = []
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    def start(
+        self,
+        source: BlockPool,
+        source_blocks: Sequence[int],
+        target: BlockPool,
+        target_blocks: Sequence[int],
+        then: Callable[[bool], None] | None = None,
+    ) -> Copy:
+        """Begin a copy. `then` is called in `poll` when it has ended, with whether it has worked."""
+        copy = Copy(self._transfers, source, source_blocks, target, target_blocks, then)
+        self._running.append(copy)
+        return copy
+
+    def poll(self) -> None:
+        """End the copies whose transfers have ended."""
+        if not self._running:
+            return
+        ended = [copy for copy in self._running if copy.transfer.done]
+        if ended:
+            self._running = [copy for copy in self._running if copy not in ended]
+            for copy in ended:
+                copy.end()
+
+    def leaving(self, pool: BlockPool) -> int:
+        """Blocks of a pool that will be free when the copies under way have ended."""
+        held = Counter(block for copy in self._leaving(pool) for block in copy.source_blocks)
+        return sum(pool.references(block) == count for block, count in held.items())
+
+    def free(self, pool: BlockPool, blocks: int) -> None:
+        """Wait, the oldest copies first, until so many blocks of the pool are free, or nothing leaves it any more."""
+        for copy in self._leaving(pool):
+            if pool.free_blocks >= blocks:
+                return
+            copy.free_source()
+
+    def _leaving(self, pool: BlockPool) -> list[Copy]:
+        return [copy for copy in self._running if copy.source is pool and copy.leaving and copy.holds_source]
+
+    def wait(self) -> None:
+        """Until none is under way, those included that are begun meanwhile."""
+        while self._running:
+            self._running[0].transfer.wait()
+            self.poll()
+
+    def close(self) -> None:
+        self.wait()
+        self._transfers.close()

@@ -1,0 +1,101 @@
+"""The kernels as GPUs would get them: compiled ahead of time, and read. `python -m ragorder.kernels.attention.compile`
+does this for the whole table."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+from ragorder.kernels.attention.compile import Compiled, Variant, variants
+from ragorder.kernels.attention.table import ARCHITECTURES, HEAD_DIMS, Tile
+
+COMMAND = ("-m", "ragorder.kernels.attention.compile")
+CHOICES = {
+    "hopper": ("--family", "sm_90", "--head-dim", "128", "--dtype", "bf16", "--rows", "16", "--rows", "128"),
+    "ampere": ("--family", "sm_80", "--head-dim", "128", "--dtype", "fp16", "--rows", "16", "--rows", "128"),
+    "a head in two parts, a group of seven": (
+        *("--family", "sm_90", "--head-dim", "80", "--dtype", "bf16", "--rows", "64", "--group", "7"),
+        *("--block-size", "128"),
+    ),
+    "all that a model may ask for": (
+        *("--family", "sm_90", "--head-dim", "64", "--dtype", "bf16", "--rows", "128"),
+        *("--window", "--softcap", "--split"),
+    ),
+    "the widest head": ("--family", "sm_90", "--head-dim", "256", "--dtype", "bf16", "--rows", "128"),
+    "single precision": ("--family", "sm_80", "--head-dim", "128", "--dtype", "fp32", "--rows", "32"),
+}
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=list(CHOICES))
+def test_a_kernel_spills_nothing_and_fits(choice: str, python: Any) -> None:
+    done = python(*COMMAND, *CHOICES[choice], "--json", timeout=400, TRITON_INTERPRET="0")
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(lines) == CHOICES[choice].count("--rows")
+    for line in lines:
+        assert line["faults"] == []
+        assert line["stack"] == line["local"] == 0
+        assert 0 < line["registers"] <= 255
+        assert 0 < line["shared"] <= ARCHITECTURES[line["family"]]
+        assert line["copies"] > 0
+        wide = line["family"] == "sm_90" and line["tile"]["rows"] >= 64
+        assert (line["wgmma"] > 0) == wide
+        assert (line["mma"] > 0) == (not wide and line["dtype"] != "fp32")
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_the_merge_spills_nothing(head_dim: int, python: Any) -> None:
+    script = (
+        "from ragorder.kernels.attention.compile import merge_resources as merge\n"
+        f"merged = merge('sm_90', {head_dim})\n"
+        "assert merged.stack == merged.local == 0, merged\n"
+    )
+    done = python("-c", script, timeout=200, TRITON_INTERPRET="0")
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_under_the_interpreter_nothing_is_compiled(python: Any) -> None:
+    done = python(*COMMAND, TRITON_INTERPRET="1")
+    assert done.returncode == 1
+    assert "TRITON_INTERPRET is set" in done.stderr
+
+
+def test_help_says_what_there_is(python: Any) -> None:
+    done = python(*COMMAND, "--help")
+    assert done.returncode == 0
+    assert "--family" in done.stdout
+
+
+def test_the_whole_table_is_each_of_its_tiles_once() -> None:
+    whole = list(variants())
+    assert len(whole) == len(set(whole))
+    assert {(variant.family, variant.head_dim) for variant in whole} == {
+        (family, head_dim) for family in ARCHITECTURES for head_dim in HEAD_DIMS
+    }
+
+
+class TestFaults:
+    """What the command would not let pass."""
+
+    good = Compiled(registers=200, stack=0, local=0, shared=100_000, wgmma=24, mma=0, copies=40)
+    variant = Variant("sm_90", 128, "bf16", Tile(128, 64, 8, 3))
+
+    def test_there_are_none_in_a_good_one(self) -> None:
+        assert self.good.faults(self.variant) == []
+
+    @pytest.mark.parametrize(
+        ("bad", "fault"),
+        [
+            (Compiled(255, 8, 0, 100_000, 24, 0, 40), "spills: 8 bytes of stack"),
+            (Compiled(200, 0, 16, 100_000, 24, 0, 40), "16 local"),
+            (Compiled(200, 0, 0, 300_000, 24, 0, 40), "300000 bytes of shared memory"),
+            (Compiled(200, 0, 0, 100_000, 0, 96, 40), "no wgmma"),
+        ],
+    )
+    def test_are_named(self, bad: Compiled, fault: str) -> None:
+        assert any(fault in found for found in bad.faults(self.variant))

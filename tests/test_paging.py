@@ -1,0 +1,367 @@
+"""Paging: blocks that are held as often as they are referred to, and copies that nobody waits for."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ragorder.kernels.paging import (
+    BlockPool,
+    KVShape,
+    OutOfBlocksError,
+    StreamTransfers,
+    ThreadTransfers,
+    Transfers,
+    make_transfers,
+)
+from ragorder.kernels.paging.base import runs
+
+SHAPE = KVShape(layers=3, kv_heads=2, head_dim=8, block_size=4, dtype=torch.float32)
+
+
+def filled(blocks: int, seed: int = 0, device: str = "cpu", pinned: bool = False) -> BlockPool:
+    """A pool in which no two numbers are alike."""
+    pool = BlockPool(SHAPE, blocks, device, pinned=pinned)
+    numbers = torch.randperm(pool.kv.numel(), generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
+    pool.kv.copy_(numbers.view(pool.kv.shape))
+    return pool
+
+
+class TestTheShape:
+    @pytest.mark.parametrize(
+        ("dtype", "bytes"), [(torch.float32, 4), (torch.bfloat16, 2), (torch.float16, 2), (torch.float8_e4m3fn, 1)]
+    )
+    def test_bytes_are_those_of_keys_and_values_in_all_layers(self, dtype: Any, bytes: int) -> None:
+        shape = KVShape(28, 4, 128, 16, dtype)
+        assert shape.token_bytes == 28 * 2 * 4 * 128 * bytes
+        assert shape.block_bytes == 16 * shape.token_bytes
+        pool = BlockPool(shape, 3)
+        assert pool.kv.untyped_storage().nbytes() == pool.capacity_bytes == 3 * shape.block_bytes
+        assert pool.rows().shape == (3, shape.block_bytes)
+
+    def test_blocks_cover_tokens(self) -> None:
+        assert [SHAPE.blocks_for(tokens) for tokens in (0, 1, 4, 5, 8)] == [0, 1, 1, 2, 2]
+        assert SHAPE.covering(0, 4) == range(0, 1)
+        assert SHAPE.covering(3, 2) == range(0, 2)
+        assert SHAPE.covering(8, 1) == range(2, 3)
+
+    @pytest.mark.parametrize("name", ["layers", "kv_heads", "head_dim", "block_size"])
+    def test_what_is_nothing_is_refused(self, name: str) -> None:
+        with pytest.raises(ValueError, match=name):
+            KVShape(**{"layers": 1, "kv_heads": 1, "head_dim": 1, "block_size": 1} | {name: 0})
+
+
+class TestAPool:
+    def test_a_block_is_one_piece_and_the_caches_are_views(self) -> None:
+        pool = filled(5)
+        assert pool.kv.shape == (5, 3, 2, 4, 2, 8)
+        assert pool.kv[3].is_contiguous()
+        for layer in range(3):
+            assert pool.key_cache(layer).shape == pool.value_cache(layer).shape == (5, 4, 2, 8)
+            assert torch.equal(pool.key_cache(layer)[2], pool.kv[2, layer, 0])
+            pool.value_cache(layer)[2, 1] = -1.0
+            assert (pool.kv[2, layer, 1, 1] == -1.0).all()
+
+    def test_it_begins_with_zeros(self) -> None:
+        assert not BlockPool(SHAPE, 4).kv.any()
+
+    def test_blocks_are_taken_and_given_back(self) -> None:
+        pool = BlockPool(SHAPE, 4)
+        taken = pool.allocate(3)
+        assert len(set(taken)) == 3
+        assert (pool.free_blocks, pool.used_blocks, pool.used_bytes) == (1, 3, 3 * SHAPE.block_bytes)
+        pool.release(taken[:2])
+        assert pool.free_blocks == 3
+        assert pool.allocate(0) == []
+
+    def test_too_many_are_refused_and_nothing_changes(self) -> None:
+        pool = BlockPool(SHAPE, 4)
+        pool.allocate(2)
+        with pytest.raises(OutOfBlocksError, match="3 blocks are needed, and 2 of 4"):
+            pool.allocate(3)
+        assert pool.free_blocks == 2
+
+    def test_a_block_is_free_when_nobody_refers_to_it(self) -> None:
+        pool = BlockPool(SHAPE, 2)
+        (block,) = pool.allocate(1)
+        pool.retain([block, block])
+        for left in (2, 1):
+            pool.release([block])
+            assert (pool.references(block), pool.free_blocks) == (left, 1)
+        pool.release([block])
+        assert pool.free_blocks == 2
+
+    def test_a_free_block_is_nobodys(self) -> None:
+        pool = BlockPool(SHAPE, 2)
+        with pytest.raises(ValueError, match="allocate"):
+            pool.retain([0])
+        with pytest.raises(ValueError, match="free already"):
+            pool.release([0])
+
+    def test_neighbours_that_were_given_back_are_taken_as_neighbours(self) -> None:
+        pool = BlockPool(SHAPE, 9)
+        assert pool.allocate(9) == list(range(9))
+        pool.release([3, 4, 5])
+        assert pool.allocate(3) == [3, 4, 5]
+
+    def test_a_block_is_copied_within_the_pool(self) -> None:
+        pool = filled(3)
+        before = pool.kv.clone()
+        pool.copy(2, 0)
+        assert torch.equal(pool.kv[0], before[2])
+        assert torch.equal(pool.kv[1:], before[1:])
+
+    def test_a_pool_may_be_empty_and_not_less(self) -> None:
+        pool = BlockPool(SHAPE, 0)
+        assert pool.allocate(0) == [] and pool.capacity_bytes == 0
+        with pytest.raises(ValueError, match="0 or more"):
+            BlockPool(SHAPE, -1)
+
+    def test_a_pool_that_does_not_fit_says_so(self) -> None:
+        with pytest.raises(MemoryError, match="give the pool fewer"):
+            BlockPool(SHAPE, 1 << 50)
+
+    @given(st.lists(st.tuples(st.sampled_from(["allocate", "retain", "release"]), st.integers(0, 6)), max_size=60))
+    def test_it_counts_as_a_counter_does(self, steps: list[tuple[str, int]]) -> None:
+        pool, model = BlockPool(SHAPE, 6), Counter[int]()
+        for step, number in steps:
+            if step == "allocate":
+                if number <= 6 - len(model):
+                    taken = pool.allocate(number)
+                    assert not model.keys() & set(taken)
+                    model.update(taken)
+                else:
+                    with pytest.raises(OutOfBlocksError):
+                        pool.allocate(number)
+            elif model:
+                block = sorted(model)[number % len(model)]
+                if step == "retain":
+                    pool.retain([block])
+                    model[block] += 1
+                else:
+                    pool.release([block])
+                    model[block] -= 1
+                    model = +model
+            assert [pool.references(block) for block in range(6)] == [model[block] for block in range(6)]
+            assert pool.used_blocks == len(model)
+
+
+class TestRuns:
+    @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=12))
+    def test_they_are_the_pairs_and_no_two_could_be_one(self, pairs: list[tuple[int, int]]) -> None:
+        found = list(runs([source for source, _ in pairs], [target for _, target in pairs]))
+        assert [(source + i, target + i) for source, target, count in found for i in range(count)] == pairs
+        for (source, target, count), (next_source, next_target, _) in zip(found, found[1:], strict=False):
+            assert (source + count, target + count) != (next_source, next_target)
+
+    def test_lists_of_two_lengths_are_no_pairs(self) -> None:
+        with pytest.raises(ValueError, match="2 blocks cannot be copied into 1"):
+            list(runs([1, 2], [3]))
+
+
+class TransfersTests:
+    """What all transfers have in common. The host's pool is pinned where the other one is a GPU's."""
+
+    device: str
+
+    @pytest.fixture
+    def transfers(self) -> Iterator[Transfers]:
+        made = make_transfers(self.device)
+        yield made
+        made.close()
+
+    def pools(self, into_device: bool) -> tuple[BlockPool, BlockPool]:
+        pinned = self.device != "cpu"
+        host, device = filled(7, 1, pinned=pinned), filled(9, 2, self.device)
+        return (host, device) if into_device else (device, host)
+
+    @pytest.mark.parametrize("into_device", [True, False])
+    @pytest.mark.parametrize(
+        ("source_blocks", "target_blocks"), [([0, 1, 2], [4, 5, 6]), ([6, 2, 3, 0], [1, 5, 6, 0]), ([], []), ([5], [5])]
+    )
+    def test_the_blocks_are_copied_and_no_others(
+        self, transfers: Transfers, source_blocks: list[int], target_blocks: list[int], into_device: bool
+    ) -> None:
+        source, target = self.pools(into_device)
+        expected, untouched = target.kv.cpu().clone(), source.kv.cpu().clone()
+        expected[target_blocks] = untouched[source_blocks]
+        transfer = transfers.start(source, source_blocks, target, target_blocks)
+        transfer.wait()
+        assert transfer.done and not transfer.failed
+        assert torch.equal(target.kv.cpu(), expected)
+        assert torch.equal(source.kv.cpu(), untouched)
+
+    def test_there_and_back_again(self, transfers: Transfers) -> None:
+        host, device = self.pools(into_device=True)
+        before = host.kv[[3, 1]].clone()
+        transfers.start(host, [3, 1], device, [0, 8]).wait()
+        host.kv.zero_()
+        transfers.start(device, [0, 8], host, [5, 6]).wait()
+        assert torch.equal(host.kv[[5, 6]], before)
+
+    def test_after_a_fence_the_source_may_be_written(self, transfers: Transfers) -> None:
+        host, device = self.pools(into_device=True)
+        expected = device.kv[2].cpu().clone()
+        transfer = transfers.start(device, [2], host, [3])
+        transfer.fence()
+        device.kv[2] = -1.0
+        transfer.wait()
+        assert torch.equal(host.kv[3], expected)
+
+    def test_a_copy_sees_what_was_computed_before(self, transfers: Transfers) -> None:
+        host, device = self.pools(into_device=True)
+        for value in range(50):
+            device.kv[4] = float(value)
+            transfer = transfers.start(device, [4], host, [value % 7])
+            transfer.fence()
+        transfer.wait()
+        assert [int(host.kv[block].max()) for block in range(7)] == [49, 43, 44, 45, 46, 47, 48]
+
+    def test_closing_waits(self) -> None:
+        transfers = make_transfers(self.device)
+        source, target = self.pools(into_device=True)
+        transfer = transfers.start(source, [0], target, [0])
+        transfers.close()
+        assert transfer.done
+
+
+class TestOnAThread(TransfersTests):
+    device = "cpu"
+
+    def test_the_caller_does_not_wait(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        may_go = threading.Event()
+        rows = BlockPool.rows
+
+        def slow(pool: BlockPool) -> Any:
+            may_go.wait()
+            return rows(pool)
+
+        monkeypatch.setattr(BlockPool, "rows", slow)
+        transfers = ThreadTransfers()
+        source, target = self.pools(into_device=True)
+        first = transfers.start(source, [0], target, [0])
+        second = transfers.start(source, [1], target, [1])
+        assert not first.done and not second.done
+        may_go.set()
+        second.wait()
+        assert first.done
+        transfers.close()
+
+    def test_a_copy_that_fails_says_so_and_the_next_one_works(self, caplog: pytest.LogCaptureFixture) -> None:
+        transfers = ThreadTransfers()
+        source, target = self.pools(into_device=True)
+        other = BlockPool(KVShape(1, 1, 1, 1), 3)
+        with caplog.at_level("ERROR", "ragorder"):
+            failing = transfers.start(source, [0], other, [0])
+            failing.wait()
+        assert failing.done and failing.failed
+        assert "could not be copied" in caplog.text
+        working = transfers.start(source, [0], target, [0])
+        working.wait()
+        assert working.done and not working.failed
+        transfers.close()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+class TestOnStreams(TransfersTests):
+    device = "cuda"
+
+
+class TestStreamsInOrder:
+    """Where there is no GPU: what the streams are told, and in which order."""
+
+    @pytest.fixture
+    def told(self, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
+        told: list[tuple[str, ...]] = []
+
+        class Stream:
+            def __init__(self, device: Any = None, name: str | None = None) -> None:
+                self.name = name or ("in", "out")[sum(entry[0] == "made" for entry in told)]
+                if name is None:
+                    told.append(("made", self.name))
+
+            def wait_stream(self, other: Stream) -> None:
+                told.append((self.name, "waits for", other.name))
+
+            def wait_event(self, event: Event) -> None:
+                told.append((self.name, "waits for", event.name))
+
+            def synchronize(self) -> None:
+                told.append(("host", "waits for", self.name))
+
+        class Event:
+            name = "event"
+
+            def __init__(self, *, blocking: bool) -> None:
+                assert blocking
+
+            def record(self, stream: Stream) -> None:
+                self.name = f"event of {stream.name}"
+                told.append((stream.name, "records"))
+
+            def query(self) -> bool:
+                return False
+
+            def synchronize(self) -> None:
+                told.append(("host", "waits for", self.name))
+
+        @contextmanager
+        def stream(current: Stream) -> Iterator[None]:
+            told.append(("begin", current.name))
+            yield
+            told.append(("end", current.name))
+
+        monkeypatch.setattr(torch.cuda, "Stream", Stream)
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "stream", stream)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(device, "compute"))
+        return told
+
+    @pytest.mark.parametrize(("into_device", "name"), [(True, "in"), (False, "out")])
+    def test_a_copy_waits_for_the_computing_stream_and_ends_with_an_event(
+        self, told: list[tuple[str, ...]], into_device: bool, name: str
+    ) -> None:
+        host, device = filled(3, 1), filled(3, 2)
+        device.device = torch.device("cuda")
+        source, target = (host, device) if into_device else (device, host)
+        expected = source.kv[[0, 1]].clone()
+        transfer = StreamTransfers("cuda").start(source, [0, 1], target, [1, 2])
+        assert told[2:] == [
+            (name, "waits for", "compute"),
+            ("begin", name),
+            (name, "records"),
+            ("end", name),
+        ]
+        assert torch.equal(target.kv[1:], expected)
+        del told[:]
+        assert not transfer.done
+        transfer.fence()
+        assert told == [("compute", "waits for", f"event of {name}")]
+        del told[:]
+        transfer.wait()
+        assert told == [("host", "waits for", f"event of {name}")]
+
+    def test_within_the_host_no_stream_is_asked(self, told: list[tuple[str, ...]]) -> None:
+        transfers = StreamTransfers("cuda")
+        del told[:]
+        source, target = filled(2, 1), filled(2, 2)
+        transfers.start(source, [0], target, [1]).wait()
+        assert torch.equal(target.kv[1], source.kv[0])
+        assert not told
+        transfers.close()
+        assert told == [("host", "waits for", "in"), ("host", "waits for", "out")]
+
+
+def test_other_devices_are_refused() -> None:
+    with pytest.raises(ValueError, match="take cuda or cpu"):
+        make_transfers("mps")

@@ -1,0 +1,468 @@
+"""Attention over a paged prefix: both backends against the formula itself in double precision.
+
+The Triton kernel runs in Triton's interpreter, which has to be asked for before triton is imported: this file, run as a
+script, computes all its cases in a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import Tensor
+
+from ragorder.kernels.attention import PackedBatch, prefix_attention
+from ragorder.kernels.attention import torch_backend as in_torch
+from ragorder.kernels.attention.table import (
+    ARCHITECTURES,
+    HEAD_DIMS,
+    ROWS,
+    Tile,
+    architecture,
+    choose_splits,
+    choose_tile,
+    halves,
+)
+
+TOLERANCE = {"float32": 2e-6, "float16": 2e-3, "bfloat16": 1.6e-2}
+FAR_OFF = 0.05
+
+SMALL_TILES = Tile(32, 16, 4, 2)
+"""So that short contexts, too, have tiles without masks."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """Requests of so many new tokens behind so many cached ones. `splits` and `tile`: instead of the table's."""
+
+    heads: tuple[int, int] = (4, 2)
+    head_dim: int = 64
+    dtype: str = "float32"
+    queries: tuple[int, ...] = (37, 5, 1, 1, 1)
+    contexts: tuple[int, ...] = (50, 0, 129, 33, 17)
+    block_size: int = 16
+    window: int | None = None
+    softcap: float | None = None
+    scale: float | None = None
+    splits: int | None = None
+    tile: Tile | None = None
+    seed: int = 0
+
+    def __str__(self) -> str:
+        plain = Case()
+        changed = [f"{name}={value}" for name, value in vars(self).items() if value != getattr(plain, name)]
+        return " ".join(changed).replace("(", "").replace(")", "") or "plain"
+
+
+def any_case(seed: int) -> Case:
+    """Whatever can be."""
+    rng = random.Random(seed)
+    group = rng.randint(1, 9)
+    kv_heads = rng.randint(1, 2)
+    requests = rng.randint(1, 4)
+    return Case(
+        heads=(group * kv_heads, kv_heads),
+        head_dim=rng.choice((64, 80, 96)),
+        dtype=rng.choice(("float32", "float16")),
+        queries=tuple(rng.choice((1, rng.randint(0, 40))) for _ in range(requests)),
+        contexts=tuple(rng.choice((0, rng.randint(0, 150))) for _ in range(requests)),
+        block_size=rng.choice((16, 32, 48, 128)),
+        window=rng.choice((None, rng.randint(1, 100))),
+        softcap=rng.choice((None, None, 10.0)),
+        splits=rng.choice((None, rng.randint(2, 6))),
+        tile=Tile(rng.choice((16, 32, 64)), rng.choice((16, 32, 64)), 4, 2),
+        seed=seed,
+    )
+
+
+CASES = [
+    *(Case(heads=heads, dtype=dtype) for heads in ((4, 4), (8, 2), (4, 1)) for dtype in TOLERANCE),
+    *(Case(head_dim=head_dim, dtype="float16") for head_dim in HEAD_DIMS[1:]),
+    *(Case(head_dim=head_dim, tile=SMALL_TILES) for head_dim in HEAD_DIMS[1:]),
+    *(Case(heads=(group, 1), queries=(23, 1), contexts=(40, 61), tile=SMALL_TILES) for group in (3, 5, 6, 7)),
+    Case(heads=(28, 4), head_dim=128, dtype="bfloat16", queries=(11,), contexts=(70,)),
+    Case(heads=(71, 1), queries=(3,), contexts=(30,), tile=SMALL_TILES),
+    *(Case(block_size=block_size, tile=SMALL_TILES) for block_size in (32, 48, 64, 128)),
+    *(Case(window=window, tile=SMALL_TILES) for window in (1, 7, 40, 1000)),
+    Case(window=20, queries=(70, 1), contexts=(0, 200), tile=SMALL_TILES),
+    Case(window=24, dtype="float16"),
+    Case(softcap=5.0),
+    Case(softcap=30.0, window=50, dtype="float16", tile=SMALL_TILES),
+    Case(scale=0.2, queries=(9,), contexts=(33,)),
+    *(Case(splits=splits, tile=SMALL_TILES) for splits in (2, 5, 9)),
+    Case(splits=3, window=40, softcap=10.0, dtype="float16", tile=SMALL_TILES),
+    Case(splits=4, head_dim=80, dtype="bfloat16", queries=(3, 1), contexts=(200, 64), tile=SMALL_TILES),
+    Case(queries=(70,), contexts=(200,), dtype="float16"),
+    Case(queries=(64,), contexts=(64,), tile=SMALL_TILES),
+    Case(queries=(70, 3, 64), contexts=(0, 0, 0), dtype="bfloat16"),
+    Case(queries=(1, 1, 1, 1), contexts=(16, 15, 17, 0)),
+    Case(queries=(0, 4, 0), contexts=(10, 20, 0)),
+    *map(any_case, range(12)),
+]
+
+
+@dataclass
+class Inputs:
+    """What a case is given. What may not be looked at is not a number, or no block."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    key_cache: Tensor
+    value_cache: Tensor
+    batch: PackedBatch
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.q, self.k, self.v, self.key_cache, self.value_cache
+
+
+def inputs_of(case: Case) -> Inputs:
+    rng = torch.Generator().manual_seed(case.seed)
+    dtype = getattr(torch, case.dtype)
+    heads, kv_heads = case.heads
+    tokens = sum(case.queries)
+    fused = torch.randn(tokens, heads + 2 * kv_heads, case.head_dim, generator=rng).to(dtype)
+    q, k, v = fused.split((heads, kv_heads, kv_heads), 1)
+
+    needed = [-(-context // case.block_size) for context in case.contexts]
+    spare = 2
+    # As the engine's pool is: all layers' keys and values of a block in one piece.
+    pool = torch.full((sum(needed) + spare, 2, 2, case.block_size, kv_heads, case.head_dim), math.nan, dtype=dtype)
+    order = torch.randperm(len(pool), generator=rng).tolist()
+    pool[order[-spare:], 1] = torch.randn(pool[order[-spare:], 1].shape, generator=rng).to(dtype)
+    tables = torch.full((len(needed), max(needed) + 3), 2**31 - 1, dtype=torch.int32)
+    for row, (context, blocks) in enumerate(zip(case.contexts, needed, strict=True)):
+        table = [order.pop(0) for _ in range(blocks)]
+        tables[row, :blocks] = torch.tensor(table, dtype=torch.int32)
+        for place, block in enumerate(table):
+            filled = min(case.block_size, context - place * case.block_size)
+            shape = 2, filled, kv_heads, case.head_dim
+            pool[block, 1, :, :filled] = torch.randn(shape, generator=rng).to(dtype)
+    starts = torch.tensor([0, *case.queries]).cumsum(0).int()
+    contexts = torch.tensor(case.contexts, dtype=torch.int32)
+    batch = PackedBatch(starts, contexts, tables, max(case.queries), max(case.contexts))
+    return Inputs(q, k, v, pool[:, 1, 0], pool[:, 1, 1], batch)
+
+
+def formula(case: Case, given: Inputs) -> Tensor:
+    """softmax(q k / sqrt(d)) v, token by token, in double precision."""
+    heads, kv_heads = case.heads
+    scale = case.scale or 1 / math.sqrt(case.head_dim)
+    found = torch.zeros(given.q.shape, dtype=torch.float64)
+    begin = 0
+    for row, (queries, context) in enumerate(zip(case.queries, case.contexts, strict=True)):
+        own = slice(begin, begin + queries)
+        begin += queries
+        keys, values = (
+            torch.cat([paged(cache, given.batch.block_tables[row], context), new[own]]).double()
+            for cache, new in ((given.key_cache, given.k), (given.value_cache, given.v))
+        )
+        for token in range(queries):
+            last = context + token
+            first = 0 if case.window is None else max(0, last - case.window + 1)
+            for head in range(heads):
+                kv_head = head // (heads // kv_heads)
+                scores = keys[first : last + 1, kv_head] @ given.q[own][token, head].double() * scale
+                if case.softcap is not None:
+                    scores = case.softcap * torch.tanh(scores / case.softcap)
+                found[own][token, head] = scores.softmax(0) @ values[first : last + 1, kv_head]
+    return found
+
+
+def paged(cache: Tensor, table: Tensor, context: int) -> Tensor:
+    blocks = table[: -(-context // cache.shape[1])].tolist()
+    return torch.cat([cache[block] for block in blocks] or [cache[:0].flatten(0, 1)])[:context]
+
+
+def wrong_block(given: Inputs) -> Inputs:
+    """The first request with a context looks at another block instead of its first."""
+    row = int(given.batch.context_lengths.gt(0).nonzero()[0])
+    tables = given.batch.block_tables.clone()
+    used = set(tables.flatten().tolist())
+    tables[row, 0] = next(
+        block for block in range(len(given.key_cache)) if block not in used and not given.key_cache[block].isnan().any()
+    )
+    return replace(given, batch=replace(given.batch, block_tables=tables))
+
+
+def error(found: Tensor, wanted: Tensor) -> float:
+    """The greatest, of numbers above 1 relative to them; what is not a number is infinitely wrong."""
+    difference = (found.double() - wanted).abs() / wanted.abs().clamp(min=1)
+    return float(torch.nan_to_num(difference, nan=math.inf).max()) if found.numel() else 0.0
+
+
+def attend_in_torch(case: Case, given: Inputs) -> Tensor:
+    return prefix_attention(
+        *given.tensors, given.batch, scale=case.scale, window=case.window, softcap=case.softcap, backend="torch"
+    )
+
+
+def attend_in_triton(case: Case, given: Inputs) -> Tensor:
+    if case.splits is None and case.tile is None:
+        return prefix_attention(
+            *given.tensors, given.batch, scale=case.scale, window=case.window, softcap=case.softcap, backend="triton"
+        )
+    from ragorder.kernels.attention.launch import triton_attention
+
+    scale = case.scale or 1 / math.sqrt(case.head_dim)
+    return triton_attention(
+        *given.tensors, given.batch, scale, case.window, case.softcap, splits=case.splits, tile=case.tile
+    )
+
+
+def main() -> None:
+    """In a process of its own: the error of each case, and of the first ones with a wrong block."""
+    sys.path.insert(0, str(Path(__file__).parent.parent))
+    for number, case in enumerate(CASES):
+        given = inputs_of(case)
+        wanted = formula(case, given)
+        line = {"error": error(attend_in_triton(case, given), wanted)}
+        if number < 3:
+            line["wrong_block"] = error(attend_in_triton(case, wrong_block(given)), wanted)
+        sys.stdout.write(json.dumps(line) + "\n")
+
+
+@pytest.fixture(scope="module")
+def interpreted(python: Any) -> list[dict[str, float]]:
+    """What Triton's interpreter found, case by case."""
+    pytest.importorskip("triton")
+    done = python(Path(__file__), timeout=500, TRITON_INTERPRET="1")
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.fixture(params=range(len(CASES)), ids=[str(case) for case in CASES])
+def number(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
+
+
+class TestTheKernel:
+    def test_is_as_exact_as_its_dtype(self, number: int, interpreted: list[dict[str, float]]) -> None:
+        assert interpreted[number]["error"] < TOLERANCE[CASES[number].dtype]
+
+    def test_sees_a_wrong_block(self, interpreted: list[dict[str, float]]) -> None:
+        assert all(line["wrong_block"] > FAR_OFF for line in interpreted[:3])
+
+    def test_says_that_it_needs_a_gpu(self) -> None:
+        pytest.importorskip("triton")
+        given = inputs_of(Case())
+        with pytest.raises(ValueError, match="needs a GPU"):
+            prefix_attention(*given.tensors, given.batch, backend="triton")
+
+
+class TestTorch:
+    def test_is_as_exact_as_its_dtype(self, number: int) -> None:
+        case = CASES[number]
+        given = inputs_of(case)
+        assert error(attend_in_torch(case, given), formula(case, given)) < TOLERANCE[case.dtype]
+
+    def test_sees_a_wrong_block(self) -> None:
+        case = Case()
+        given = inputs_of(case)
+        assert error(attend_in_torch(case, wrong_block(given)), formula(case, given)) > FAR_OFF
+
+    @pytest.mark.parametrize("window", [None, 300])
+    @pytest.mark.parametrize("softcap", [None, 20.0])
+    def test_goes_through_long_prompts_in_chunks(self, window: int | None, softcap: float | None) -> None:
+        case = Case(queries=(600, 1, 300), contexts=(70, 700, 0), window=window, softcap=softcap, heads=(2, 1))
+        given = inputs_of(case)
+        assert error(attend_in_torch(case, given), formula(case, given)) < 1e-5
+
+    def test_decodes_requests_of_all_lengths_together(self) -> None:
+        contexts = (1, 15, 16, 17, 60, 100, 101, 250, 260, 400)
+        for window in (None, 30, 90):
+            case = Case(queries=(1,) * len(contexts), contexts=contexts, window=window)
+            given = inputs_of(case)
+            assert error(attend_in_torch(case, given), formula(case, given)) < 2e-6
+
+    def test_needs_no_mask_where_nothing_is_cached(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        masks = record_masks(monkeypatch)
+        case = Case(queries=(600, 20, 1), contexts=(0, 0, 0))
+        given = inputs_of(case)
+        attend_in_torch(case, given)
+        assert masks == [None, None, None]
+
+    def test_makes_one_mask_a_step(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        masks = record_masks(monkeypatch)
+        case = Case(queries=(600, 20), contexts=(30, 100))
+        given = inputs_of(case)
+        for _ in range(3):
+            attend_in_torch(case, given)
+        assert len(masks) == 3 * 4
+        assert len({mask.untyped_storage().data_ptr() for mask in masks}) == 1
+        assert masks[0].untyped_storage().nbytes() == 256 * 700 * 4
+
+    @pytest.mark.parametrize("head_dim", [16, 40])
+    def test_takes_any_head_dim_and_block_size(self, head_dim: int) -> None:
+        case = Case(head_dim=head_dim, block_size=7)
+        given = inputs_of(case)
+        assert error(attend_in_torch(case, given), formula(case, given)) < 2e-6
+
+    def test_is_what_a_cpu_gets(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        given = inputs_of(Case())
+        assert torch.equal(prefix_attention(*given.tensors, given.batch), attend_in_torch(Case(), given))
+
+
+def record_masks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    masks: list[Any] = []
+    attention = in_torch.scaled_dot_product_attention
+
+    def recorded(*tensors: Tensor, attn_mask: Tensor | None, **how: Any) -> Tensor:
+        masks.append(attn_mask)
+        return attention(*tensors, attn_mask=attn_mask, **how)
+
+    monkeypatch.setattr(in_torch, "scaled_dot_product_attention", recorded)
+    return masks
+
+
+class TestABatch:
+    def test_is_packed_from_plain_numbers(self) -> None:
+        case = Case()
+        given = inputs_of(case)
+        tables = [
+            table[: -(-context // case.block_size)].tolist()
+            for table, context in zip(given.batch.block_tables, case.contexts, strict=True)
+        ]
+        batch = PackedBatch.pack(case.queries, case.contexts, tables)
+        assert batch.spans == given.batch.spans
+        assert (batch.longest_query, batch.longest_context) == (37, 129)
+        found = attend_in_torch(case, replace(given, batch=batch))
+        assert torch.equal(found, attend_in_torch(case, given))
+
+    def test_without_a_token_is_nothing(self) -> None:
+        given = inputs_of(Case(queries=(0,), contexts=(20,)))
+        assert prefix_attention(*given.tensors, given.batch).shape == (0, 4, 64)
+        empty = PackedBatch.pack([], [], [])
+        assert prefix_attention(*given.tensors, empty).shape == (0, 4, 64)
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            ({"query_starts": torch.tensor([0, 3])}, "query_starts is torch.int64"),
+            ({"query_starts": torch.tensor([3], dtype=torch.int32)}, r"give torch.int32 \(2,\)"),
+            ({"block_tables": torch.zeros(2, 1, dtype=torch.int32)}, r"give torch.int32 \(1, 1\)"),
+            ({"context_lengths": torch.tensor([4], dtype=torch.int32, device="meta")}, "is on cpu, context_lengths on"),
+        ],
+    )
+    def test_refuses_what_does_not_fit_together(self, arguments: dict[str, Tensor], message: str) -> None:
+        fitting = PackedBatch.pack([3], [4], [[0]])
+        with pytest.raises(ValueError, match=message):
+            replace(fitting, **arguments)
+
+    def test_needs_as_many_of_each(self) -> None:
+        with pytest.raises(ValueError, match="one block table a request"):
+            PackedBatch.pack([1, 2], [3, 4], [[0]])
+
+
+def changed(given: Inputs, **tensors: Tensor) -> Inputs:
+    return replace(given, **tensors)
+
+
+class TestArguments:
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            (lambda x: {"q": x.q.double()}, "torch.float64 is not supported: give one of torch.float16"),
+            (lambda x: {"k": x.k.half()}, "k is torch.float16, q is torch.float32"),
+            (lambda x: {"key_cache": x.key_cache.to("meta")}, "key_cache is on meta, q on cpu"),
+            (lambda x: {"q": x.q[0]}, "q has 2 dimensions"),
+            (lambda x: {"q": x.q[:, :3]}, "3 query heads cannot share 2 KV heads"),
+            (lambda x: {"k": x.k[:-1]}, "do not fit together"),
+            (lambda x: {"key_cache": x.key_cache[:, :, :1]}, r"must be \(blocks, block size, 2, 64\)"),
+            (lambda x: {"value_cache": x.value_cache.transpose(2, 3).contiguous().transpose(2, 3)}, "must be contig"),
+        ],
+    )
+    def test_that_cannot_be_are_refused_by_name(self, change: Any, message: str) -> None:
+        given = inputs_of(Case())
+        wrong = changed(given, **change(given))
+        with pytest.raises(ValueError, match=message):
+            prefix_attention(*wrong.tensors, wrong.batch)
+
+    @pytest.mark.parametrize(
+        ("named", "message"),
+        [
+            ({"window": 0}, "window is 0"),
+            ({"softcap": -1.0}, "softcap is -1.0"),
+            ({"scale": math.inf}, "scale is inf"),
+            ({"backend": "cuda"}, "no backend 'cuda'"),
+        ],
+    )
+    def test_numbers_that_cannot_be_are_refused(self, named: dict[str, Any], message: str) -> None:
+        given = inputs_of(Case())
+        with pytest.raises(ValueError, match=message):
+            prefix_attention(*given.tensors, given.batch, **named)
+
+    def test_a_block_table_that_is_too_short_is_refused(self) -> None:
+        given = inputs_of(Case())
+        short = replace(given.batch, block_tables=given.batch.block_tables[:, :2])
+        with pytest.raises(ValueError, match="2 blocks of 16 tokens: too few for a context of 129"):
+            prefix_attention(*given.tensors, short)
+
+    @pytest.mark.parametrize(
+        ("case", "message"),
+        [(Case(head_dim=40), "no head dim 40, only 64, 80"), (Case(block_size=24), "no block size 24, only multiples")],
+    )
+    def test_what_the_kernel_does_not_have_is_refused(self, case: Case, message: str) -> None:
+        pytest.importorskip("triton")
+        given = inputs_of(case)
+        with pytest.raises(ValueError, match=message):
+            prefix_attention(*given.tensors, given.batch, backend="triton")
+
+
+def every_choice() -> Iterator[tuple[str, int, int, int]]:
+    for family in ARCHITECTURES:
+        for head_dim in HEAD_DIMS:
+            for itemsize in (2, 4):
+                for rows in (1, 16, 17, 64, 65, 128, 129, 100_000):
+                    yield family, head_dim, itemsize, rows
+
+
+class TestTheTable:
+    def test_has_a_tile_for_everything(self) -> None:
+        for choice in every_choice():
+            tile = choose_tile(*choice)
+            assert tile.rows in ROWS
+            assert tile.keys in (16, 32, 64, 128)
+            assert tile.rows <= max(16, 2 * choice[3])
+
+    def test_gives_hopper_tiles_that_its_matrix_instructions_can_use(self) -> None:
+        assert all(choose_tile("sm_90", head_dim, 2, 64).rows >= 64 for head_dim in HEAD_DIMS)
+
+    @pytest.mark.parametrize(
+        ("capability", "family"),
+        [((8, 0), "sm_80"), ((8, 9), "sm_86"), ((9, 0), "sm_90"), ((10, 0), "sm_90"), ((12, 0), "sm_86")],
+    )
+    def test_knows_families_of_devices(self, capability: tuple[int, int], family: str) -> None:
+        assert architecture(capability) == family
+
+    def test_cuts_a_head_into_powers_of_two(self) -> None:
+        assert [halves(head_dim) for head_dim in HEAD_DIMS] == [(64, 0), (64, 16), (64, 32), (128, 0), (256, 0)]
+
+    @pytest.mark.parametrize(
+        ("programs", "keys", "splits"),
+        [(8, 16_384, 28), (8, 4096, 16), (64, 8192, 4), (106, 32_768, 1), (2000, 32_768, 1), (8, 300, 1)],
+    )
+    def test_splits_keys_where_programs_are_few(self, programs: int, keys: int, splits: int) -> None:
+        assert choose_splits(programs, keys, multiprocessors=132) == splits
+
+    def test_fills_the_device_or_goes_as_far_as_keys_allow(self) -> None:
+        for programs in range(1, 105):
+            for keys in (512, 2048, 8192, 32_768):
+                splits = choose_splits(programs, keys, multiprocessors=132)
+                assert splits == 1 or keys / splits >= 256
+                assert programs * splits >= 0.8 * 132 or splits >= 0.8 * min(32, keys // 256)
+
+
+if __name__ == "__main__":
+    main()
