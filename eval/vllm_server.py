@@ -228,7 +228,7 @@ class VLLMServer:
 
 
 def _temporary(folder: Path) -> dict[str, str]:
-    """Killed servers would leave their sockets in the system's folder. What torch has compiled stays there for others."""
+    """Killed servers would leave their sockets in the system's folder. What torch has compiled is kept for others."""
     compiled = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}"
     return {"TMPDIR": str(folder), "TORCHINDUCTOR_CACHE_DIR": compiled}
 

@@ -544,8 +544,22 @@ class TestRefusals:
     async def test_a_prompt_beyond_the_context_is_refused(self, length: int, client: httpx.AsyncClient) -> None:
         began = time.monotonic()
         error = await refusal(client, COMPLETIONS, {"prompt": "a " * length})
-        assert f"{LONGEST:,}" in error["message"] or str(LONGEST) in error["message"]
+        assert (await refusal(client, COMPLETIONS, {"prompt": [5] * length}))["code"] == error["code"]
+        messages = [{"role": "user", "content": "a " * length}]
+        assert (await refusal(client, CHAT, {"messages": messages}))["code"] == error["code"]
+        assert str(LONGEST) in error["message"]
+        assert error["code"] == "context_length_exceeded"
         assert time.monotonic() - began < 20
+
+    async def test_a_model_without_a_tokenizer_takes_tokens(self, load: Callable[..., EngineWorker]) -> None:
+        worker = load()
+        worker.engine.tokenizer = None
+        async with reaching(make_engine_app(worker)) as client:
+            answer = await complete(client, [5, 6, 7], logprobs=1, ignore_eos=True)
+            assert answer["usage"]["completion_tokens"] == 8
+            assert (await refusal(client, COMPLETIONS, {"prompt": "a"}))["code"] == "no_tokenizer"
+            assert (await refusal(client, COMPLETIONS, {"prompt": [5], "stop": "a"}))["code"] == "request_refused"
+            assert (await refusal(client, CHAT, {"messages": [SYSTEM]}))["code"] == "no_chat_template"
 
     async def test_one_bad_prompt_of_several_refuses_all(self, client: httpx.AsyncClient, worker: EngineWorker) -> None:
         await refusal(client, COMPLETIONS, {"prompt": [[1, 2], [10**6]]})
@@ -663,16 +677,26 @@ class TestWorker:
     async def test_who_is_cancelled_before_it_is_accepted_is_never_computed(
         self, worker: EngineWorker, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        slowly(worker, monkeypatch, 0.2)
-        added = []
-        monkeypatch.setattr(
-            worker.engine, "add", lambda request, add=worker.engine.add: added.append(request) or add(request)
-        )
+        stepping, go_on, added = threading.Event(), threading.Event(), []
+        step, add = worker.engine.step, worker.engine.add
+
+        def wait_and_step() -> Any:
+            stepping.set()
+            go_on.wait(30)
+            return step()
+
+        def note_and_add(request: Request) -> int:
+            added.append(request)
+            return add(request)
+
+        monkeypatch.setattr(worker.engine, "step", wait_and_step)
+        monkeypatch.setattr(worker.engine, "add", note_and_add)
         async with worker.submit([LONG]) as updates:
-            await anext(updates)
+            assert await asyncio.to_thread(stepping.wait, 30)
             with pytest.raises(TimeoutError):
-                async with asyncio.timeout(0.01), worker.submit([SHORT]):
+                async with asyncio.timeout(0.05), worker.submit([SHORT]):
                     pass
+            go_on.set()
             await anext(updates)
             await anext(updates)
         assert added == [LONG]
@@ -740,9 +764,18 @@ class TestWorker:
 
         async with reaching(make_engine_app(worker)) as client:
             with monkeypatch.context() as patch:
-                patch.setattr(worker.engine, "_compute", fail)
+                patch.setattr("ragorder.kernels.engine.forward.Forward.__call__", fail)
                 error = await refusal(client, COMPLETIONS, {"prompt": "a"}, status=500)
             assert error["code"] == "engine_error"
+            assert await complete(client)
+            body = {"prompt": "a", "max_tokens": 1000, "stream": True, "ignore_eos": True}
+            async with client.stream("POST", COMPLETIONS, json=body) as response:
+                lines = response.aiter_lines()
+                await anext(lines)
+                with monkeypatch.context() as patch:
+                    patch.setattr("ragorder.kernels.engine.forward.Forward.__call__", fail)
+                    *_, last = [line async for line in lines if line]
+            assert json.loads(last.removeprefix("data: "))["error"] == error
             assert await complete(client)
         assert WORD not in error["message"] + caplog.text
 

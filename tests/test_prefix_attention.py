@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 torch = pytest.importorskip("torch")
 
@@ -462,6 +463,56 @@ class TestTheTable:
                 splits = choose_splits(programs, keys, multiprocessors=132)
                 assert splits == 1 or keys / splits >= 256
                 assert programs * splits >= 0.8 * 132 or splits >= 0.8 * min(32, keys // 256)
+
+
+class TestTheBenchmark:
+    """Without a GPU: everything but the times."""
+
+    def test_checks_the_kernel_in_the_interpreter_and_says_that_nothing_was_timed(
+        self, python: Any, tmp_path: Path
+    ) -> None:
+        pytest.importorskip("triton")
+        shape = ("--query", "9", "--context", "20", "--heads", "6/2", "--head-dim", "64", "--batch", "2")
+        how = ("--dtype", "fp16", "--block-size", "32", "--repeats", "30", "--seed", "3")
+        page, lines = tmp_path / "kernels.md", tmp_path / "kernels.jsonl"
+        command = ("-m", "ragorder.eval.attention", *shape, *how, "-o", lines, "--markdown", page)
+        done = python(*command, timeout=300, TRITON_INTERPRET="1")
+        assert done.returncode == 0, done.stderr
+        rows = {row["contender"]: row for row in map(json.loads, lines.read_text().splitlines())}
+        assert {name for name, row in rows.items() if row["missing"] is None} == {"triton", "triton unsplit", "torch"}
+        assert all(0 < rows[name]["error"] < 2e-3 for name in ("triton", "triton unsplit", "torch"))
+        assert rows["flash"]["missing"] == "needs a GPU"
+        assert all(row["ms"] == [] and row["median_ms"] is None for row in rows.values())
+        assert rows["triton"]["seed"] == 3
+        assert "torch" in rows["triton"]["environment"]["packages"]
+        assert "Nothing was timed: there is no GPU" in done.stdout
+        assert "flash is missing for 1 of 1 shapes: needs a GPU" in done.stdout
+        assert "Nothing was timed" in page.read_text()
+        assert "| 2 | 9 | 20 | 6/2 | 64 | triton | not timed |" in page.read_text()
+
+    def test_does_not_pass_over_a_wrong_result(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from ragorder.eval.attention import __main__ as command
+        from ragorder.eval.attention.contenders import Contender
+
+        wrong = Contender("wrong", "nothing", lambda problem: lambda: problem.q)
+        monkeypatch.setattr(command, "CONTENDERS", (wrong,))
+        done = CliRunner().invoke(command.main, ["--query", "4", "--context", "16", "--head-dim", "64"])
+        assert done.exit_code == 1
+        assert "2 of 2 results are wrong" in done.output
+
+    def test_refuses_heads_that_are_none(self) -> None:
+        from ragorder.eval.attention.__main__ import main as benchmark
+
+        done = CliRunner().invoke(benchmark, ["--heads", "7/2"])
+        assert done.exit_code == 2
+        assert "give query heads and KV heads such as 32/8" in done.output
+
+    def test_counts_what_is_computed_and_moved(self) -> None:
+        from ragorder.eval.attention.shapes import Shape
+
+        shape = Shape(2, 3, 10, heads=8, kv_heads=2, head_dim=64, dtype="bf16", block_size=16)
+        assert shape.flops == 4 * 64 * 8 * 2 * (11 + 12 + 13)
+        assert shape.bytes == 2 * 2 * 64 * (2 * 13 * 2 + 2 * 3 * 8)
 
 
 if __name__ == "__main__":

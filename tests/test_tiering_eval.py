@@ -392,4 +392,4 @@ class TestChaos:
     def test_a_load_that_cannot_be_is_refused(self, load: str) -> None:
         done = invoke(chaos_command, "--load", load)
         assert done.exit_code == 2
-        assert "give two numbers of seconds above 0, such as 3:8" in done.output
+        assert "give two numbers of seconds above 0, such as 2:6" in done.output

@@ -77,6 +77,8 @@ class Prompts:
         body = read_body(content, ChatBody)
         self._check_model(body.model)
         token_ids = self._render(body)
+        if len(token_ids) > self._longest:
+            raise self._too_long("messages")
         limit = body.max_completion_tokens or body.max_tokens or max(1, self._longest - len(token_ids))
         return self._asked(body, [token_ids], body.top_logprobs if body.logprobs else None, limit)
 
@@ -98,6 +100,8 @@ class Prompts:
         return "" if self._tokenizer is None else str(self._tokenizer.decode([token_id]))
 
     def _asked(self, body: B, prompts: Sequence[Sequence[int]], logprobs: int | None, max_tokens: int) -> Asked[B]:
+        if any(len(each) > self._longest for each in prompts):
+            raise self._too_long("prompt")
         facts, readable = _facts_of(body)
         salt = _salt(body)
         sampling = Sampling(
@@ -167,10 +171,13 @@ class Prompts:
         if self._tokenizer is None:
             raise ProxyError(400, f"{field}: must be token ids: the model has no tokenizer.", code="no_tokenizer")
         if len(text) > self._most_characters:
-            message = f"{field}: is longer than the {self._longest:,} tokens that prompt and answer may have."
-            raise ProxyError(400, message, code="context_length_exceeded", param=field)
+            raise self._too_long(field)
         token_ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
         return token_ids
+
+    def _too_long(self, field: str) -> ProxyError:
+        message = f"{field}: is longer than the {self._longest} tokens that prompt and answer may have together."
+        return ProxyError(400, message, code="context_length_exceeded", param=field)
 
     def _check_model(self, model: str | None) -> None:
         if model is not None and model != self._model_name:

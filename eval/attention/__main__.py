@@ -20,7 +20,7 @@ from rich.progress import track
 from ragorder.eval.attention.contenders import CONTENDERS
 from ragorder.eval.attention.measuring import Row, measure, splits_of
 from ragorder.eval.attention.shapes import DTYPES, make_shapes
-from ragorder.eval.attention.tables import markdown, table
+from ragorder.eval.attention.tables import markdown, missing_lines, table
 from ragorder.eval.environment import describe_environment
 
 __all__ = ["main"]
@@ -112,6 +112,8 @@ def main(
         if timed:
             torch.cuda.empty_cache()
     Console().print(table(rows))
+    for line in missing_lines(rows):
+        click.echo(line)
     click.echo(", ".join(f"{name}: {value}" for name, value in environment.items()))
     if not timed:
         click.echo("Nothing was timed: there is no GPU. Results were held against the reference.")

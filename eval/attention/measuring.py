@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import product
 from statistics import median
 from typing import Any
 
@@ -14,10 +15,9 @@ from torch import Tensor
 
 from ragorder.eval.attention.contenders import Contender, MissingError
 from ragorder.eval.attention.shapes import Problem, Shape, make_problem
-from ragorder.kernels.attention import prefix_attention
 from ragorder.kernels.attention.table import architecture, choose_splits, choose_tile
 
-__all__ = ["TOLERANCE", "Row", "measure", "splits_of"]
+__all__ = ["TOLERANCE", "Row", "measure", "reference", "splits_of"]
 
 TOLERANCE = {"fp32": 1e-5, "fp16": 2e-3, "bf16": 1.6e-2}
 """How far a number may be from the reference, above 1 relative to it."""
@@ -76,7 +76,7 @@ def measure(
 ) -> Iterator[Row]:
     """A row for each contender, in their order. On a CPU nothing is timed."""
     problem = make_problem(shape, device, seed)
-    wanted = _reference(problem)
+    wanted = reference(problem)
     for contender in contenders:
         try:
             run = contender.prepare(problem)
@@ -103,14 +103,21 @@ def splits_of(shape: Shape, device: torch.device) -> int:
     return choose_splits(programs, shape.context + shape.query, multiprocessors)
 
 
-def _reference(problem: Problem) -> Tensor:
-    """In single precision."""
-    tensors = problem.q, problem.k, problem.v, problem.key_cache, problem.value_cache
-    return prefix_attention(*(tensor.float() for tensor in tensors), problem.batch, backend="torch")
+def reference(problem: Problem) -> Tensor:
+    """softmax(q k / sqrt(d)) v in double precision, (tokens, query heads, D): nothing of ours is in it."""
+    shape = problem.shape
+    q = problem.queries().unflatten(1, (shape.kv_heads, -1))
+    k, v = problem.gather()
+    hidden = torch.ones(shape.query, k.shape[2], dtype=torch.bool, device=q.device).triu(shape.context + 1)
+    found = torch.empty(q.shape, dtype=torch.float64, device=q.device)
+    for row, head in product(range(shape.batch), range(shape.kv_heads)):
+        scores = q[row, head].double() @ k[row, head].double().T / math.sqrt(shape.head_dim)
+        found[row, head] = scores.masked_fill_(hidden, -math.inf).softmax(-1) @ v[row, head].double()
+    return found.flatten(1, 2).transpose(1, 2).reshape(problem.q.shape)
 
 
 def _error(found: Tensor, wanted: Tensor) -> float:
-    difference = (found.reshape(wanted.shape).float() - wanted).abs() / wanted.abs().clamp(min=1)
+    difference = (found.reshape(wanted.shape).double() - wanted).abs() / wanted.abs().clamp(min=1)
     return float(torch.nan_to_num(difference, nan=math.inf).max())
 
 

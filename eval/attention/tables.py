@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from rich.table import Table
 
+from ragorder.eval.attention.contenders import CONTENDERS
 from ragorder.eval.attention.measuring import TOLERANCE, Row
 from ragorder.eval.attention.shapes import Shape
 
-__all__ = ["markdown", "table"]
+__all__ = ["markdown", "missing_lines", "table"]
 
 _HEADINGS = (
     "requests",
@@ -36,6 +38,13 @@ def table(rows: Sequence[Row]) -> Table:
     return shown
 
 
+def missing_lines(rows: Sequence[Row]) -> list[str]:
+    """Who was not there and why, and for how many shapes."""
+    found = Counter((row.contender, row.missing) for row in rows if row.missing is not None)
+    shapes = len({row.shape for row in rows})
+    return [f"{name} is missing for {count} of {shapes} shapes: {why}" for (name, why), count in found.items()]
+
+
 def markdown(rows: Sequence[Row], environment: dict[str, object], command: str, device: str, timed: bool) -> str:
     """A page: where and how it was measured, then the table."""
     first = rows[0].shape
@@ -58,12 +67,15 @@ def markdown(rows: Sequence[Row], environment: dict[str, object], command: str, 
         f"|{'---|' * len(_HEADINGS)}",
         *(f"| {' | '.join(cells)} |" for cells in _lines(rows)),
         "",
+        *(f"- {line}" for line in missing_lines(rows)),
+        *(f"- {contender.name}: {contender.timed}" for contender in CONTENDERS),
+        "",
     ]
     return "\n".join(lines)
 
 
 def _lines(rows: Sequence[Row]) -> list[tuple[str, ...]]:
-    return [_cells(row, _fastest_other(row, rows)) for row in rows]
+    return [_cells(row, _fastest_other(row, rows)) for row in rows if row.missing is None]
 
 
 def _fastest_other(row: Row, rows: Sequence[Row]) -> float | None:
@@ -82,9 +94,7 @@ def _fastest_other(row: Row, rows: Sequence[Row]) -> float | None:
 
 def _cells(row: Row, other_ms: float | None) -> tuple[str, ...]:
     shape = row.shape
-    if row.missing is not None:
-        times = [f"missing: {row.missing}", "", "", ""]
-    elif not row.right:
+    if not row.right:
         times = ["wrong", "", "", ""]
     elif row.median_ms is None:
         times = ["not timed", "", "", ""]

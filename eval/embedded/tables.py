@@ -65,7 +65,7 @@ def _prefill_sheet(measure: str, arms: Mapping[str, Sequence[Line]]) -> Sheet:
     cell = next(iter(arms.values()))[0]["cell"]
     baseline = arms.get(BASELINES[measure])
     clocks: Sequence[Clock] = ("wall_ms", "cpu_ms") if cell["hardware"] == ONE_THREAD else ("wall_ms",)
-    headings = ["cached" if measure != "overhead" else "served by", "cached tokens"]
+    headings = ["cached" if measure != "overhead" else "served by", "tokens"]
     for clock in clocks:
         headings += ["wall ms" if clock == "wall_ms" else "CPU ms", "times shorter"]
     rows = []
@@ -75,7 +75,7 @@ def _prefill_sheet(measure: str, arms: Mapping[str, Sequence[Line]]) -> Sheet:
         verdicts: list[str] = []
         for clock in clocks:
             values = [value for of_seed in values_of(lines, clock) for value in of_seed]
-            row.append("{:,.1f}\n[{:,.1f}, {:,.1f}]".format(*median(values)))
+            row.append("{}\n[{}, {}]".format(*map(_ms, median(values))))
             verdict = None if baseline in (None, lines) else judge(baseline or (), lines, clock)
             row.append("–" if verdict is None else _ratio(verdict))
             verdicts += [verdict.met] if verdict is not None and verdict.met else []
@@ -94,6 +94,10 @@ def _arm(measure: str, arm: str, cell: Mapping[str, Any]) -> str:
     if not arm.isdigit():
         return arm
     return "the system prompt" if arm == "0" else f"and {arm} of {cell['documents']} documents"
+
+
+def _ms(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
 
 
 def _ratio(verdict: Verdict) -> str:

@@ -83,15 +83,15 @@ def _check(q: Tensor, k: Tensor, v: Tensor, key_cache: Tensor, value_cache: Tens
         raise ValueError(f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not fit together")
     if key_cache.shape != value_cache.shape or key_cache.shape[2:] != k.shape[1:]:
         raise ValueError(
-            f"key_cache {tuple(key_cache.shape)} and value_cache {tuple(value_cache.shape)} must be (blocks, block size,"
-            f" {k.shape[1]}, {k.shape[2]})"
+            f"key_cache {tuple(key_cache.shape)} and value_cache {tuple(value_cache.shape)} must be"
+            f" (blocks, block size, {k.shape[1]}, {k.shape[2]})"
         )
     if not k.shape[1] or q.shape[1] % k.shape[1]:
         raise ValueError(f"{q.shape[1]} query heads cannot share {k.shape[1]} KV heads evenly")
     if batch.block_tables.shape[1] * key_cache.shape[1] < batch.longest_context:
         raise ValueError(
-            f"block_tables has {batch.block_tables.shape[1]} blocks of {key_cache.shape[1]} tokens: too few for a context"
-            f" of {batch.longest_context}"
+            f"block_tables has {batch.block_tables.shape[1]} blocks of {key_cache.shape[1]} tokens: too few for a"
+            f" context of {batch.longest_context}"
         )
 
 

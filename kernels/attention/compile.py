@@ -103,7 +103,7 @@ def merge_resources(family: str, head_dim: int, splits: int = 32) -> Compiled:
 
 
 def _types(variant: Variant) -> dict[str, str]:
-    types = {name: f"*{variant.dtype}" for name in ("q_ptr", "k_ptr", "v_ptr", "key_cache_ptr", "value_cache_ptr")}
+    types = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "key_cache_ptr", "value_cache_ptr"), f"*{variant.dtype}")
     types |= dict.fromkeys(ANYWHERE, "*i32") | {"scale": "fp32", "cap": "fp32", "lse_ptr": "*fp32"}
     return types | {"out_ptr": "*fp32" if variant.split else f"*{variant.dtype}"}
 
@@ -185,8 +185,8 @@ def main(
             tile = variant.tile
             click.echo(
                 f"{variant.family} D{variant.head_dim:<3} {variant.dtype:4} tile {tile.rows:>3} x {tile.keys:<3}"
-                f" {tile.warps} warps {tile.stages} stages: {compiled.registers:>3} registers, {compiled.shared:>6} bytes"
-                f" shared, {compiled.wgmma:>3} wgmma, {compiled.mma:>4} mma, {compiled.copies:>3} copies"
+                f" {tile.warps} warps {tile.stages} stages: {compiled.registers:>3} registers, {compiled.shared:>6}"
+                f" bytes shared, {compiled.wgmma:>3} wgmma, {compiled.mma:>4} mma, {compiled.copies:>3} copies"
                 f"  {'; '.join(faults) or 'no spills'}"
             )
     if faulty:

@@ -1,15 +1,15 @@
 """The Triton kernels: attention of packed new tokens to a paged prefix and to themselves, and the merge of its parts.
 
-Keys are numbered as the model sees them: 0 to context - 1 are in the cache, found by the block table; from there on come
+Keys are numbered as the model sees them: 0 to context - 1 are in the cache, found by the block table; behind them come
 the request's own new tokens. A tile is BLOCK_M rows against BLOCK_N keys, and a row is one query head of one token: the
 heads of a group share their keys, so that keys are read once for all of them (GQA packing). Rows are numbered token by
 token, group by group; a tile may begin in the midst of a group, so groups need not be powers of two.
 
-Tiles that every row sees whole are computed without masks, in two loops, one over the cache and one over the new tokens.
+Tiles that every row sees whole are computed without masks, in two loops: over the cache, and over the new tokens.
 All others (at a window's edge, across the end of the cache, on the diagonal) go through a third loop that can do both.
 
-The softmax is online and in base 2; the running maximum starts at a finite number, so that rows without a single key yet
-need no care (exp2(-inf) is 0, but exp2(-inf - -inf) is not a number).
+The softmax is online and in base 2; the running maximum starts at a finite number, so that rows without a key yet need
+no care (exp2(-inf) is 0, but exp2(-inf - -inf) is not a number).
 
 The file has no `from __future__ import annotations`: Triton's interpreter reads the annotations.
 """

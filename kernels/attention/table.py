@@ -1,4 +1,4 @@
-"""Which tile a kernel is compiled with, and into how many splits the keys go: looked up, nothing is tried out at run time.
+"""Which tile a kernel is compiled with, and into how many splits the keys go: nothing is tried out at run time.
 
 A tile's size follows from the rows that a request has for one KV head (new tokens x query heads of a group), the head
 dim, the dtype, and what shared memory the device has. docs/kernels.md has what each of them takes of the device.

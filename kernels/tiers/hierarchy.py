@@ -308,8 +308,13 @@ class Hierarchy:
         try:
             going = host.victims(blocks)
         except OutOfBlocksError:
-            host.refuse("room")
-            return False
+            # What is on its way there cannot be given up before it has arrived.
+            self.copies.wait()
+            try:
+                going = host.victims(blocks)
+            except OutOfBlocksError:
+                host.refuse("room")
+                return False
         for key in going:
             self._leave_host(self.nodes[key])
         self.copies.free(host.pool, blocks)

@@ -42,7 +42,7 @@ __all__ = ["main"]
 @click.option(
     "--load",
     "load_s",
-    default="3:8",
+    default="2:6",
     show_default=True,
     callback=lambda context, option, value: _seconds(value),
     metavar="MIN:MAX",
@@ -137,7 +137,7 @@ def _seconds(text: str) -> tuple[float, float]:
     except ValueError:
         low = high = -1.0
     if not 0 < low <= high < math.inf:
-        raise click.BadParameter(f"{text!r}: give two numbers of seconds above 0, such as 3:8")
+        raise click.BadParameter(f"{text!r}: give two numbers of seconds above 0, such as 2:6")
     return low, high
 
 

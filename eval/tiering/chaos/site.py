@@ -20,7 +20,7 @@ _BLOCKS = 64
 _LONGEST = 1024
 _CHUNKS = {"host_bytes": 96, "disk_bytes": 500}
 _ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1"}
-"""Otherwise each server begins with compiling a function of vLLM's for logarithms, which takes longer than its start."""
+"""Otherwise each server begins with compiling a function of vLLM's for logarithms: that takes longer than its start."""
 
 _TEXT = "Nothing that is tokenised here is ever read: prompts are made of token ids. " * 40
 
