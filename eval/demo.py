@@ -54,7 +54,7 @@ class DemoReport:
             return (
                 f"{real} (characters / 4). Simulated: the engine's cache, to the block; there is no model and no time."
             )
-        engine = "vLLM with its prefix cache" if self.engine == "vllm" else "the embedded engine with its documents"
+        engine = "vLLM with its prefix cache" if self.engine == "vllm" else "the embedded engine with its cache"
         return (
             f"{real}, {engine}, the times of this machine. Random: the model's weights, so that "
             "times and hits are honest and answers mean nothing."

@@ -70,9 +70,9 @@ def load(model: Path) -> Iterator[Callable[..., EngineWorker]]:
     """Loads engines, each with a worker."""
     workers: list[EngineWorker] = []
 
-    def load(max_unfinished: int = 64, **changes: Any) -> EngineWorker:
+    def load(max_unfinished: int = 64, folder: Path = model, **changes: Any) -> EngineWorker:
         sizes: dict[str, Any] = {"device_tokens": 8192, "host_bytes": 4 << 20, "dtype": "float32", "device": "cpu"}
-        engine = TieredEngine.load(model, EngineSettings(**sizes | changes))
+        engine = TieredEngine.load(folder, EngineSettings(**sizes | changes))
         workers.append(EngineWorker(engine, max_unfinished=max_unfinished))
         return workers[-1]
 
@@ -404,6 +404,25 @@ class TestDocuments:
         found = [await self.cached(client, tokens, *ends, cache_salt=salt) for salt in salts]
         assert found == [0, 0, 0, ends[-1], ends[-1]]
 
+    async def test_are_found_on_the_disk_by_the_next_engine(
+        self, load: Callable[..., EngineWorker], tmp_path: Path
+    ) -> None:
+        small = {"device_tokens": 256, "host_bytes": 256 << 10, "disk_path": tmp_path / "kv"}
+        worker = load(**small)
+        tokens, ends = self.prompt(worker, "ab")
+        async with reaching(make_engine_app(worker)) as client:
+            text = (await complete(client, tokens, **facts(*ends[1:])))["choices"]
+            for names in ("cd", "ef", "gh", "de", "fg"):
+                other, ends_of_other = self.prompt(worker, names)
+                await self.cached(client, other, *ends_of_other[1:])
+            assert worker.stats().cache.disk.nodes > 0
+        worker.close()
+        worker = load(**small)
+        async with reaching(make_engine_app(worker)) as client:
+            answer = await complete(client, tokens, **facts(*ends[1:]))
+        assert answer["choices"] == text
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == worker.stats().cached.disk > 0
+
     @pytest.mark.parametrize(
         "said",
         [7, "text", {"ragorder": 7}, {"ragorder": {"documents": "abc"}}, {"ragorder": {"documents": [5, 3]}}],
@@ -551,10 +570,12 @@ class TestRefusals:
         assert error["code"] == "context_length_exceeded"
         assert time.monotonic() - began < 20
 
-    async def test_a_model_without_a_tokenizer_takes_tokens(self, load: Callable[..., EngineWorker]) -> None:
-        worker = load()
-        worker.engine.tokenizer = None
-        async with reaching(make_engine_app(worker)) as client:
+    async def test_a_model_without_a_tokenizer_takes_tokens(
+        self, load: Callable[..., EngineWorker], model: Path, tmp_path: Path
+    ) -> None:
+        for name in ("config.json", "generation_config.json", "model.safetensors"):
+            (tmp_path / name).symlink_to(model / name)
+        async with reaching(make_engine_app(load(folder=tmp_path))) as client:
             answer = await complete(client, [5, 6, 7], logprobs=1, ignore_eos=True)
             assert answer["usage"]["completion_tokens"] == 8
             assert (await refusal(client, COMPLETIONS, {"prompt": "a"}))["code"] == "no_tokenizer"

@@ -49,8 +49,8 @@ class Case:
     heads: tuple[int, int] = (4, 2)
     head_dim: int = 64
     dtype: str = "float32"
-    queries: tuple[int, ...] = (37, 5, 1, 1, 1)
-    contexts: tuple[int, ...] = (50, 0, 129, 33, 17)
+    queries: tuple[int, ...] = (21, 5, 1, 1, 1)
+    contexts: tuple[int, ...] = (50, 0, 97, 33, 17)
     block_size: int = 16
     window: int | None = None
     softcap: float | None = None
@@ -87,14 +87,20 @@ def any_case(seed: int) -> Case:
 
 
 CASES = [
-    *(Case(heads=heads, dtype=dtype) for heads in ((4, 4), (8, 2), (4, 1)) for dtype in TOLERANCE),
-    *(Case(head_dim=head_dim, dtype="float16") for head_dim in HEAD_DIMS[1:]),
-    *(Case(head_dim=head_dim, tile=SMALL_TILES) for head_dim in HEAD_DIMS[1:]),
+    Case(heads=(4, 4)),
+    Case(heads=(8, 2), dtype="float16"),
+    Case(heads=(4, 1), dtype="bfloat16"),
+    Case(heads=(4, 4), dtype="bfloat16"),
+    Case(heads=(8, 2)),
+    Case(heads=(4, 1), dtype="float16"),
+    *(Case(head_dim=head_dim, dtype="float16", queries=(21, 1), contexts=(50, 97)) for head_dim in HEAD_DIMS[1:]),
+    *(Case(head_dim=head_dim, tile=SMALL_TILES) for head_dim in (80, 96, 128)),
+    Case(head_dim=256, queries=(9,), contexts=(50,), tile=SMALL_TILES),
     *(Case(heads=(group, 1), queries=(23, 1), contexts=(40, 61), tile=SMALL_TILES) for group in (3, 5, 6, 7)),
     Case(heads=(28, 4), head_dim=128, dtype="bfloat16", queries=(11,), contexts=(70,)),
     Case(heads=(71, 1), queries=(3,), contexts=(30,), tile=SMALL_TILES),
-    *(Case(block_size=block_size, tile=SMALL_TILES) for block_size in (32, 48, 64, 128)),
-    *(Case(window=window, tile=SMALL_TILES) for window in (1, 7, 40, 1000)),
+    *(Case(block_size=block_size, tile=SMALL_TILES) for block_size in (48, 64, 128)),
+    *(Case(window=window, tile=SMALL_TILES) for window in (1, 7, 40)),
     Case(window=20, queries=(70, 1), contexts=(0, 200), tile=SMALL_TILES),
     Case(window=24, dtype="float16"),
     Case(softcap=5.0),
@@ -108,7 +114,7 @@ CASES = [
     Case(queries=(70, 3, 64), contexts=(0, 0, 0), dtype="bfloat16"),
     Case(queries=(1, 1, 1, 1), contexts=(16, 15, 17, 0)),
     Case(queries=(0, 4, 0), contexts=(10, 20, 0)),
-    *map(any_case, range(12)),
+    *map(any_case, range(10)),
 ]
 
 
@@ -224,7 +230,6 @@ def attend_in_triton(case: Case, given: Inputs) -> Tensor:
 
 def main() -> None:
     """In a process of its own: the error of each case, and of the first ones with a wrong block."""
-    sys.path.insert(0, str(Path(__file__).parent.parent))
     for number, case in enumerate(CASES):
         given = inputs_of(case)
         wanted = formula(case, given)
@@ -238,7 +243,7 @@ def main() -> None:
 def interpreted(python: Any) -> list[dict[str, float]]:
     """What Triton's interpreter found, case by case."""
     pytest.importorskip("triton")
-    done = python(Path(__file__), timeout=500, TRITON_INTERPRET="1")
+    done = python(Path(__file__), timeout=580, TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stderr[-2000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
 
@@ -337,7 +342,7 @@ class TestABatch:
         ]
         batch = PackedBatch.pack(case.queries, case.contexts, tables)
         assert batch.spans == given.batch.spans
-        assert (batch.longest_query, batch.longest_context) == (37, 129)
+        assert (batch.longest_query, batch.longest_context) == (21, 97)
         found = attend_in_torch(case, replace(given, batch=batch))
         assert torch.equal(found, attend_in_torch(case, given))
 
@@ -407,7 +412,7 @@ class TestArguments:
     def test_a_block_table_that_is_too_short_is_refused(self) -> None:
         given = inputs_of(Case())
         short = replace(given.batch, block_tables=given.batch.block_tables[:, :2])
-        with pytest.raises(ValueError, match="2 blocks of 16 tokens: too few for a context of 129"):
+        with pytest.raises(ValueError, match="2 blocks of 16 tokens: too few for a context of 97"):
             prefix_attention(*given.tensors, short)
 
     @pytest.mark.parametrize(
@@ -452,7 +457,7 @@ class TestTheTable:
 
     @pytest.mark.parametrize(
         ("programs", "keys", "splits"),
-        [(8, 16_384, 28), (8, 4096, 16), (64, 8192, 4), (106, 32_768, 1), (2000, 32_768, 1), (8, 300, 1)],
+        [(8, 16_384, 28), (8, 4096, 14), (64, 8192, 4), (106, 32_768, 1), (2000, 32_768, 1), (8, 300, 1)],
     )
     def test_splits_keys_where_programs_are_few(self, programs: int, keys: int, splits: int) -> None:
         assert choose_splits(programs, keys, multiprocessors=132) == splits

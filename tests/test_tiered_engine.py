@@ -817,6 +817,27 @@ class TestFailures:
         assert engine.stats().finished == {"error": 2, "length": 1}
         assert used_blocks(engine) == 0
 
+    def test_a_step_that_cannot_be_planned_fails_who_is_there_and_the_engine_goes_on(
+        self, make: Make, plain: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        engine = make()
+        running = engine.add(ask([tokens(40, 1)], tokens(9, 2), max_tokens=9))
+        engine.step()
+        new = engine.add(ask([tokens(40, 1)], tokens(9, 3)))
+
+        def no_memory(*_: Any) -> None:
+            raise MemoryError("SECRET")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(engine._cache, "extend", no_memory)
+            done = run(engine)
+        assert {request_id: each.finish_reason for request_id, each in done.items()} == {running: "error", new: "error"}
+        assert all("could not be planned (MemoryError" in (each.error or "") for each in done.values())
+        request = ask([tokens(40, 1)], tokens(9, 2), max_tokens=3)
+        [completion] = engine.generate([request])
+        assert list(completion.token_ids) == greedy(plain, request)
+        assert used_blocks(engine) == 0
+
     def test_an_interrupt_leaves_an_engine_that_works(self, make: Make, plain: Any) -> None:
         engine = make()
         request = ask([tokens(40, 1)], tokens(9, 2), max_tokens=3)
@@ -1006,6 +1027,10 @@ class TestLoading:
     def test_a_device_that_is_not_here(self, folder: Path, device: str) -> None:
         with pytest.raises(ValueError, match=device):
             TieredEngine.load(folder, EngineSettings(device=device))
+
+    def test_a_dtype_that_is_not_served(self, model: Any) -> None:
+        with pytest.raises(UnsupportedModelError, match=r"KV of torch\.float64; load it as float32"):
+            TieredEngine(copy.deepcopy(model).double(), settings=EngineSettings(device_tokens=512, host_bytes=0))
 
     def test_a_context_longer_than_the_models(self, folder: Path) -> None:
         with pytest.raises(ValueError, match="exact up to 1024"):

@@ -359,7 +359,7 @@ class TestCommands:
         done = invoke(ragorder, "demo", "--engine", "torch", "--model", served_model, "--limit", "2")
         assert done.exit_code == 0, done.output
         said = " ".join(done.stdout.split())
-        for part in ("2 requests", "first token after", "the embedded engine with its documents"):
+        for part in ("2 requests", "first token after", "the embedded engine with its cache"):
             assert part in said
 
     def test_suites_are_run_on_it(self, served_model: Path, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
@@ -25,17 +26,23 @@ from ragorder.eval.environment import describe_environment
 
 __all__ = ["main"]
 
-_ON_GPU = {
-    "batches": (1, 8),
-    "queries": (32, 256, 1024, 4096),
-    "contexts": (0, 2048, 8192, 32_768),
-    "heads": ("32/8", "32/32"),
-    "head_dims": (64, 128),
-}
-_ON_CPU = {"batches": (1, 2), "queries": (5, 33), "contexts": (0, 70), "heads": ("4/2",), "head_dims": (64, 80)}
+
+@dataclass(frozen=True, slots=True)
+class _Grid:
+    """What is measured unless it is said."""
+
+    batches: Sequence[int]
+    queries: Sequence[int]
+    contexts: Sequence[int]
+    heads: Sequence[tuple[int, int]]
+    head_dims: Sequence[int]
 
 
-def _pair(_context: click.Context, _option: click.Parameter, values: Sequence[str]) -> list[tuple[int, int]]:
+_ON_GPU = _Grid((1, 8), (32, 256, 1024, 4096), (0, 2048, 8192, 32_768), ((32, 8), (32, 32)), (64, 128))
+_ON_CPU = _Grid((1, 2), (5, 33), (0, 70), ((4, 2),), (64, 80))
+
+
+def _read_heads(_context: object, _option: object, values: Sequence[str]) -> list[tuple[int, int]]:
     pairs = []
     for value in values:
         queries, _, keys = value.partition("/")
@@ -48,7 +55,7 @@ def _pair(_context: click.Context, _option: click.Parameter, values: Sequence[st
 @click.command()
 @click.option("--query", "queries", multiple=True, type=click.IntRange(min=1), help="New tokens a request.")
 @click.option("--context", "contexts", multiple=True, type=click.IntRange(min=0), help="Cached tokens a request.")
-@click.option("--heads", multiple=True, callback=_pair, help="Query heads and KV heads: 32/8.")
+@click.option("--heads", multiple=True, callback=_read_heads, help="Query heads and KV heads: 32/8.")
 @click.option("--head-dim", "head_dims", multiple=True, type=click.IntRange(min=1), help="A head's dimensions.")
 @click.option("--batch", "batches", multiple=True, type=click.IntRange(min=1), help="Requests, all alike.")
 @click.option("--dtype", type=click.Choice(tuple(DTYPES)), default="bf16", show_default=True, help="Of all tensors.")
@@ -90,11 +97,11 @@ def main(
     default = _ON_GPU if timed else _ON_CPU
     shapes = list(
         make_shapes(
-            batches or default["batches"],
-            queries or default["queries"],
-            contexts or default["contexts"],
-            heads or _pair(None, None, default["heads"]),
-            head_dims or default["head_dims"],
+            batches or default.batches,
+            queries or default.queries,
+            contexts or default.contexts,
+            heads or default.heads,
+            head_dims or default.head_dims,
             dtype,
             block_size,
         )

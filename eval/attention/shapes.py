@@ -39,7 +39,8 @@ class Shape:
     def bytes(self) -> int:
         """That have to be moved at least: keys and values once, queries in, results out."""
         keys = 2 * (self.context + self.query) * self.kv_heads
-        return self.batch * (keys + 2 * self.query * self.heads) * self.head_dim * DTYPES[self.dtype].itemsize
+        itemsize: int = DTYPES[self.dtype].itemsize
+        return self.batch * (keys + 2 * self.query * self.heads) * self.head_dim * itemsize
 
 
 @dataclass(frozen=True, slots=True)

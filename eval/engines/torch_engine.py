@@ -54,7 +54,8 @@ class TorchModel:
         from ragorder.kernels.engine.loading import load_model, load_tokenizer
 
         settings = EngineSettings.model_validate({"dtype": "bfloat16" if has_fast_bfloat16() else "float32"})
-        return cls(load_model(model, settings), load_tokenizer(model))
+        with _no_progress_bar():
+            return cls(load_model(model, settings), load_tokenizer(model))
 
     @property
     def bytes_per_token(self) -> int:
@@ -207,3 +208,17 @@ class TorchEngine:
             self._engine.close()
             self._engine = None
             gc.collect()
+
+
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """transformers draws one into everybody's standard error while it loads."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

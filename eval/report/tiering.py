@@ -114,7 +114,7 @@ def tiering_pictures(lines: Sequence[Tiered]) -> list[Picture]:
         axes.set_yticks(range(len(names)), reversed(names))
         axes.set_ylim(-0.6, len(names) - 0.4)
         axes.grid(axis="y", visible=False)
-        axes.set_xlabel("mean time to the first token, times shorter with tiers")
+        axes.set_xlabel("mean TTFT, times shorter with tiers")
 
     said = "; ".join(
         f"{name}: {figure(verdict.ratio, 2)} times [{figure(verdict.low, 2)}, {figure(verdict.high, 2)}]"

@@ -81,7 +81,7 @@ class PackedBatch:
     @property
     def requests(self) -> int:
         """How many."""
-        return self.context_lengths.numel()
+        return len(self.context_lengths)
 
     @property
     def spans(self) -> list[Span]:

@@ -11,10 +11,11 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import click
 import triton
@@ -84,7 +85,7 @@ def variants(families: Sequence[str] = tuple(ARCHITECTURES), head_dims: Sequence
 
 def compile_variant(variant: Variant) -> Compiled:
     """Compile one kernel. Raises what Triton raises if it cannot."""
-    constexprs: dict[str, int | bool] = {
+    constexprs = {
         **constants(variant.tile, variant.group, variant.head_dim, variant.block_size),
         "WINDOWED": variant.window,
         "CAPPED": variant.softcap,
@@ -108,7 +109,9 @@ def _types(variant: Variant) -> dict[str, str]:
     return types | {"out_ptr": "*fp32" if variant.split else f"*{variant.dtype}"}
 
 
-def _compile(kernel: object, types: dict[str, str], constexprs: dict, family: str, how: dict) -> Compiled:
+def _compile(
+    kernel: Any, types: dict[str, str], constexprs: Mapping[str, int], family: str, how: dict[str, Any]
+) -> Compiled:
     """As at a launch: whatever is not said to change is known to be a multiple of 16."""
     names: list[str] = kernel.arg_names
     signature = {name: "constexpr" if name in constexprs else types.get(name, "i32") for name in names}

@@ -9,6 +9,7 @@ are about equally long go together.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -45,6 +46,15 @@ class _Decoding:
     """int64: which of the R x L keys it hides."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    """How scores are made, and which keys are seen."""
+
+    scale: float
+    window: int | None
+    softcap: float | None
+
+
 def torch_attention(
     q: Tensor,
     k: Tensor,
@@ -57,56 +67,47 @@ def torch_attention(
     softcap: float | None = None,
 ) -> Tensor:
     """`prefix_attention` in torch, of arguments that it has checked."""
+    rule, caches = _Rule(scale, window, softcap), (key_cache, value_cache)
     spans = batch.spans
     if len(spans) == 1:
-        return _one(q, k, v, key_cache, value_cache, batch, 0, scale, window, softcap)
+        return _one(q, k, v, caches, batch, 0, rule)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     block_size = key_cache.shape[1]
     together: set[int] = set()
-    for rows in batch.kept(("alike", window), lambda: _alike(spans, window)):
+    for rows in batch.kept(("alike", window), partial(_alike, spans, window)):
         together.update(rows)
-        group = batch.kept(
-            ("decoding", rows[0], window, block_size, q.dtype),
-            lambda rows=rows: _decoding(batch, rows, window, block_size, q.dtype),
-        )
-        out[group.tokens] = _decode(q, k, v, key_cache, value_cache, group, scale, softcap)
+        make = partial(_decoding, batch, rows, window, block_size, q.dtype)
+        group = batch.kept(("decoding", rows[0], window, block_size, q.dtype), make)
+        out[group.tokens] = _decode(q, k, v, caches, group, rule)
     for row, (begin, end, _) in enumerate(spans):
         if row not in together and begin < end:
-            one = q[begin:end], k[begin:end], v[begin:end]
-            out[begin:end] = _one(*one, key_cache, value_cache, batch, row, scale, window, softcap)
+            out[begin:end] = _one(q[begin:end], k[begin:end], v[begin:end], caches, batch, row, rule)
     return out
 
 
 def _one(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    batch: PackedBatch,
-    row: int,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
+    q: Tensor, k: Tensor, v: Tensor, caches: tuple[Tensor, Tensor], batch: PackedBatch, row: int, rule: _Rule
 ) -> Tensor:
     """One request's attention, (n, query heads, D), of its own new tokens."""
-    new, context = len(q), batch.spans[row][2]
-    # Key 0 is the first of a block in which the window begins.
+    new, context, window = len(q), batch.spans[row][2], rule.window
+    # Key 0 is the first of the block in which the window begins.
     first = 0 if window is None else max(0, context + 1 - window)
-    first -= first % key_cache.shape[1]
+    first -= first % caches[0].shape[1]
     before = max(0, context - first)
     if before:
-        k = _join(key_cache, batch.block_tables[row], k, first, context)
-        v = _join(value_cache, batch.block_tables[row], v, first, context)
-    elif softcap is None and (window is None or window >= new):
-        return _attend(q, k, v, None, scale, None, causal=new > 1)
+        k, v = (
+            _join(cache, batch.block_tables[row], own, first, context)
+            for cache, own in zip(caches, (k, v), strict=True)
+        )
+    elif rule.softcap is None and (window is None or window >= new):
+        return _attend(q, k, v, None, rule, causal=new > 1)
     parts = []
     for begin in range(0, new, _CHUNK):
         end = min(new, begin + _CHUNK)
         low = 0 if window is None else max(0, before + begin + 1 - window)
         mask = _mask(batch, q, window, end - begin, before + end - low) if end - begin > 1 else None
         keys = slice(low, before + end)
-        parts.append(_attend(q[begin:end], k[keys], v[keys], mask, scale, softcap))
+        parts.append(_attend(q[begin:end], k[keys], v[keys], mask, rule))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -137,9 +138,7 @@ def _mask(batch: PackedBatch, like: Tensor, window: int | None, queries: int, ke
     return mask[len(mask) - queries :, mask.shape[1] - keys :]
 
 
-def _attend(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float | None, *, causal: bool = False
-) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: _Rule, *, causal: bool = False) -> Tensor:
     """Attention of (n, query heads, D) to (m, KV heads, D)."""
     new, heads, head_dim = q.shape
     kv_heads = k.shape[1]
@@ -147,22 +146,22 @@ def _attend(
     if new == 1 and mask is None:
         # A group's heads are queries of one head: none of them is hidden from any key.
         q = q.view(1, kv_heads, group, head_dim)
-        found = _product(q, k.transpose(0, 1)[None], v.transpose(0, 1)[None], None, scale, softcap)
+        found = _product(q, k.transpose(0, 1)[None], v.transpose(0, 1)[None], None, rule)
         return found.reshape(1, heads, head_dim)
     # A group shares its keys by a stride of 0. As KV heads are the batch, no backend has to know of groups.
-    q = q.view(new, kv_heads, group, head_dim).permute(1, 2, 0, 3)
+    q = q.unflatten(1, (kv_heads, group)).permute(1, 2, 0, 3)
     k, v = (each.transpose(0, 1)[:, None].expand(-1, group, -1, -1) for each in (k, v))
-    found = _product(q, k, v, mask, scale, softcap, causal)
+    found = _product(q, k, v, mask, rule, causal=causal)
     return found.permute(2, 0, 1, 3).reshape(new, heads, head_dim)
 
 
-def _product(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float | None, causal: bool = False
-) -> Tensor:
+def _product(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: _Rule, *, causal: bool = False) -> Tensor:
     """Of (batch, heads, n, D), in float32 where torch's own cannot do it."""
-    if softcap is None:
-        return scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale)
-    scores = torch.matmul(q.float(), k.float().transpose(-1, -2)).mul_(scale / softcap).tanh_().mul_(softcap)
+    if rule.softcap is None:
+        found: Tensor = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=rule.scale)
+        return found
+    scores = torch.matmul(q.float(), k.float().transpose(-1, -2))
+    scores = scores.mul_(rule.scale / rule.softcap).tanh_().mul_(rule.softcap)
     if mask is not None:
         scores += mask
     return torch.matmul(scores.softmax(-1), v.float()).to(q.dtype)
@@ -209,26 +208,20 @@ def _decoding(
     )
 
 
-def _decode(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    group: _Decoding,
-    scale: float,
-    softcap: float | None,
-) -> Tensor:
+def _decode(q: Tensor, k: Tensor, v: Tensor, caches: tuple[Tensor, Tensor], group: _Decoding, rule: _Rule) -> Tensor:
     """One new token of each request, (R, query heads, D)."""
     requests, (_, heads, head_dim), kv_heads = len(group.tokens), q.shape, k.shape[1]
     q = q[group.tokens].view(requests, kv_heads, heads // kv_heads, head_dim)
-    numbers = torch.arange(requests, device=q.device)
-    joined = []
-    for cache, new in ((key_cache, k), (value_cache, v)):
-        keys = cache.index_select(0, group.blocks)
-        # Memory that nobody has written yet may hold what is not a number, which no mask hides.
-        keys.view(-1, kv_heads, head_dim).index_fill_(0, group.hidden, 0)
-        keys = keys.view(requests, -1, kv_heads, head_dim)
-        keys[numbers, group.places] = new[group.tokens]
-        joined.append(keys.transpose(1, 2))
-    return _product(q, *joined, group.mask, scale, softcap).reshape(requests, heads, head_dim)
+    keys, values = (_pad(cache, own, group) for cache, own in zip(caches, (k, v), strict=True))
+    return _product(q, keys, values, group.mask, rule).reshape(requests, heads, head_dim)
+
+
+def _pad(cache: Tensor, new: Tensor, group: _Decoding) -> Tensor:
+    """The contexts' keys and the new one behind them, (R, KV heads, L, D)."""
+    requests, (_, kv_heads, head_dim) = len(group.tokens), new.shape
+    keys = cache.index_select(0, group.blocks).view(-1, kv_heads, head_dim)
+    # Memory that nobody has written yet may hold what is not a number, which no mask hides.
+    keys.index_fill_(0, group.hidden, 0)
+    keys = keys.view(requests, -1, kv_heads, head_dim)
+    keys[torch.arange(requests, device=new.device), group.places] = new[group.tokens]
+    return keys.transpose(1, 2)

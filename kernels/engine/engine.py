@@ -218,6 +218,9 @@ class TieredEngine:
             first = (scheduler.running or scheduler.waiting)[0]
             scheduler.finish(first)
             return [self._ended(first.end("error", "the pool has no room for it: give the engine more device_tokens"))]
+        except Exception as error:
+            # Whose fault it is, is not known.
+            return self._fail([*scheduler.running, *scheduler.waiting], error, "the step could not be planned")
         if not chunks:
             if scheduler.waiting:
                 sleep(_IDLE_S)
@@ -225,7 +228,7 @@ class TieredEngine:
         try:
             logits, choices = self._runner.compute(chunks)
         except BaseException as error:
-            failed = self._fail(chunks, error)
+            failed = self._fail([chunk.sequence for chunk in chunks], error, "the model's forward failed")
             if isinstance(error, Exception):
                 return failed
             self._outbox.tell(failed)
@@ -266,17 +269,16 @@ class TieredEngine:
             self._ended(update)
         return update
 
-    def _fail(self, chunks: Many[Chunk], error: BaseException) -> list[Update]:
+    def _fail(self, sequences: Many[Sequence], error: BaseException, what: str) -> list[Update]:
+        # The message of an error may quote a prompt; the place where it was raised does not.
         place = traceback.extract_tb(error.__traceback__)[-1]
-        where = f"{type(error).__name__} in {Path(place.filename).name}, line {place.lineno}"
-        _logger.error("a step of %d requests failed: %s", len(chunks), where)
+        why = f"{what} ({type(error).__name__} in {Path(place.filename).name}, line {place.lineno})"
+        if isinstance(error, torch.OutOfMemoryError):
+            why += ": give a smaller max_batch_tokens"
+        _logger.error("a step of %d requests: %s", len(sequences), why)
         self._counters.failed_steps += 1
-        self._scheduler.fail(chunks)
-        advice = ": give a smaller max_batch_tokens" if isinstance(error, torch.OutOfMemoryError) else ""
-        return [
-            self._ended(chunk.sequence.end("error", f"the model's forward failed ({where}){advice}"))
-            for chunk in chunks
-        ]
+        self._scheduler.fail(sequences)
+        return [self._ended(sequence.end("error", why)) for sequence in sequences]
 
     def _ended(self, update: Update) -> Update:
         assert update.completion is not None

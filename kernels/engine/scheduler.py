@@ -85,19 +85,19 @@ class Scheduler:
 
     def drop(self, sequence: Sequence) -> None:
         """It has ended, and what it computed last is not to be trusted."""
-        self.running.remove(sequence)
+        (self.running if sequence in self.running else self.waiting).remove(sequence)
         if sequence.lease is not None:
             self._cache.discard(sequence.lease)
             sequence.lease = None
         self._full = False
 
-    def fail(self, chunks: Many[Chunk]) -> None:
+    def fail(self, sequences: Many[Sequence]) -> None:
         """The step did not come about: what it would have computed is not cached, and its sequences have ended."""
         # Who waits may have found what this step was to compute.
         for sequence in self.waiting:
             self._release(sequence)
-        for chunk in chunks:
-            self.drop(chunk.sequence)
+        for sequence in sequences:
+            self.drop(sequence)
 
     def _schedule(self, sequence: Sequence, left: int, chunks: list[Chunk]) -> int:
         tokens = min(left, sequence.pending)

@@ -69,12 +69,13 @@ class KnowledgeCache:
         if disk is not None and not identity:
             raise ValueError("a disk tier outlives the model: say by `identity` whose KV it keeps")
         pinned = torch.device(device).type == "cuda"
-        copies = Copies(transfers or make_transfers(device))
         self.shape = shape
         self.pool = BlockPool(shape, device_blocks, device)
+        host = BlockPool(shape, host_blocks, pinned=pinned)
+        copies = Copies(transfers or make_transfers(device))
         self._profile = profile
         self._device = MemoryTier(self.pool, copies, policy, history)
-        self._host = MemoryTier(BlockPool(shape, host_blocks, pinned=pinned), copies, policy, history)
+        self._host = MemoryTier(host, copies, policy, history)
         self._disk: DiskTier | None = None
         if disk is not None:
             self._disk = DiskTier(

@@ -80,11 +80,13 @@ class Copies:
 
     def poll(self) -> None:
         """End the copies whose transfers have ended."""
-        if not self._running:
-            return
-        ended = [copy for copy in self._running if copy.transfer.done]
+        ended: list[Copy] = []
+        running: list[Copy] = []
+        for copy in self._running:
+            (ended if copy.transfer.done else running).append(copy)
         if ended:
-            self._running = [copy for copy in self._running if copy not in ended]
+            # What is told of an end may begin another one.
+            self._running = running
             for copy in ended:
                 copy.end()
 

@@ -142,13 +142,15 @@ class Hierarchy:
         child's contains the parent's last tokens, too, as they are on one path."""
         pool = self.device.pool
         own, common = parent.blocks[-1], child.blocks[0]
-        if own == common or not child.node.start % pool.shape.block_size or pool.references(own) > 1:
+        if own == common or not child.node.start % pool.shape.block_size or not child.complete:
             return
-        if not (parent.complete and child.complete):
+        above = self._ending_in(own, parent)
+        if pool.references(own) > len(above) or not all(copy.complete for copy in above):
             return
-        pool.retain((common,))
-        parent.blocks[-1] = common
-        pool.release((own,))
+        for copy in above:
+            pool.retain((common,))
+            copy.blocks[-1] = common
+            pool.release((own,))
         child.shares = True
         child.entry = self.device.resize(child.node.key, child.size)
 
@@ -187,6 +189,17 @@ class Hierarchy:
         if self.disk is not None:
             self.disk.close()
         self.copies.close()
+
+    def _ending_in(self, block: int, copy: DeviceCopy) -> list[DeviceCopy]:
+        """A copy and those above it that end in the same block."""
+        found = [copy]
+        while found[-1].shares and found[-1].blocks == [block]:
+            parent = found[-1].node.parent
+            node = self.nodes.get(parent) if parent is not None else None
+            if node is None or node.device is None:
+                break
+            found.append(node.device)
+        return found
 
     def _covering(self, node: CachedNode) -> range:
         return self.device.pool.shape.covering(node.start, node.tokens)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 __all__ = ["CacheStats", "TierStats", "TierTokens"]
@@ -43,7 +43,7 @@ class TierStats:
     received: int = 0
     evicted: int = 0
     failed: int = 0
-    refused: Mapping[str, int] | None = None
+    refused: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
