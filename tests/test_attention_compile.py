@@ -27,7 +27,7 @@ CHOICES = {
         *("--window", "--softcap", "--split"),
     ),
     "the widest head": ("--family", "sm_90", "--head-dim", "256", "--dtype", "bf16", "--rows", "128"),
-    "single precision": ("--family", "sm_80", "--head-dim", "128", "--dtype", "fp32", "--rows", "32"),
+    "single precision": ("--family", "sm_90", "--head-dim", "128", "--dtype", "fp32", "--rows", "16"),
 }
 
 

@@ -651,6 +651,16 @@ class TestAfterARestart:
         again = engine(device_blocks=5, disk=PLENTY)
         assert again.serve(A, B, C) == (0, 0, 16)
 
+    @pytest.mark.parametrize("host_blocks", [0, 4])
+    def test_so_is_a_document_behind_one_that_was_never_given_up(self, engine: Made, host_blocks: int) -> None:
+        at = engine(device_blocks=8, host_blocks=host_blocks, disk=PLENTY)
+        for document in (B, C, E, F, [60] * 9, [70] * 9):
+            assert at.serve(A, document).device in (0, len(A))
+        assert at.serve(A).device == len(A)
+        at.cache.close()
+        again = engine(device_blocks=8, host_blocks=host_blocks, disk=PLENTY)
+        assert again.serve(A, B) == (0, 0, len(A) + len(B))
+
     @pytest.mark.parametrize(
         "other",
         [

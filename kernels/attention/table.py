@@ -62,16 +62,16 @@ _TILES: dict[tuple[str, int, int], tuple[Tile, Tile, Tile, Tile]] = {
     ("sm_86", 64, 2): (Tile(16, 64, 4, 3), Tile(32, 64, 4, 3), Tile(64, 64, 4, 3), Tile(128, 64, 8, 3)),
     ("sm_86", 80, 2): (Tile(16, 32, 4, 2), Tile(32, 32, 4, 2), Tile(64, 32, 4, 3), Tile(128, 32, 8, 3)),
     ("sm_86", 96, 2): (Tile(16, 32, 4, 3), Tile(32, 32, 4, 3), Tile(64, 32, 4, 3), Tile(128, 32, 8, 3)),
-    ("sm_86", 128, 2): (Tile(16, 32, 4, 3), Tile(32, 32, 4, 3), Tile(64, 32, 4, 3), Tile(128, 32, 8, 3)),
+    ("sm_86", 128, 2): (Tile(16, 32, 4, 3), Tile(32, 64, 4, 3), Tile(64, 32, 4, 3), Tile(128, 32, 8, 3)),
     ("sm_86", 256, 2): (Tile(16, 16, 4, 3), Tile(32, 16, 4, 3), Tile(64, 16, 4, 3), Tile(64, 16, 4, 3)),
 }
 
 # Single precision is computed as it is, without tensor cores: small tiles, for checks more than for speed.
-_SINGLE = {
+_SINGLE: dict[int, tuple[Tile, ...]] = {
     64: (Tile(16, 32, 4, 2), Tile(32, 32, 8, 2)),
     80: (Tile(16, 32, 4, 2), Tile(32, 32, 8, 2)),
     96: (Tile(16, 32, 8, 2), Tile(32, 32, 8, 2)),
-    128: (Tile(16, 32, 8, 2), Tile(32, 32, 8, 2)),
+    128: (Tile(16, 32, 8, 2),),
     256: (Tile(16, 16, 8, 2), Tile(32, 16, 8, 2)),
 }
 

@@ -139,6 +139,11 @@ class DiskTier:
         write.future = self._writer.submit(job)
         return write.copy
 
+    def copying(self, key: bytes) -> Copy | None:
+        """The copy that takes a node from where it is, if it is being written."""
+        write = self._backlog.get(key)
+        return write.copy if write is not None else None
+
     def read(self, key: bytes, blocks: int) -> Future[BlockPool | None]:
         """The node's blocks in a pool of their own, in their order; None if they cannot be had."""
         waiting = self._backlog.get(key)

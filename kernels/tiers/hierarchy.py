@@ -6,7 +6,7 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from functools import partial
 from itertools import pairwise
 
-from ragorder.kernels.paging import OutOfBlocksError
+from ragorder.kernels.paging import BlockPool, OutOfBlocksError
 from ragorder.kernels.tiers.copies import Copies, Copy
 from ragorder.kernels.tiers.disk import DiskTier
 from ragorder.kernels.tiers.loading import Load
@@ -21,8 +21,9 @@ class Hierarchy:
     """The nodes in memory, by their keys, and the tiers that hold them.
 
     A node that leaves the device is copied to the host, once: while that copy lives, later ones cost nothing. What
-    leaves the host is written to the disk, unless it is there or on the device; what leaves the disk is gone. A host
-    without room is passed over. Blocks are reused when the copies from them have ended, and not before.
+    leaves the host is written to the disk, unless it is there or on the device, and so are those above it; what leaves
+    the disk is gone. A host without room is passed over. Blocks are reused when the copies from them have ended, and
+    not before.
 
     `failed` is told of a node that could not be loaded, which is not on the device any more.
     """
@@ -280,8 +281,7 @@ class Hierarchy:
         node.device = None
         self.device.tokens -= node.tokens
         way = self._to_host(node, copy) or self._to_disk(node, copy) if node.host is None else node.host.arrival
-        if way is not None:
-            way.leaving = True
+        self._leave(node, self.device.pool, way)
         self.device.pool.release(copy.blocks)
         self._forget(node)
 
@@ -296,11 +296,34 @@ class Hierarchy:
         there.arrival = self.copies.start(self.device.pool, copy.blocks, self.host.pool, blocks, then)
         return there.arrival
 
-    def _to_disk(self, node: CachedNode, copy: DeviceCopy) -> Copy | None:
-        cost = copy.entry.cost if copy.entry is not None else 0.0
+    def _to_disk(self, node: CachedNode, copy: DeviceCopy | HostCopy) -> Copy | None:
+        """And those above it: after a restart the disk is all there is, and a node is found behind its parent."""
         if self.disk is None:
             return None
-        return self.disk.write(node.key, node.parent, self.device.pool, copy.blocks, cost)
+        for above in reversed(self._not_on_disk(node.parent)):
+            place = above.host if above.host is not None and above.host.arrival is None else above.device
+            if place is not None and place.complete:
+                self._write(above, place, self.disk)
+        return self._write(node, copy, self.disk)
+
+    def _write(self, node: CachedNode, copy: DeviceCopy | HostCopy, disk: DiskTier) -> Copy | None:
+        pool = self.host.pool if isinstance(copy, HostCopy) else self.device.pool
+        cost = copy.entry.cost if copy.entry is not None else 0.0
+        return disk.write(node.key, node.parent, pool, copy.blocks, cost)
+
+    def _not_on_disk(self, key: bytes | None) -> list[CachedNode]:
+        """A node and those above it, up to the first that is there, or nowhere."""
+        found: list[CachedNode] = []
+        while key is not None and self.disk is not None and key not in self.disk and key in self.nodes:
+            found.append(self.nodes[key])
+            key = found[-1].parent
+        return found
+
+    def _leave(self, node: CachedNode, pool: BlockPool, way: Copy | None) -> None:
+        """What copies hold of the node in this pool will be free once they have ended."""
+        for copy in (way, self.disk.copying(node.key) if self.disk is not None else None):
+            if copy is not None and copy.source is pool:
+                copy.leaving = True
 
     def _arrive_in_host(self, node: CachedNode, there: HostCopy, worked: bool) -> None:
         there.arrival = None
@@ -339,11 +362,8 @@ class Hierarchy:
         assert there is not None
         node.host = None
         self.host.tokens -= node.tokens
-        if node.device is None and self.disk is not None:
-            cost = there.entry.cost if there.entry is not None else 0.0
-            way = self.disk.write(node.key, node.parent, self.host.pool, there.blocks, cost)
-            if way is not None:
-                way.leaving = True
+        way = self._to_disk(node, there) if node.device is None else None
+        self._leave(node, self.host.pool, way)
         self.host.pool.release(there.blocks)
         self._forget(node)
 

@@ -78,3 +78,8 @@ class HostCopy:
         self.blocks = blocks
         self.arrival: Copy | None = None
         self.entry: TierNode | None = None
+
+    @property
+    def complete(self) -> bool:
+        """Whether the KV is in the blocks."""
+        return self.arrival is None
