@@ -735,7 +735,7 @@ class TestBenchRefuses:
     @pytest.mark.parametrize(
         ("option", "choices"),
         [
-            ("--engine", "'sim', 'vllm', 'openai'"),
+            ("--engine", "'sim', 'vllm', 'torch', 'openai'"),
             ("--order", "'data', 'random'"),
             ("--retriever", "'run', 'bm25', 'dense'"),
         ],
