@@ -350,3 +350,17 @@ def test_the_model_is_given_back_as_it_was() -> None:
     assert model.training
     assert model.config._attn_implementation == "sdpa"
     assert model(prompt).logits.shape == (1, 20, VOCABULARY)
+
+
+def test_a_model_with_two_engines_is_given_back_by_the_last() -> None:
+    model = make_model("Llama")
+    prompt = torch.tensor([tokens(20, 1)])
+    with torch.inference_mode():
+        expected = int(model(prompt).logits[0, -1].argmax())
+    first, second = (TieredEngine(model, settings=SETTINGS) for _ in range(2))
+    first.close()
+    (done,) = second.generate([Request(prompt[0].tolist(), sampling=Sampling(max_tokens=1, ignore_eos=True))])
+    assert done.token_ids == (expected,)
+    assert model.config._attn_implementation != "sdpa"
+    second.close()
+    assert model.config._attn_implementation == "sdpa"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from ragorder.kernels.attention.attention import prefix_attention
-from ragorder.kernels.attention.batch import PackedBatch
+try:
+    from ragorder.kernels.attention.attention import prefix_attention
+    from ragorder.kernels.attention.batch import PackedBatch
+except ModuleNotFoundError as error:
+    raise ImportError(f"attention needs {error.name}: pip install 'ragorder[torch]'", name=error.name) from error
 
 __all__ = ["PackedBatch", "prefix_attention"]

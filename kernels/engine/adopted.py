@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from threading import Lock
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -17,9 +19,14 @@ from ragorder.kernels.paging import KVShape
 __all__ = ["AdoptedModel"]
 
 
+# How many engines each model is with, and what its attention and mode were before the first.
+_held: WeakKeyDictionary[Any, tuple[int, str, bool]] = WeakKeyDictionary()
+_lock = Lock()
+
+
 class AdoptedModel:
-    """A model whose attention is ours until it is given back. `longest` is how many tokens of prompt and answer it
-    takes, None where nothing says; `shape` what the KV of its tokens looks like.
+    """A model whose attention is ours until the last engine that it is with has given it back. `longest` is how many
+    tokens of prompt and answer it takes, None where nothing says; `shape` what the KV of its tokens looks like.
 
     Raises UnsupportedModelError, and leaves its attention as it was, if the model cannot be served exactly; ValueError
     for a device or a length that cannot be.
@@ -29,7 +36,6 @@ class AdoptedModel:
         check_model(model)
         self.model = model
         self.name = str(getattr(model.config, "_name_or_path", "") or type(model).__name__)
-        self._was = (model.config._attn_implementation, model.training)
         if settings.device is not None:
             model.to(pick_device(settings.device))
         if settings.dtype is not None:
@@ -39,8 +45,7 @@ class AdoptedModel:
         self.vocabulary = int(model.get_input_embeddings().weight.shape[0])
         self.forward = Forward(model)
         register()
-        model.set_attn_implementation(IMPLEMENTATION)
-        model.eval()
+        self._take()
         try:
             facts = observe(model, self.forward)
             if settings.verify:
@@ -59,10 +64,22 @@ class AdoptedModel:
         return frozenset(ends)
 
     def give_back(self) -> None:
-        """The attention and the mode are what they were."""
-        implementation, training = self._was
-        self.model.set_attn_implementation(implementation)
-        self.model.train(training)
+        """The attention and the mode are what they were, unless another engine has the model, too."""
+        with _lock:
+            engines, implementation, training = _held.pop(self.model)
+            if engines > 1:
+                _held[self.model] = (engines - 1, implementation, training)
+                return
+            self.model.set_attn_implementation(implementation)
+            self.model.train(training)
+
+    def _take(self) -> None:
+        with _lock:
+            model = self.model
+            engines, implementation, training = _held.get(model, (0, model.config._attn_implementation, model.training))
+            _held[model] = (engines + 1, implementation, training)
+            model.set_attn_implementation(IMPLEMENTATION)
+            model.eval()
 
     def _longest(self, wanted: int | None) -> int | None:
         exact = longest_exact_length(self.model)
