@@ -747,6 +747,15 @@ class TestTheCommand:
         assert re.search(r"table-1\D+0\D+0\D+42\D+0\D*\n", done.output), "table 9 has the same runs and more"
         assert re.search(r"table-9\D+60\D+36,000\D+0\D+0\D*\n", done.output)
 
+    def test_a_dry_run_names_suites_that_measure_in_their_own_way(self, tmp_path: Path) -> None:
+        asked = ("ragcache-ttft-tiers", "ragcache-figure-22", "ragcache-figure-18")
+        done = invoke("run", *asked, "-o", tmp_path / "out", "--engine", "openai", "--seeds", "0,1", "--dry-run")
+        assert done.exit_code == 0, done.output
+        said = [line.partition(":")[::2] for line in done.output.splitlines()]
+        cells = {name: len(suite.points) for name in asked for suite in choose_suites([name])}
+        assert [(name, f" {cells[name]} cells x 2 seeds" in rest) for name, rest in said] == [(n, True) for n in asked]
+        assert not (tmp_path / "out").exists()
+
     def test_a_dry_run_of_the_short_forms_has_a_real_engines_size(self, tmp_path: Path) -> None:
         done = invoke("run", "paper", "-o", tmp_path / "out", "--dry-run", "--reduced", "--engine", "vllm")
         assert done.exit_code == 0, done.output

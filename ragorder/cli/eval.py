@@ -143,6 +143,10 @@ def run(
         if wanted.dry_run:
             if any(suite.kind == "serve" for suite in chosen):
                 _say_plan(chosen, wanted, folder)
+            for suite in chosen:
+                if suite.kind not in ("serve", "quality"):
+                    cells = f"{len(suite.points)} cells x {len(wanted.seeds)} seeds"
+                    click.echo(f"{suite.name}: {cells} ({suite.kind}), less what is in {folder} already")
             chosen = [suite for suite in chosen if suite.kind == "quality"]
             if not chosen:
                 return
