@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -41,7 +42,7 @@ def usage(completions: Iterable[Completion]) -> dict[str, Any]:
     }
 
 
-class Answer:
+class Answer(ABC):
     """The answer to one body. `token_text` shows a token as text."""
 
     prefix: str
@@ -88,15 +89,17 @@ class Answer:
         """What comes before a choice's first piece."""
         return iter(())
 
+    @abstractmethod
     def _choice(self, text: str, logprobs: Any) -> dict[str, Any]:
-        raise NotImplementedError
+        """A whole answer."""
 
+    @abstractmethod
     def _piece(self, text: str, logprobs: Any) -> dict[str, Any]:
-        raise NotImplementedError
+        """A part of one."""
 
+    @abstractmethod
     def _logprobs(self, tokens: Sequence[TokenLogprobs] | None, offset: int) -> Any:
         """Of tokens whose text begins `offset` characters into the answer; None if they were not asked for."""
-        raise NotImplementedError
 
 
 class CompletionAnswer(Answer):
