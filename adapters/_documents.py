@@ -6,10 +6,10 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
 
 from ragorder.document import Document
-from ragorder.orderer import Orders
 from ragorder.ordering import Ordering
+from ragorder.orders import Orders
 
-__all__ = ["Read", "name_of", "order_items"]
+__all__ = ["Read", "degrade", "name_of", "order_items"]
 
 T = TypeVar("T")
 
@@ -37,3 +37,10 @@ def name_of(item: T, own: Any, key: Callable[[T], Any] | None) -> str:
     name = key(item) if key is not None else None
     name = own if name is None else name
     return "" if name is None else str(name)
+
+
+def degrade(orderer: Orders, reason: str) -> None:
+    """Tell an orderer what keeps it from its best. A wrapper of a user's own need not take note of it."""
+    note = getattr(orderer, "degrade", None)
+    if note is not None:
+        note(reason)

@@ -9,7 +9,10 @@ from typing import Any
 
 from ragorder.trie.residency import EngineBlocks
 
-__all__ = ["EventCounters", "EventReader"]
+__all__ = ["LARGEST_MESSAGE_BYTES", "EventCounters", "EventReader"]
+
+LARGEST_MESSAGE_BYTES = 1 << 26
+"""A batch tells of one step of the engine: some kilobytes. Without a bound a message is taken into memory first."""
 
 _logger = logging.getLogger("ragorder")
 
@@ -77,8 +80,8 @@ class EventReader:
             return
         hashes, medium = fields.get("block_hashes", ()), fields.get("medium")
         if kind == "BlockStored":
-            self._compare(fields.get("block_size", blocks.block_size), blocks.block_size)
             parent, token_ids, extra_keys = fields["parent_block_hash"], fields["token_ids"], fields.get("extra_keys")
+            self._compare(fields.get("block_size"), len(token_ids), len(hashes), blocks.block_size)
             adapter = fields.get("lora_name") or fields.get("lora_id")
             if adapter:
                 # Among the extra keys it looks like a salt, and older engines do not have it there.
@@ -94,12 +97,14 @@ class EventReader:
             blocks.clear()
             self.counters.cleared += 1
 
-    def _compare(self, theirs: Any, ours: int) -> None:
-        if theirs != ours and isinstance(theirs, int) and not self._told_block_size:
-            self._told_block_size = True
-            _logger.warning(
-                "the engine's KV blocks have %d tokens, the orderer's %d: give block_size=%d", theirs, ours, theirs
-            )
+    def _compare(self, theirs: Any, tokens: int, blocks: int, ours: int) -> None:
+        """Only a size that the event's own tokens bear out: a number alone may be anything."""
+        if theirs == ours or not (tokens and tokens == theirs * blocks) or self._told_block_size:
+            return
+        self._told_block_size = True
+        _logger.warning(
+            "the engine's KV blocks have %d tokens, the orderer's %d: give block_size=%d", theirs, ours, theirs
+        )
 
 
 def _fields(event: Any) -> tuple[str, dict[str, Any]]:

@@ -13,9 +13,11 @@ from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.messages import BaseMessage
 from langchain_core.outputs import LLMResult
 
+from ragorder.adapters._documents import degrade
 from ragorder.adapters._langchain_runs import Runs
 from ragorder.adapters._langchain_usage import is_token, prompt_text, read_usage
 from ragorder.ordering import Ordering
+from ragorder.orders import Orders
 
 __all__ = ["FeedbackHandler", "abandon", "hand_over"]
 
@@ -23,6 +25,11 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _logger = logging.getLogger("ragorder")
+
+_STREAMED_SILENTLY = (
+    "answers are streamed without usage, and what the engine reports of its cache is lost: set stream_usage=True "
+    "in the chat model"
+)
 
 
 class FeedbackHandler(BaseCallbackHandler):
@@ -40,6 +47,8 @@ class FeedbackHandler(BaseCallbackHandler):
       the run in which it was made fails, it is discarded.
     - A stream that broke or was closed after its first token counts as served, without numbers. An answer from
       LangChain's own cache does not: no engine was asked.
+    - Streams report their usage if the model asks for it: `ChatOpenAI(stream_usage=True)`, which is off for a server of
+      your own. An orderer whose answers are streamed without it is degraded.
 
     Nothing is raised into the chain, and nothing of a prompt is kept or logged. At most `max_runs` runs are followed at
     a time; the orderings of the oldest are counted as served beyond that.
@@ -139,10 +148,16 @@ class FeedbackHandler(BaseCallbackHandler):
     def on_retriever_error(self, error: BaseException, *, run_id: UUID, **kwargs: Any) -> None:
         self._tell(self._runs.end, run_id, failed=True)
 
-    def expect(self, run_id: UUID, ordering: Ordering[Any], texts: Sequence[str]) -> bool:
-        """Have an ordering settled that was made in a run, for documents with these texts. False if the run is not
-        followed."""
-        return bool(self._tell(self._runs.expect, run_id, ordering, texts))
+    def expect(
+        self, run_id: UUID, ordering: Ordering[Any], texts: Sequence[str], streamed_silently: Callable[[], object]
+    ) -> bool:
+        """Have an ordering settled that was made in a run, for documents with these texts. `streamed_silently` is
+        called if its answer is streamed, and nothing is reported of it. False after an error."""
+        return bool(self._tell(self._runs.expect, run_id, ordering, texts, streamed_silently))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy, pickled or deep, follows no runs yet."""
+        return partial(type(self), max_runs=self._runs.limit), ()
 
     def _tell(self, event: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
         """LangChain would log an error in full, and with it what it quotes of a prompt."""
@@ -155,9 +170,10 @@ class FeedbackHandler(BaseCallbackHandler):
             return None
 
 
-def hand_over(ordering: Ordering[Any], texts: Sequence[str], run_manager: Any) -> None:
+def hand_over(ordering: Ordering[Any], texts: Sequence[str], run_manager: Any, orderer: Orders) -> None:
     """Leave an ordering to the handler among a run's callbacks. If there is none, it counts as served."""
-    if not any(handler.expect(run_manager.run_id, ordering, texts) for handler in _handlers(run_manager)):
+    silently = partial(degrade, orderer, _STREAMED_SILENTLY)
+    if not any(handler.expect(run_manager.run_id, ordering, texts, silently) for handler in _handlers(run_manager)):
         ordering.confirm()
 
 
@@ -174,5 +190,5 @@ def _handlers(run_manager: Any) -> Iterable[FeedbackHandler]:
 
 def _is_control_flow(error: BaseException) -> bool:
     """Whether an error is how LangGraph leaves a node: to interrupt the graph, or for a node of the parent's."""
-    graph = sys.modules.get("langgraph.errors")
-    return graph is not None and isinstance(error, graph.GraphBubbleUp)
+    control_flow = getattr(sys.modules.get("langgraph.errors"), "GraphBubbleUp", ())
+    return isinstance(error, control_flow)

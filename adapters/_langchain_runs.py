@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
-from threading import Lock
 from typing import Any, NamedTuple
 from uuid import UUID
 
+from ragorder.adapters._one_by_one import OneByOne
 from ragorder.ordering import Ordering
 
 __all__ = ["Runs", "Usage"]
@@ -28,7 +29,6 @@ class Usage(NamedTuple):
 
 
 _NO_NUMBERS = Usage()
-_Settled = list[tuple[Ordering[Any], Usage | None]]
 
 
 @dataclass(eq=False, slots=True)
@@ -51,6 +51,8 @@ class _Call:
 class _Waiting:
     """An ordering that waits for its LLM call.
 
+    `streamed_silently` is called if its answer was streamed and nothing was reported of it.
+
     `calls` are those under way that claimed it. `answer` is what an engine reported of a claim, with its number;
     `others` are served calls that have nobody's documents in their prompts (two of them stand for any more).
     """
@@ -58,6 +60,7 @@ class _Waiting:
     ordering: Ordering[Any]
     texts: Sequence[str]
     path: Path
+    streamed_silently: Callable[[], object]
     calls: list[_Call] = field(default_factory=list)
     answer: tuple[int, Usage] | None = None
     others: list[tuple[int, Usage]] = field(default_factory=list)
@@ -78,11 +81,12 @@ class Runs:
     """Follows runs from the outermost inwards, and settles each ordering with what became of its LLM call. Thread-safe.
 
     At most `limit` runs are open at a time: the oldest root beyond that is given up, its orderings count as served.
+    Events may come from finalisers, as a stream that was dropped tells of its end: nothing here waits for a lock.
     """
 
     def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._lock = Lock()
+        self.limit = limit
+        self._one_by_one = OneByOne()
         self._numbers = count()
         # In the order of their start: the first of all is always an outermost run.
         self._roots: dict[UUID, _Root] = {}
@@ -100,73 +104,87 @@ class Runs:
 
     def begin(self, run: UUID, parent: UUID | None) -> None:
         """A run begins, within another one or as a new root."""
-        settled: _Settled = []
-        with self._lock:
-            root = None if parent is None else self._roots.get(parent)
-            if run not in self._roots:
-                self._open(root or _Root(), run, parent)
-            while len(self._roots) > self._limit:
-                self._close(next(iter(self._roots)), False, settled)
-        _settle(settled)
+        self._one_by_one(partial(self._begin, run, parent))
 
-    def expect(self, run: UUID, ordering: Ordering[Any], texts: Sequence[str]) -> bool:
-        """An ordering was made in a run, for documents with these texts. False if that run is not followed."""
-        settled: _Settled = []
-        with self._lock:
-            root = self._roots.get(run)
-            if root is None:
-                return False
-            texts = [text for text in map(str.strip, texts) if text]
-            root.waiting.append(_Waiting(ordering, texts, root.runs[run]))
-            self._waiting += 1
-            if len(root.waiting) > _MAX_WAITING:
-                self._conclude(root, root.waiting[0], False, {}, settled)
-        _settle(settled)
+    def expect(
+        self, run: UUID, ordering: Ordering[Any], texts: Sequence[str], streamed_silently: Callable[[], object]
+    ) -> bool:
+        """An ordering was made in a run, for documents with these texts. If that run is not followed, it counts as
+        served. `streamed_silently` is called if its answer is streamed without a report of its usage. True: it is in
+        hand."""
+        self._one_by_one(partial(self._expect, run, ordering, texts, streamed_silently))
         return True
 
     def call(self, run: UUID, parent: UUID | None, prompt: str, *, alone: bool) -> None:
         """An LLM call begins. One that is nobody's child is none of ours: what it answers was retrieved elsewhere."""
-        with self._lock:
-            root = None if parent is None else self._roots.get(parent)
-            if root is None or run in self._roots:
-                return
-            path = self._open(root, run, parent)
-            claimed = _claims(root.waiting, path, prompt)
-            call = _Call(next(self._numbers), path, claimed, [] if claimed else list(root.waiting), alone)
-            root.calls[run] = call
-            for waiting in claimed:
-                waiting.claimed = True
-                waiting.calls.append(call)
+        self._one_by_one(partial(self._call, run, parent, prompt, alone))
 
     def token(self, run: UUID) -> None:
         """An LLM call has its first token: its prompt was computed, whatever becomes of the answer."""
+        self._one_by_one(partial(self._token, run))
+
+    def answered(self, run: UUID, read: Callable[[bool], Usage | None]) -> None:
+        """An LLM call ended. `read` gives what was reported (None: no engine was asked), of an LLM call that was made
+        alone or not."""
+        self._one_by_one(partial(self._answered, run, read))
+
+    def end(self, run: UUID, *, failed: bool) -> None:
+        """A run ended. If it failed, so did the LLM calls that are still open in it, and whatever was ordered in it was
+        never sent, or in vain."""
+        self._one_by_one(partial(self._close, run, failed))
+
+    def _begin(self, run: UUID, parent: UUID | None) -> None:
+        root = None if parent is None else self._roots.get(parent)
+        if run not in self._roots:
+            self._open(root or _Root(), run, parent)
+        while len(self._roots) > self.limit:
+            self._close(next(iter(self._roots)), False)
+
+    def _expect(
+        self, run: UUID, ordering: Ordering[Any], texts: Sequence[str], streamed_silently: Callable[[], object]
+    ) -> None:
+        root = self._roots.get(run)
+        if root is None:
+            ordering.confirm()
+            return
+        texts = [text for text in map(str.strip, texts) if text]
+        root.waiting.append(_Waiting(ordering, texts, root.runs[run], streamed_silently))
+        self._waiting += 1
+        if len(root.waiting) > _MAX_WAITING:
+            self._conclude(root, root.waiting[0], False, {})
+
+    def _call(self, run: UUID, parent: UUID | None, prompt: str, alone: bool) -> None:
+        root = None if parent is None else self._roots.get(parent)
+        if root is None or run in self._roots:
+            return
+        path = self._open(root, run, parent)
+        claimed = _claims(root.waiting, path, prompt)
+        call = _Call(next(self._numbers), path, claimed, [] if claimed else list(root.waiting), alone)
+        root.calls[run] = call
+        for waiting in claimed:
+            waiting.claimed = True
+            waiting.calls.append(call)
+
+    def _token(self, run: UUID) -> None:
         root = self._roots.get(run)
         call = None if root is None else root.calls.get(run)
         if call is not None:
             call.computed = True
 
-    def answered(self, run: UUID, read: Callable[[bool], Usage | None]) -> None:
-        """An LLM call ended. `read` gives what was reported (None: no engine was asked), of an LLM call that was made
-        alone or not."""
-        settled: _Settled = []
-        with self._lock:
-            root = self._roots.get(run)
-            if root is not None and run in root.calls:
-                try:
-                    usage = read(root.calls[run].alone)
-                except Exception:
-                    usage = _NO_NUMBERS
-                self._finish(root, run, usage, settled)
-                self._forget(root, run)
-        _settle(settled)
-
-    def end(self, run: UUID, *, failed: bool) -> None:
-        """A run ended. If it failed, so did the LLM calls that are still open in it, and whatever was ordered in it was
-        never sent, or in vain."""
-        settled: _Settled = []
-        with self._lock:
-            self._close(run, failed, settled)
-        _settle(settled)
+    def _answered(self, run: UUID, read: Callable[[bool], Usage | None]) -> None:
+        root = self._roots.get(run)
+        if root is None or run not in root.calls:
+            return
+        call = root.calls[run]
+        try:
+            usage = read(call.alone)
+        except Exception:
+            usage = _NO_NUMBERS
+        if call.computed and usage == _NO_NUMBERS:
+            for waiting in call.claimed:
+                self._one_by_one(waiting.streamed_silently)
+        self._finish(root, run, usage)
+        self._forget(root, run)
 
     def _open(self, root: _Root, run: UUID, parent: UUID | None) -> Path:
         path = root.runs[run] = (*root.runs.get(parent, ()), run) if parent is not None else (run,)
@@ -176,7 +194,7 @@ class Runs:
     def _forget(self, root: _Root, run: UUID) -> None:
         del self._roots[run], root.runs[run]
 
-    def _close(self, run: UUID, failed: bool, settled: _Settled) -> None:
+    def _close(self, run: UUID, failed: bool) -> None:
         root = self._roots.get(run)
         if root is None:
             return
@@ -185,14 +203,14 @@ class Runs:
             for name, call in list(root.calls.items()):
                 if run in call.path:
                     # One that nobody saw end: what it has computed stays in the engine's cache.
-                    self._finish(root, name, _NO_NUMBERS if call.computed or not failed else None, settled)
+                    self._finish(root, name, _NO_NUMBERS if call.computed or not failed else None)
             sole = Counter(each.others[0][0] for each in root.waiting if len(each.others) == 1)
             for waiting in [waiting for waiting in root.waiting if run in waiting.path]:
-                self._conclude(root, waiting, failed, sole, settled)
+                self._conclude(root, waiting, failed, sole)
         for name in [run] if not outermost else list(root.runs):
             self._forget(root, name)
 
-    def _finish(self, root: _Root, run: UUID, usage: Usage | None, settled: _Settled) -> None:
+    def _finish(self, root: _Root, run: UUID, usage: Usage | None) -> None:
         """A call ended: with this usage, or without anything computed."""
         call = root.calls.pop(run)
         for place, waiting in enumerate(call.claimed):
@@ -205,14 +223,14 @@ class Runs:
             # What an earlier call reports is the truth: a later one has found in the cache what that one computed.
             answered = waiting.answer is not None and all(waiting.answer[0] < other.number for other in waiting.calls)
             if answered and waiting in root.waiting:
-                self._conclude(root, waiting, False, {}, settled)
+                self._conclude(root, waiting, False, {})
         for waiting in call.unclaimed:
             if usage is None:
                 waiting.failed = True
             elif len(waiting.others) < 2:
                 waiting.others.append((call.number, usage))
 
-    def _conclude(self, root: _Root, waiting: _Waiting, failed: bool, sole: dict[int, int], settled: _Settled) -> None:
+    def _conclude(self, root: _Root, waiting: _Waiting, failed: bool, sole: dict[int, int]) -> None:
         """Decide what became of an ordering. `sole`: for how many orderings a call was the only one."""
         root.waiting.remove(waiting)
         self._waiting -= 1
@@ -225,7 +243,8 @@ class Runs:
                 usage = reported
         elif waiting.failed or failed:
             usage = None
-        settled.append((waiting.ordering, usage))
+        # Its turn comes once this event has been dealt with: what an observer of the ordering raises disturbs nothing.
+        self._one_by_one(partial(_settle, waiting.ordering, usage))
 
 
 def _claims(waiting: list[_Waiting], path: Path, prompt: str) -> list[_Waiting]:
@@ -267,9 +286,8 @@ def _shared(path: Path, other: Path) -> int:
     return shared
 
 
-def _settle(settled: _Settled) -> None:
-    for ordering, usage in settled:
-        if usage is None:
-            ordering.discard()
-        else:
-            ordering.confirm(usage.cached_tokens, usage.total_tokens, prompt_tokens=usage.prompt_tokens)
+def _settle(ordering: Ordering[Any], usage: Usage | None) -> None:
+    if usage is None:
+        ordering.discard()
+    else:
+        ordering.confirm(usage.cached_tokens, usage.total_tokens, prompt_tokens=usage.prompt_tokens)

@@ -17,7 +17,14 @@ _MAX_COUNT = 1 << 32
 
 def prompt_text(messages: Sequence[BaseMessage]) -> str:
     """The text of a prompt, messages one below the other."""
-    return "\n".join(str(message.text) for message in messages)
+    return "\n".join(map(_text, messages))
+
+
+def _text(message: BaseMessage) -> str:
+    """A message's text. `message.text` is an attribute, a method, or missing, depending on LangChain's version."""
+    parts = [message.content] if isinstance(message.content, str) else message.content
+    texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else part for part in parts]
+    return "".join(text for text in texts if isinstance(text, str))
 
 
 def is_token(token: Any, chunk: Any) -> bool:

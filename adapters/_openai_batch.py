@@ -10,6 +10,7 @@ from queue import SimpleQueue
 from typing import Any, Literal
 
 from ragorder import Document
+from ragorder._collector import is_collecting
 from ragorder.adapters._openai_call import Call, Setup
 from ragorder.adapters._openai_reply import Answer
 from ragorder.adapters._openai_request import checked_options
@@ -124,7 +125,8 @@ def answer_many(backlog: Backlog) -> Generator[Outcome, None, None]:
     finally:
         stopped.set()
         for thread in threads:
-            if thread.ident is not None:
+            # Dropped, it does not wait: the collector may have interrupted an order that these threads wait for.
+            if thread.ident is not None and not is_collecting():
                 thread.join()
 
 

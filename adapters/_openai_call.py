@@ -16,13 +16,14 @@ from ragorder.adapters._answer_length import AnswerLength
 from ragorder.adapters._openai_reply import Answer, Reply
 from ragorder.adapters._openai_request import checked_options
 from ragorder.adapters._request_facts import with_facts
-from ragorder.orderer import Orders
+from ragorder.orders import Orders
 
 __all__ = ["Call", "Setup", "refuses_stream_options"]
 
 _UNKNOWN_OPTION = re.compile(r"stream_options|include_usage|\bextra|unknown field|unrecogni[sz]ed", re.IGNORECASE)
 _TRANSIENT = ("408", "409", "429")
 _FIRST_DELAY_S = 0.1
+_UNREPORTED = 8
 
 _logger = logging.getLogger("ragorder")
 
@@ -51,6 +52,21 @@ class Setup:
             raise ValueError(f"retries must not be negative, got {self.retries}")
         self.reports_usage = True
         self.answer_length = AnswerLength()
+        self._unreported = 0
+
+    def learn(self, answer: Answer) -> None:
+        """What an answer tells of those to come, and whether the server reports cached tokens at all."""
+        self.answer_length.learn(answer.completion_tokens)
+        # Servers leave a zero out: only where something was expected its absence means anything.
+        if answer.cached_tokens is not None:
+            self._unreported = -sys.maxsize
+        elif answer.prompt_tokens is not None and answer.ordering.cached_tokens:
+            self._unreported += 1
+            if self._unreported >= _UNREPORTED:
+                self.orderer.degrade(
+                    "answers report no cached tokens, which would correct what the cache is expected to hold: start "
+                    "vLLM with --enable-prompt-tokens-details, SGLang with --enable-cache-report"
+                )
 
 
 @dataclass(eq=False, repr=False)
@@ -97,7 +113,7 @@ class Call:
         else:
             self.answer = answer
             self.setup.reports_usage &= self._reports_usage
-            self.setup.answer_length.learn(answer.completion_tokens)
+            self.setup.learn(answer)
             ordering.confirm(answer.cached_tokens, answer.total_tokens, prompt_tokens=answer.prompt_tokens)
 
     def create(self, reply: Reply) -> Any:

@@ -5,13 +5,27 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator
-from typing import Self, cast
+from contextlib import ExitStack, contextmanager
+from typing import Any, Self, cast
 
 from ragorder import Document, Ordering
+from ragorder._collector import when_collected
 from ragorder.adapters._openai_call import Call
 from ragorder.adapters._openai_reply import Answer
 
 __all__ = ["AsyncOrderedStream", "OrderedStream", "generate", "generate_async"]
+
+
+@contextmanager
+def _opened(stream: Any) -> Iterator[Any]:
+    """The stream, which is closed in the end. Closing takes the lock of a connection pool: one that was dropped is
+    closed after the collector is done, for the thread that it interrupted may hold that lock."""
+    with ExitStack() as stack:
+        opened = stack.enter_context(stream)
+        try:
+            yield opened
+        finally:
+            when_collected(stack.pop_all().close)
 
 
 def _pieces(call: Call) -> Generator[str, None, None]:
@@ -19,7 +33,7 @@ def _pieces(call: Call) -> Generator[str, None, None]:
     while call.answer is None:
         if call.delay_s:
             (call.setup.sleep or time.sleep)(call.delay_s)
-        with call.attempt() as reply, call.create(reply) as stream:
+        with call.attempt() as reply, _opened(call.create(reply)) as stream:
             reply.watch(stream)
             yield ""
             for chunk in stream:

@@ -9,7 +9,7 @@ from typing import Any
 
 from ragorder import Document, Ordering, PromptBuilder
 from ragorder.adapters._pipelined_prompts import PromptForm, PromptRequest, Question, checked_form, settle
-from ragorder.orderer import Orders
+from ragorder.orders import Orders
 from ragorder.pipelining import Chunk, Engine, Usage
 
 __all__ = ["SystemPrefix", "WatchedEngine"]

@@ -8,8 +8,9 @@ from typing import Any, Generic, Self, TypeVar
 
 from ragorder.adapters._documents import name_of, order_items
 from ragorder.document import Document
-from ragorder.orderer import Orderer, Orders
+from ragorder.orderer import Orderer
 from ragorder.ordering import Ordering
+from ragorder.orders import Orders
 
 __all__ = ["Key", "Reorder", "ScopeOf", "Tokens"]
 

@@ -14,6 +14,10 @@ if TYPE_CHECKING:
 __all__ = ["AddressError", "Server", "ServerError", "live_extra", "printable"]
 
 
+# No answer that is asked for is nearly as long, in bytes.
+_LONGEST = 64 << 20
+
+
 class ServerError(RuntimeError):
     """The server gave no answer that can be used.
 
@@ -53,7 +57,18 @@ class Server:
             raise AddressError("the API key has characters that no HTTP header takes: is it the right one?")
         basic = (url.username, url.password) if url.userinfo and not api_key else None
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._client = httpx.Client(auth=basic, headers=headers, timeout=timeout_s, follow_redirects=True)
+        # What is compressed can be any length when it is not.
+        headers["Accept-Encoding"] = "identity"
+        # Traffic goes directly, and what is asked beside it must: an HTTP_PROXY would see the key. trust_env stands for
+        # more than that; certificates are looked for where the environment says, as the proxy does.
+        self._client = httpx.Client(
+            auth=basic,
+            headers=headers,
+            timeout=timeout_s,
+            follow_redirects=True,
+            verify=httpx.create_ssl_context(),
+            trust_env=False,
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -77,12 +92,18 @@ class Server:
         httpx, where = self._httpx, f"{self.root}{path}"
         late = f"{where} did not answer within {self._timeout_s:g} s: allow more time, or see what keeps the server"
         deadline = time.monotonic() + self._timeout_s
-        chunks = []
+        chunks: list[bytes] = []
+        length = 0
         try:
             with self._client.stream(method, where, json=body) as response:
+                if response.headers.get("content-encoding", "identity") != "identity":
+                    raise ServerError(f"{where} answers compressed, unasked: see what stands in front of the server")
                 # The client's timeout is for the next byte, not for the last one.
                 for chunk in response.iter_bytes():
                     chunks.append(chunk)
+                    length += len(chunk)
+                    if length > _LONGEST:
+                        raise ServerError(f"{where} answers with more than {_LONGEST >> 20} MiB: check the address")
                     if time.monotonic() > deadline:
                         raise ServerError(late)
         except httpx.TimeoutException:
@@ -116,7 +137,10 @@ class Server:
         except (self._httpx.InvalidURL, ValueError):
             url = None
         if url is None or url.scheme not in ("http", "https") or not url.host or not 0 < (url.port or 80) < 65536:
-            raise AddressError(f"{shown!r} is no URL of a server: write http://HOST:PORT")
+            meant = "http://HOST:PORT"
+            if re.fullmatch(r"[\w.-]+(:\d+)?(/[\w./-]*)?", shown):
+                meant = f"http://{shown}"
+            raise AddressError(f"{shown!r} is no URL of a server: write {meant}")
         return url
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from ragorder.adapters._check_events import Events, check_events
+from ragorder.adapters._check_kind import Kind, for_kind, kind_of
 from ragorder.adapters._check_samples import PromptSample, check_samples
 from ragorder.adapters._finding import Finding, Verdict
 from ragorder.adapters._server import AddressError, Server, ServerError, printable
@@ -80,7 +81,7 @@ def examine(
     Raises ServerError if the server cannot be reached or refuses the key, and ImportError without ragorder[live].
     """
     with Server(base_url, timeout_s=timeout_s, api_key=api_key) as server:
-        name, longest, served = _check_server(server, model)
+        name, longest, kind, served = _check_server(server, model)
         config = _attempt(lambda: cache_config(server))
         known = config if isinstance(config, CacheConfig) else None
         block_size = known.block_size if known else None
@@ -100,11 +101,11 @@ def examine(
         ]
         if samples is not None:
             findings += check_samples(server, name, samples, block_size, document_marker)
-    return findings
+    return for_kind(kind, findings)
 
 
-def _check_server(server: Server, model: str | None) -> tuple[str | None, int, Finding]:
-    """The model to ask, the longest prompt it takes, and the finding."""
+def _check_server(server: Server, model: str | None) -> tuple[str | None, int, Kind, Finding]:
+    """The model to ask, the longest prompt it takes, what the server is, and the finding."""
     try:
         answer = server.get_json("/v1/models")
     except ServerError as error:
@@ -116,26 +117,30 @@ def _check_server(server: Server, model: str | None) -> tuple[str | None, int, F
     if not listed:
         return _unlisted(server, model, f"{server.root}/v1/models lists no model")
     name = model or next(iter(listed))
+    kind = kind_of(server, listed.values())
     names = ", ".join(printable(each) for each in list(listed)[:8])
     if name not in listed:
         advice = f"give one of those with --model, or start the server with --served-model-name {printable(name)}"
         return (
             name,
             _LONGEST_PROMPT,
+            kind,
             Finding("server", "bad", f"{server.root} does not serve {name!r}, but {names}", advice),
         )
     longest = _number(listed[name], "max_model_len") or _LONGEST_PROMPT
     found = f"{server.root} serves {names}"
     if model is None and len(listed) > 1:
         found += "; asked for the first, --model takes another"
-    return name, longest, Finding("server", "good", found)
+    return name, longest, kind, Finding("server", "good", found)
 
 
-def _unlisted(server: Server, model: str | None, found: str) -> tuple[str | None, int, Finding]:
+def _unlisted(server: Server, model: str | None, found: str) -> tuple[str | None, int, Kind, Finding]:
+    kind = kind_of(server, ())
     if model is None:
         advice = "give --model NAME, and the address under which the server has /v1"
-        return None, _LONGEST_PROMPT, Finding("server", "bad", found, advice)
-    return model, _LONGEST_PROMPT, Finding("server", "warning", found, f"see that the server does serve {model!r}")
+        return None, _LONGEST_PROMPT, kind, Finding("server", "bad", found, advice)
+    advice = f"see that the server does serve {model!r}"
+    return model, _LONGEST_PROMPT, kind, Finding("server", "warning", found, advice)
 
 
 def _check_prefix_caching(config: CacheConfig | None, echo: _Echo | ServerError) -> Finding:

@@ -13,7 +13,7 @@ except ImportError as error:
     raise ImportError("ragorder.adapters.dspy needs dspy: pip install 'ragorder[dspy]'") from error
 
 from ragorder.adapters._reorder import Key, Reorder, ScopeOf, Tokens
-from ragorder.orderer import Orders
+from ragorder.orders import Orders
 
 __all__ = ["CacheOrderedRetrieve"]
 

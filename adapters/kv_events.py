@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections import OrderedDict
-from collections.abc import Generator, Iterable
-from contextlib import closing
+from collections.abc import Callable, Generator, Iterable
+from contextlib import closing, suppress
 from itertools import chain
 from threading import Event, Thread
 from typing import Any, NamedTuple, Self
 
-from ragorder.adapters._event_reader import EventCounters, EventReader
+from ragorder.adapters._event_reader import LARGEST_MESSAGE_BYTES, EventCounters, EventReader
 from ragorder.trie.residency import EngineBlocks
 
 __all__ = ["EventCounters", "KVEventSubscriber"]
@@ -43,6 +44,7 @@ class KVEventSubscriber:
     With a `replay_endpoint` it starts late without loss, fills gaps, and asks every `check_interval_s` seconds without
     news whether it missed any, and whether the engine is still the same one. Without, a gap empties `blocks`, and a
     restart shows only where events are counted anew. A server that does not answer is asked again, less and less often.
+    `on_pause` is called on that thread whenever there is nothing to do.
 
     No message does any harm: what cannot be read is counted. Raises ImportError naming the extra to install, and
     ValueError for an endpoint that is none.
@@ -56,14 +58,17 @@ class KVEventSubscriber:
         *,
         topic: str = "",
         check_interval_s: float = 1.0,
+        on_pause: Callable[[KVEventSubscriber], None] | None = None,
     ) -> None:
         self._zmq, decode = _import()
         self.blocks = blocks
         self.counters = EventCounters()
         self._reader = EventReader(decode, self.counters)
         self._topic = topic.encode()
+        self._endpoint = endpoint
         self._replay_endpoint = replay_endpoint
         self._check_interval_s = check_interval_s
+        self._on_pause = on_pause
         self._next = 0
         self._recent: OrderedDict[int, int] = OrderedDict()
         self._synchronised = Event()
@@ -71,7 +76,8 @@ class KVEventSubscriber:
         self._context = self._zmq.Context()
         try:
             self._socket = self._context.socket(self._zmq.SUB)
-            self._connections = self._socket.get_monitor_socket(self._zmq.EVENT_HANDSHAKE_SUCCEEDED)
+            watched = self._zmq.EVENT_HANDSHAKE_SUCCEEDED | self._zmq.EVENT_DISCONNECTED
+            self._connections = self._socket.get_monitor_socket(watched)
             self._socket.setsockopt(self._zmq.SUBSCRIBE, self._topic)
             self._connect(self._socket, endpoint)
             if replay_endpoint is not None:
@@ -107,6 +113,7 @@ class KVEventSubscriber:
         zmq = self._zmq
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.RCVHWM, 100_000)
+        socket.setsockopt(zmq.MAXMSGSIZE, LARGEST_MESSAGE_BYTES)
         socket.setsockopt(zmq.RECONNECT_IVL, 100)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, int(1000 * _LONGEST_BACK_OFF_S))
         socket.connect(endpoint)
@@ -131,14 +138,21 @@ class KVEventSubscriber:
         while self._replay_endpoint is not None and not self.synchronised and not self._stop.is_set():
             if self._catch_up():
                 return
+            self._pause()
             self._stop.wait(wait_s)
             wait_s = min(2 * wait_s, _LONGEST_BACK_OFF_S)
+
+    def _pause(self) -> None:
+        if self._on_pause is not None:
+            self._on_pause(self)
 
     def _listen(self) -> None:
         """Follow the engine until it falls silent."""
         news = time.monotonic()
         while not self._stop.is_set():
             frames = self._socket.recv_multipart() if self._socket.poll(_POLL_MS) else None
+            if frames is None:
+                self._pause()
             # Behind a new connection there may be another engine, whose numbers go on like those of the last one.
             check = self._is_connected_anew() or time.monotonic() - news >= self._check_interval_s
             if check and self._replay_endpoint is not None:
@@ -154,8 +168,14 @@ class KVEventSubscriber:
     def _is_connected_anew(self) -> bool:
         anew = False
         while self._connections.poll(0):
-            self._connections.recv_multipart()
-            anew = True
+            event = int.from_bytes(self._connections.recv_multipart()[0][:2], sys.byteorder)
+            if event == self._zmq.EVENT_DISCONNECTED:
+                # ZMQ itself never comes back to a server that sent a message beyond the bound.
+                with suppress(self._zmq.ZMQError):
+                    self._socket.disconnect(self._endpoint)
+                self._socket.connect(self._endpoint)
+            else:
+                anew = True
         return anew
 
     def _take(self, frames: list[bytes]) -> None:

@@ -7,86 +7,54 @@ chain.invoke(question, config={"callbacks": [FeedbackHandler()]})
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from inspect import signature
-from operator import index
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, SkipValidation
-
-import ragorder
-from ragorder.adapters._documents import name_of, order_items
-from ragorder.orderer import Orders
+from ragorder.adapters._documents import degrade
 
 try:
-    from langchain_core.callbacks import AsyncCallbackManagerForRetrieverRun, CallbackManagerForRetrieverRun
+    from langchain_core.callbacks import (
+        AsyncCallbackManagerForRetrieverRun,
+        BaseCallbackManager,
+        CallbackManagerForRetrieverRun,
+    )
     from langchain_core.documents import Document
     from langchain_core.retrievers import BaseRetriever, RetrieverLike
-    from langchain_core.runnables import (
-        Runnable,
-        RunnableConfig,
-        RunnableLambda,
-        RunnableSequence,
-        RunnableSerializable,
-    )
+    from langchain_core.runnables import Runnable, RunnableConfig, RunnableLambda, RunnableSequence
     from langchain_core.runnables.base import RunnableBindingBase
     from langchain_core.runnables.config import ensure_config, var_child_runnable_config
     from langchain_core.runnables.configurable import RunnableConfigurableFields
 
-    from ragorder.adapters._langchain_feedback import FeedbackHandler, abandon, hand_over
+    from ragorder.adapters._langchain_feedback import FeedbackHandler, abandon
+    from ragorder.adapters._langchain_order import CacheReorder, InOrder
 except ImportError as error:
     raise ImportError("ragorder.adapters.langchain needs langchain-core: pip install 'ragorder[langchain]'") from error
 
 __all__ = ["CacheOrderedRetriever", "CacheReorder", "FeedbackHandler"]
 
-
-class _InOrder(BaseModel):
-    """What the retriever and the step have in common."""
-
-    model_config = ConfigDict(arbitrary_types_allowed=True)
-
-    orderer: SkipValidation[Orders]
-    key: Callable[[Document], Any] | None = None
-    tokens: Callable[[Document], int] | None = None
-    scope: str | Callable[[Mapping[str, Any]], Hashable] | None = None
-    rank_key: str | None = "ragorder"
-
-    def _put_in_order(self, documents: Sequence[Document], run_manager: Any) -> list[Document]:
-        """The documents in their new order, and the ordering handed over to whom it may concern."""
-        documents = list(documents)
-        try:
-            scope = self.scope(run_manager.metadata) if callable(self.scope) else self.scope
-        except Exception as error:
-            # A tenant who cannot be told must not be taken for another one, nor for none.
-            ordering = self.orderer.fall_back([ragorder.Document("")] * len(documents), error)
-        else:
-            documents, ordering = order_items(self.orderer, documents, self._read, scope=scope)
-        hand_over(ordering, [str(getattr(document, "page_content", "")) for document in documents], run_manager)
-        return [self._ranked(*item) for item in zip(documents, ordering.permutation, strict=True)]
-
-    def _read(self, document: Document) -> ragorder.Document:
-        return ragorder.Document(
-            name_of(document, document.id, self.key),
-            document.page_content,
-            None if self.tokens is None else index(self.tokens(document)),
-            metadata=document.metadata or {},
-        )
-
-    def _ranked(self, document: Document, rank: int) -> Document:
-        with suppress(Exception):
-            if self.rank_key is not None and self.rank_key not in document.metadata:
-                return document.model_copy(update={"metadata": {**document.metadata, self.rank_key: {"rank": rank}}})
-        return document
+_INSIDE = (
+    "an ordered retriever stands inside another retriever, where its order does not reach the prompt, and orders "
+    "nothing: put the CacheOrderedRetriever around the outer one"
+)
+# What EnsembleRetriever calls the retrievers inside it.
+_PART = re.compile(r"retriever_\d+")
 
 
-class CacheOrderedRetriever(_InOrder, BaseRetriever):
+class CacheOrderedRetriever(InOrder, BaseRetriever):
     """A retriever whose documents come in the order that reuses most of the engine's prefix cache. Thread-safe.
 
     Wraps any `retriever`, be it a BaseRetriever or another Runnable from a question to documents. What is passed to
     `invoke` goes on to it, callbacks and what is configured included. It belongs around everything that filters or
-    sorts documents (compressors, ensembles), and its order must reach the prompt: join the documents' `page_content`,
-    without a number in front, and with everything that varies behind them.
+    sorts documents, or searches more than once (compressors, ensembles, MultiQueryRetriever): inside another retriever
+    it orders nothing, and its orderer is degraded. Around a chain that takes more than a question, as
+    `create_history_aware_retriever` makes them, it is the chain `retriever | CacheReorder(…)`, for a BaseRetriever is
+    asked questions only.
+
+    The order must reach the prompt: join the documents' `page_content`, and put everything that varies behind them.
+    Numbers in front of documents are those of their places in this order; ranks of retrieval would end the reuse.
 
     - `k`: so many of the retrieved documents at most, best first. `invoke(question, k=3)` also asks the wrapped
       retriever for so many, if it takes a `k`.
@@ -95,23 +63,40 @@ class CacheOrderedRetriever(_InOrder, BaseRetriever):
       of a `ragorder.Document` with the same text and metadata).
     - `scope` is the tenant, or a function of the run's metadata (`invoke(question, config={"metadata": {…}})`) that
       names it: what differs in it shares no cache. A string is the `cache_salt` that the model is called with.
-    - `rank_key`: the documents are copies that bear their rank in retrieval, from 0, as metadata[rank_key]["rank"]. A
-      document that has metadata of this name keeps it. None: they are the retriever's own, unchanged. Do not show it in
-      the prompt.
+    - `rank_key` (default: None) asks for copies of the documents that bear their rank in retrieval, from 0, as
+      metadata[rank_key]["rank"]; a document that has metadata of this name keeps it. Without it, the retriever's own
+      documents come back, and nothing is added. Do not show the rank in the prompt.
 
     An error of ours, or in `key`, `tokens` or `scope`, leaves the documents in retrieval order and is counted by the
     orderer. Orderings count as served at once, unless a `FeedbackHandler` among the callbacks tells what became of
-    them.
+    them. A copy, deep or pickled, has an orderer of its own, which knows nothing of the engine yet.
     """
 
     retriever: RetrieverLike
-    k: int | None = Field(default=None, ge=0)
+
+    def __new__(cls, *args: Any, **options: Any) -> Any:
+        """A retriever; or the step behind one that takes more than a question, which a BaseRetriever cannot."""
+        retriever: Any = options.get("retriever")
+        if not _takes_a_mapping(retriever):
+            return super().__new__(cls)
+        config = {name: options.pop(name) for name in ("tags", "metadata") if name in options}
+        del options["retriever"]
+        return (retriever | CacheReorder(**options)).with_config(**config)
 
     def invoke(self, input: str, config: RunnableConfig | None = None, **kwargs: Any) -> list[Document]:
+        if _inside_another(config):
+            degrade(self.orderer, _INSIDE)
+            k = kwargs.pop("k", None)
+            return self.retriever.invoke(input, config, **kwargs, **self._asked(k))[: self.k if k is None else k]
         with _configured(config):
             return super().invoke(input, config, **kwargs)
 
     async def ainvoke(self, input: str, config: RunnableConfig | None = None, **kwargs: Any) -> list[Document]:
+        if _inside_another(config):
+            degrade(self.orderer, _INSIDE)
+            k = kwargs.pop("k", None)
+            documents = await self.retriever.ainvoke(input, config, **kwargs, **self._asked(k))
+            return documents[: self.k if k is None else k]
         with _configured(config):
             return await super().ainvoke(input, config, **kwargs)
 
@@ -121,7 +106,7 @@ class CacheOrderedRetriever(_InOrder, BaseRetriever):
         kwargs |= self._asked(k)
         with _followed(run_manager):
             documents = self.retriever.invoke(query, config={"callbacks": run_manager.get_child()}, **kwargs)
-        return self._put_in_order(documents[: self.k if k is None else k], run_manager)
+        return self.put_in_order(documents[: self.k if k is None else k], run_manager)
 
     async def _aget_relevant_documents(
         self, query: str, *, run_manager: AsyncCallbackManagerForRetrieverRun, k: int | None = None, **kwargs: Any
@@ -129,7 +114,7 @@ class CacheOrderedRetriever(_InOrder, BaseRetriever):
         kwargs |= self._asked(k)
         with _followed(run_manager):
             documents = await self.retriever.ainvoke(query, config={"callbacks": run_manager.get_child()}, **kwargs)
-        return self._put_in_order(documents[: self.k if k is None else k], run_manager)
+        return self.put_in_order(documents[: self.k if k is None else k], run_manager)
 
     def _asked(self, k: int | None) -> dict[str, Any]:
         if k is not None and k < 0:
@@ -137,28 +122,26 @@ class CacheOrderedRetriever(_InOrder, BaseRetriever):
         return {} if k is None or not _takes_k(self.retriever) else {"k": k}
 
 
-class CacheReorder(_InOrder, RunnableSerializable[Sequence[Document], list[Document]]):
-    """A step that puts documents in the order that reuses most of the engine's prefix cache: `retriever | reorder`.
+def _inside_another(config: RunnableConfig | None) -> bool:
+    """Whether it is another retriever that asks: each of its searches would count as a request of its own."""
+    callbacks = ensure_config(config).get("callbacks")
+    if not isinstance(callbacks, BaseCallbackManager):
+        return False
+    return "ls_retriever_name" in callbacks.inheritable_metadata or any(
+        _PART.fullmatch(tag) for tag in callbacks.tags if tag not in callbacks.inheritable_tags
+    )
 
-    Thread-safe. All else is as described in `CacheOrderedRetriever`.
-    """
 
-    def __init__(self, orderer: Orders, **options: Any) -> None:
-        super().__init__(orderer=orderer, **options)
-
-    def invoke(self, input: Sequence[Document], config: RunnableConfig | None = None, **kwargs: Any) -> list[Document]:
-        return self._call_with_config(self._reorder, input, config)
-
-    async def ainvoke(
-        self, input: Sequence[Document], config: RunnableConfig | None = None, **kwargs: Any
-    ) -> list[Document]:
-        return await self._acall_with_config(self._areorder, input, config)
-
-    def _reorder(self, documents: Sequence[Document], run_manager: Any) -> list[Document]:
-        return self._put_in_order(documents, run_manager)
-
-    async def _areorder(self, documents: Sequence[Document], run_manager: Any) -> list[Document]:
-        return self._put_in_order(documents, run_manager)
+def _takes_a_mapping(retriever: Any) -> bool:
+    """Whether a runnable takes more than a question, as `create_history_aware_retriever` makes them."""
+    if isinstance(retriever, BaseRetriever) or not isinstance(retriever, Runnable):
+        return False
+    try:
+        schema: Any = retriever.get_input_schema()
+        return bool(schema.model_json_schema().get("type") == "object")
+    except Exception:
+        # Of functions that are annotated with something that has no schema.
+        return False
 
 
 @contextmanager

@@ -19,7 +19,7 @@ except ImportError as error:
     ) from error
 
 from ragorder.adapters._reorder import Key, Reorder, ScopeOf, Tokens
-from ragorder.orderer import Orders
+from ragorder.orders import Orders
 
 __all__ = ["CacheOrderPostprocessor", "CacheOrderedRetriever", "FeedbackHandler"]
 
@@ -122,7 +122,7 @@ def _put_in_order(
     reorder: Reorder[NodeWithScore], nodes: list[NodeWithScore], query_bundle: QueryBundle | None
 ) -> list[NodeWithScore]:
     nodes, ordering = reorder(nodes, query_bundle)
-    settle(ordering)
+    settle(ordering, reorder.orderer)
     return nodes
 
 

@@ -37,7 +37,7 @@ class Metrics:
 
     `registry` is the application's (`prometheus_client.REGISTRY`), or one of its own, and the page to serve is then
     `generate_latest(metrics.registry)`. Of the cached tokens of each order (label `order`: "ragorder" or "retrieval"),
-    the served one's are what the engine reported, and foretold where it reports nothing; the other one's are foretold.
+    the served one's are what the engine reported, or else predicted; the other one's are predicted.
 
     Raises ImportError without ragorder[metrics], and ValueError for a registry that has such metrics already: share the
     Metrics instead.
@@ -63,6 +63,7 @@ class Metrics:
             registry=registry,
         )
         self._documents = counter("documents", "Documents ordered.")
+        self._passed = counter("passed_requests", "Requests that went on as they came, by reason.", ["reason"])
         self._fallbacks = counter("fallbacks", "Requests left in retrieval order after an internal error.")
         self._settled = counter("settled_requests", "Requests that ended.", ["outcome"])
         self._reports = counter("reports", "Served requests whose cached tokens the engine reported.")
@@ -72,15 +73,21 @@ class Metrics:
         self._cached_tokens = counter("cached_tokens", "Cached tokens of served requests, by order.", ["order"])
         self._reported_tokens = counter("reported_cached_tokens", "Cached tokens that the engine reported.")
         self._predicted_tokens = counter(
-            "predicted_cached_tokens", "Cached tokens foretold for requests whose cached tokens the engine reported."
+            "predicted_cached_tokens", "Cached tokens predicted for requests whose cached tokens the engine reported."
         )
-        self._error_tokens = counter("prediction_error_tokens", "Absolute difference between foretold and reported.")
+        self._error_tokens = counter("prediction_error_tokens", "Absolute difference between predicted and reported.")
+        self._squared_tokens = counter("prediction_error_squared_tokens", "The square of that difference.")
         self._watched: WeakSet[Counted] = WeakSet()
         registry.register(_State(self._watched))
 
     def watch(self, orderer: Counted) -> None:
         """Show the orderer's trees as well, as long as it lives."""
         self._watched.add(orderer)
+
+    def passed(self, reason: str) -> None:
+        """Count a request that went on as it came, because there was nothing to order: `reason` is "no_documents",
+        "one_document", "other_route" or "unreadable"."""
+        self._passed.labels(reason).inc()
 
     def ordered(self, observation: Observation) -> Callable[[Settlement], None]:
         """See `Watcher`."""
@@ -95,20 +102,25 @@ class Metrics:
         self._settled.labels("served" if settlement.served else "discarded").inc()
         if not settlement.served:
             return
-        foretold = observation.foretold_tokens
-        reported = _tokens(settlement.cached_tokens)
+        prompt_tokens, reported = _tokens(settlement.prompt_tokens), _tokens(settlement.cached_tokens)
+        if prompt_tokens is not None and reported is not None and reported > prompt_tokens:
+            # One of them is wrong.
+            prompt_tokens = reported = None
+        if prompt_tokens is None:
+            prompt_tokens = max(observation.documents_end, reported or 0)
+        predicted = min(observation.foretold_tokens, prompt_tokens)
         if reported is not None:
             self._reports.inc()
             self._reported_tokens.inc(reported)
-            self._predicted_tokens.inc(foretold)
-            self._error_tokens.inc(abs(foretold - reported))
-        prompt_tokens = _tokens(settlement.prompt_tokens)
-        self._prompt_tokens.inc(observation.documents_end if prompt_tokens is None else prompt_tokens)
+            self._predicted_tokens.inc(predicted)
+            self._error_tokens.inc(abs(predicted - reported))
+            self._squared_tokens.inc((predicted - reported) ** 2)
+        self._prompt_tokens.inc(prompt_tokens)
         served, other = ("retrieval", "ragorder") if observation.shadow else ("ragorder", "retrieval")
-        self._cached_tokens.labels(served).inc(foretold if reported is None else reported)
+        self._cached_tokens.labels(served).inc(predicted if reported is None else reported)
         other_tokens = observation.ordered_tokens if observation.shadow else observation.retrieval_tokens
         if other_tokens is not None:
-            self._cached_tokens.labels(other).inc(other_tokens)
+            self._cached_tokens.labels(other).inc(min(other_tokens, prompt_tokens))
 
 
 class _State:

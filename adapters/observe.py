@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from copy import copy, deepcopy
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -63,8 +64,9 @@ class ObservedOrderer:
     With `compare` a second orderer follows what the cache would hold if nobody ordered anything: what was saved is the
     difference. In `shadow` mode it is the other way round: documents are served in retrieval order, and ragorder's
     order is computed and scored on a cache of its own. Either takes about as long as ordering itself. The order that is
-    not served is foretold by a mirror of a least recently used cache, and nothing corrects it; the served one has the
-    orderer's own residency, which in shadow mode is such a mirror with feedback.
+    not served is predicted by a mirror of a least recently used cache; the served one has the orderer's own residency,
+    which in shadow mode is such a mirror with feedback. What the engine's reports tell of the served order corrects the
+    other's mirror as well: lengths of prefix and documents, and room that others took.
     """
 
     def __init__(
@@ -88,6 +90,31 @@ class ObservedOrderer:
     def settings(self) -> Settings:
         """The settings of the wrapped orderer."""
         return self._own.settings
+
+    @property
+    def degraded(self) -> tuple[str, ...]:
+        """What the wrapped orderer has to do without."""
+        return self._own.degraded
+
+    def degrade(self, reason: str) -> None:
+        """As `Orderer.degrade`."""
+        self._own.degrade(reason)
+
+    def __copy__(self) -> ObservedOrderer:
+        return self._around(copy(self._own))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ObservedOrderer:
+        return self._around(deepcopy(self._own, memo))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Watchers have locks, sockets and registries, which stay with this process.
+        return _unwatched, (self._own, self.shadow, self._other is not None)
+
+    def _around(self, orderer: Orderer) -> ObservedOrderer:
+        return ObservedOrderer(orderer, self._watchers, shadow=self.shadow, compare=self._other is not None)
+
+    def __repr__(self) -> str:
+        return f"ObservedOrderer({self._own!r}, shadow={self.shadow})"
 
     @property
     def fallbacks(self) -> int:
@@ -217,3 +244,9 @@ class ObservedOrderer:
         if not self._failed:
             self._failed = True
             _logger.warning("watching the orderer failed with %s: later failures are not told", type(error).__name__)
+
+
+def _unwatched(orderer: Orderer, shadow: bool, compare: bool) -> ObservedOrderer:
+    observed = ObservedOrderer(orderer, shadow=shadow, compare=compare)
+    observed.degrade("an unpickled ObservedOrderer has no watchers: give it some in this process")
+    return observed

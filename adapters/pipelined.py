@@ -12,7 +12,7 @@ from ragorder.adapters._pipelined_load import MetricsPoll, PromptLoad
 from ragorder.adapters._pipelined_openai import OpenAIStreams
 from ragorder.adapters._pipelined_prefix import SystemPrefix, WatchedEngine
 from ragorder.adapters._pipelined_prompts import OrderedPrompts, PromptForm, PromptRequest, Question
-from ragorder.orderer import Orders
+from ragorder.orders import Orders
 from ragorder.pipelining import Engine, Odds, Pipeline, PipelinedStream, Retrieval, SyncPipeline, SyncStream, WarmUp
 
 __all__ = [

@@ -18,6 +18,7 @@ from ragorder.eval.engines.sim import Like
 from ragorder.eval.environment import describe_environment
 from ragorder.eval.load import Advance, Load, ServiceTimes
 from ragorder.eval.local import MakeRun, serve_on_sim, serve_on_torch, serve_on_vllm
+from ragorder.eval.names import unknown
 from ragorder.eval.policies import POLICIES, PolicyError, make_policy
 from ragorder.eval.prompts import SYSTEM_PROMPT, BuiltPrompts, Prompts
 from ragorder.eval.retrieval import Retriever
@@ -96,6 +97,7 @@ class Bench:
     output_tokens: int | None = None
     waiting: int = 0
     batch: bool = False
+    max_wait: int | None = None
     concurrency: int | None = None
     arrivals: Arrivals | None = None
     service_times: ServiceTimes = field(default_factory=ServiceTimes)
@@ -186,6 +188,7 @@ def _run_traces(bench: Bench, serve: Serve, progress: Progress, keep: bool) -> I
                     seed=seed,
                     waiting=bench.waiting,
                     batch=bench.batch,
+                    max_wait=bench.max_wait,
                     load=bench.describe_load(),
                     keep=keep,
                     text_builder=PromptBuilder(SYSTEM_PROMPT) if text else None,
@@ -209,7 +212,7 @@ def check_bench(bench: Bench) -> None:
     """Raises PolicyError or BenchError for what no engine can do."""
     for policy in bench.policies:
         if policy not in POLICIES:
-            raise PolicyError(f"unknown policy {policy!r}: choose from {', '.join(POLICIES)}")
+            raise PolicyError(unknown("policy", policy, POLICIES))
     if bench.engine != "sim" and "oracle" in bench.policies:
         raise PolicyError("policy 'oracle' reads the engine's block table: use it with --engine sim")
     if bench.engine == "openai" and "none" in bench.policies:
@@ -231,6 +234,8 @@ def check_bench(bench: Bench) -> None:
             "--engine vllm serves one request at a time, in this process: for a load start a server, and use "
             "--engine openai, or take --engine torch"
         )
+    if bench.max_wait is not None and not bench.batch:
+        raise BenchError("--max-wait goes with --batch")
     if bench.batch and bench.arrivals:
         raise BenchError("--batch plans all requests before the first is served: it goes with --concurrency")
 

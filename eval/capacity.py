@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from ragorder.counts import parse_count
+
 __all__ = ["Capacity"]
 
 
@@ -17,15 +19,21 @@ class Capacity:
 
     @classmethod
     def parse(cls, text: str) -> Capacity:
-        """From "100000", "5%" or "unlimited". Raises ValueError."""
+        """From "100000", "100k", "5%" or "unlimited". Raises ValueError."""
         if text == "unlimited":
             return cls()
-        match = re.fullmatch(r"([0-9][0-9_]*)|([0-9]+(?:\.[0-9]+)?)%", text)
-        if match and match[1] and int(match[1]):
-            return cls(tokens=int(match[1]))
-        if match and match[2] and float(match[2]):
-            return cls(percent=float(match[2]))
-        raise ValueError(f"{text!r} is no capacity: give tokens (100000), a share of the corpus (5%) or unlimited")
+        share = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)%", text)
+        if share and float(share[1]):
+            return cls(percent=float(share[1]))
+        try:
+            tokens = parse_count(text)
+        except ValueError:
+            tokens = 0
+        if not tokens:
+            raise ValueError(
+                f"{text!r} is no capacity: give tokens (100000 or 100k), a share of the corpus (5%) or unlimited"
+            )
+        return cls(tokens=tokens)
 
     def resolve(self, corpus_tokens: int) -> int | None:
         """In tokens; None: unlimited. Raises ValueError for a share that is less than a token."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from rich.console import Console, Group, RenderableType
@@ -12,7 +13,7 @@ from rich.text import Text
 
 from ragorder.eval.bench import PYDOCS, Bench, Capacity, Progress, run_traces
 from ragorder.eval.runner import Run, Served
-from ragorder.eval.tables import results_table
+from ragorder.eval.tables import legend, results_table
 
 __all__ = ["DemoReport", "run_demo"]
 
@@ -30,7 +31,9 @@ class DemoReport:
     def print(self) -> None:
         """The table, then one request's prompt before and after."""
         console = Console()
-        console.print(results_table([self.plain.result(), self.ordered.result()]))
+        results = [self.plain.result(), self.ordered.result()]
+        console.print(results_table(results))
+        console.print(legend(results), style="dim")
         console.print(self._one_request())
         console.print(self._what_is_real(), style="dim")
 
@@ -42,8 +45,9 @@ class DemoReport:
         side_by_side = Table.grid(expand=True)
         side_by_side.add_row(_prompt("retrieval order", before, colours), _prompt("ragorder's order", after, colours))
         return Group(
-            Text(f"\nRequest {before.number + 1}: {question}", style="bold"),
+            Text(f"\nRequest {before.number + 1}, of {len(pairs)} the one that gained most: {question}", style="bold"),
             side_by_side,
+            Text.assemble(("██", "green"), " found in the cache  ", ("░░", "red"), " computed", style="dim"),
         )
 
     def _what_is_real(self) -> str:
@@ -62,7 +66,8 @@ class DemoReport:
 
 
 def run_demo(engine: str, model: Path | None, limit: int, waiting: int, progress: Progress) -> DemoReport:
-    """Serve the questions. Raises ImportError naming the extra to install, ValueError for what cannot be served."""
+    """Serve the questions. Raises ImportError naming the extras to install, ValueError for what cannot be served."""
+    _check_installed(engine)
     bench = Bench(
         workloads=(PYDOCS,),
         policies=("retrieval", "auto"),
@@ -74,6 +79,22 @@ def run_demo(engine: str, model: Path | None, limit: int, waiting: int, progress
     )
     ((plain, ordered),) = run_traces(bench, progress, keep=True)
     return DemoReport(engine, plain, ordered)
+
+
+def _check_installed(engine: str) -> None:
+    """All that lacks in one message: an engine is large, and not to be installed for the next message."""
+    needed = {"bm25s": "bm25"} | ({} if engine == "sim" else {engine: engine})
+    lacking = {module: extra for module, extra in needed.items() if not _is_there(module)}
+    if lacking:
+        modules, extras = " and ".join(lacking), ",".join(lacking.values())
+        raise ImportError(f"the demonstration needs {modules}: pip install 'ragorder[{extras}]'", name=min(lacking))
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ImportError:
+        return False
 
 
 def _prompt(title: str, served: Served, colours: dict[str, str]) -> Panel:

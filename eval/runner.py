@@ -64,6 +64,7 @@ class Run:
         seed: int = 0,
         waiting: int = 0,
         batch: bool = False,
+        max_wait: int | None = None,
         load: dict[str, Any] | None = None,
         keep: bool = False,
         text_builder: PromptBuilder | None = None,
@@ -75,6 +76,7 @@ class Run:
         self.seed = seed
         self.waiting = waiting
         self.batch = batch
+        self.max_wait = max_wait
         self.load = load
         self.in_flight = 0
         self.served: list[Served] = []
@@ -215,6 +217,7 @@ class Run:
             capacity_tokens=self.engine.capacity_tokens,
             waiting=self.waiting,
             batch=self.batch,
+            max_wait=self.max_wait,
             requests=len(requests),
             failures=measures.failures,
             prompt_tokens=prompt_tokens,
@@ -247,7 +250,8 @@ class Run:
         documents = [request.documents for request in requests]
         self._first_s = time.perf_counter()
         start = self._clock_ns()
-        orderings = iter(self._policy.order_batch(documents, suffix_tokens=suffix_tokens))
+        wait = {} if self.max_wait is None else {"max_wait": self.max_wait}
+        orderings = iter(self._policy.order_batch(documents, suffix_tokens=suffix_tokens, **wait))
         planning = (self._clock_ns() - start) // max(1, len(requests))
         while True:
             start = self._clock_ns()

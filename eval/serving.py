@@ -24,7 +24,7 @@ def random_model() -> Path:
     try:
         layers, hidden_size = (14, 1024) if has_fast_bfloat16() else (8, 512)
     except ImportError as error:
-        raise ImportError("a model needs torch: pip install 'ragorder[vllm]'") from error
+        raise ImportError("making a model needs torch: pip install 'ragorder[torch]'") from error
     folder = cache_folder() / f"random-{layers}x{hidden_size}"
     texts = [document.text for document in load_pydocs(cache=cache_folder()).documents]
     return make_model(folder, texts=texts, layers=layers, hidden_size=hidden_size)
@@ -36,7 +36,7 @@ def load_tokenizer(model: str | Path) -> Any:
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
-        raise ImportError("a tokenizer needs transformers: pip install 'ragorder[vllm]'") from error
+        raise ImportError("a tokenizer needs transformers: pip install 'ragorder[tokenizer]'") from error
     return AutoTokenizer.from_pretrained(model)
 
 
@@ -45,7 +45,7 @@ def longest_prompt(model: str | Path) -> int:
     try:
         from transformers import AutoConfig
     except ImportError as error:
-        raise ImportError("a model needs transformers: pip install 'ragorder[vllm]'") from error
+        raise ImportError("a model's configuration needs transformers: pip install 'ragorder[tokenizer]'") from error
     config = AutoConfig.from_pretrained(model).get_text_config()
     return int(getattr(config, "max_position_embeddings", 1 << 20))
 

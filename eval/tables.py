@@ -11,7 +11,21 @@ from rich.table import Table
 
 from ragorder.eval.run_result import RunResult
 
-__all__ = ["deciles_table", "print_results", "results_table"]
+__all__ = ["deciles_table", "legend", "print_results", "results_table"]
+
+_COLUMNS = (
+    "moved: places between a document and its retrieval rank, on average. "
+    "foretold: requests of which the policy predicted the cached tokens to within one block."
+)
+_POLICIES = {
+    "none": "no prefix cache",
+    "retrieval": "documents as retrieval ranked them",
+    "greedy": "RAGCache++",
+    "best": "the longest cached beginning, the rest as ranked",
+    "auto": "ragorder's default: the longest cached beginning, the rest laid out for the requests to come",
+    "events": "auto, told by the server's KV events what is cached",
+    "oracle": "reads the engine's cache, and does not look ahead",
+}
 
 
 def print_results(results: Sequence[RunResult], *, stderr: bool = False) -> None:
@@ -22,6 +36,14 @@ def print_results(results: Sequence[RunResult], *, stderr: bool = False) -> None
         console.print(results_table(rows))
         if rows[0].load is not None:
             console.print(deciles_table(rows))
+    console.print(legend(results), style="dim")
+
+
+def legend(results: Sequence[RunResult]) -> str:
+    """What the columns and the policies of the tables are."""
+    names = dict.fromkeys(result.policy for result in results)
+    policies = [f"{name}: {_POLICIES[name]}." for name in names if name in _POLICIES]
+    return " ".join([_COLUMNS, *policies])
 
 
 def results_table(results: Sequence[RunResult]) -> Table:
@@ -34,7 +56,7 @@ def results_table(results: Sequence[RunResult]) -> Table:
     first = results[0]
     seeds = sorted({result.seed for result in results})
     capacity = "unlimited" if first.capacity_tokens is None else f"{first.capacity_tokens:,} tokens"
-    extras = [f"{first.waiting} waiting"] * bool(first.waiting) + ["batch"] * first.batch + _load(first)
+    extras = [f"{first.waiting} waiting"] * bool(first.waiting) + _batch(first) + _load(first)
     served = f"{first.requests:,} requests, top {first.top_k}"
     table = Table(
         title=f"{first.workload} ({first.order} order) on {first.engine}: {served}",
@@ -84,6 +106,12 @@ def _times(rows: Sequence[RunResult], baseline: Sequence[RunResult]) -> list[str
 
 def _ttft(rows: Sequence[RunResult], name: str) -> float | None:
     return _mean(row.ttft_ms[name] for row in rows if row.ttft_ms is not None)
+
+
+def _batch(result: RunResult) -> list[str]:
+    """How requests were reordered, in words."""
+    bound = "" if result.max_wait is None else f", at most {result.max_wait} places late"
+    return [f"batch{bound}"] * result.batch
 
 
 def _load(result: RunResult) -> list[str]:

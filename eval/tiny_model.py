@@ -119,7 +119,7 @@ def _put_in_place(made: Path, folder: Path, fingerprint: object) -> None:
 
 
 def _missing(error: ImportError) -> ImportError:
-    return ImportError(f"making a model needs {error.name}: pip install 'ragorder[vllm]'", name=error.name)
+    return ImportError(f"making a model needs {error.name}: pip install 'ragorder[torch]'", name=error.name)
 
 
 def _save_tokenizer(folder: Path, texts: Sequence[str], vocab_size: int) -> None:

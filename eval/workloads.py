@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from ragorder.document import Document
+from ragorder.eval.names import unknown
 
 __all__ = ["CONTROLS", "WORKLOADS", "Workload", "WorkloadError", "document_tokens", "make_workload"]
 
@@ -93,8 +94,8 @@ def _exponent(name: str) -> float:
 
 def _unknown(name: str) -> WorkloadError:
     return WorkloadError(
-        f"unknown workload {name!r}: choose one of {', '.join([*WORKLOADS, *CONTROLS])}, ovX with X from 0 to 1, "
-        "or zipf10-X with a popularity exponent; or pydocs"
+        f"{unknown('workload', name, [*WORKLOADS, *CONTROLS, 'pydocs'])}, ovX with X from 0 to 1, or zipf10-X with a "
+        "popularity exponent"
     )
 
 

@@ -1,8 +1,10 @@
 """A LangChain RAG chain whose documents come in the order that the engine's prefix cache wants.
 
-    pip install 'ragorder[langchain,live]' langchain-openai
+    pip install '.[langchain,live]' langchain-openai
     vllm serve MODEL --enable-prompt-tokens-details
     python examples/langchain_rag.py [http://127.0.0.1:8000/v1]
+
+vLLM's CPU build is started by `python -m vllm.entrypoints.openai.api_server --block-size 32 --model MODEL …` instead.
 
 It asks the same questions twice, with the documents as they were retrieved and as ragorder orders them, and shows how
 many tokens of each prompt the engine had in its cache.
@@ -64,7 +66,7 @@ class WordEmbeddings(Embeddings):
 
 
 def show(documents: list[Document]) -> str:
-    """The texts alone: a number in front of a document would change with the order."""
+    """The texts, one below the other. Numbers by position would do no harm; ranks of retrieval would end the reuse."""
     return "\n\n".join(document.page_content for document in documents)
 
 

@@ -1,10 +1,11 @@
 """A LlamaIndex query engine whose prompts reuse the prefix cache of the server that answers them.
 
-    pip install 'ragorder[llama-index,live]' llama-index-llms-openai-like
+    pip install '.[llama-index,live]' llama-index-llms-openai-like
     vllm serve MODEL --enable-prompt-tokens-details
     python examples/llama_index_query_engine.py [http://127.0.0.1:8000/v1]
 
-The server is any with OpenAI's API; vLLM reports cached tokens with --enable-prompt-tokens-details.
+The server is any with OpenAI's API; vLLM reports cached tokens with --enable-prompt-tokens-details. vLLM's CPU build is
+started by `python -m vllm.entrypoints.openai.api_server --block-size 32 --model MODEL …` instead.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     python examples/pipelined.py http://127.0.0.1:8000
 
-Needs `pip install 'ragorder[live]'`. On vLLM, --enable-prompt-tokens-details makes the server say what was cached.
+Needs `pip install '.[live]'`. On vLLM, --enable-prompt-tokens-details makes the server say what was cached.
 """
 
 from __future__ import annotations

@@ -1,13 +1,27 @@
 """ragorder: orders retrieved documents so that a serving engine reuses more of its prefix cache."""
 
 import logging
+from typing import TYPE_CHECKING
 
+from ragorder.degraded import DegradedWarning
 from ragorder.document import Document
 from ragorder.orderer import Orderer
 from ragorder.ordering import Ordering
 from ragorder.prompt import Prompt, PromptBuilder, Span
 from ragorder.settings import Settings
 
-__all__ = ["Document", "Orderer", "Ordering", "Prompt", "PromptBuilder", "Settings", "Span"]
+__all__ = ["DegradedWarning", "Document", "Orderer", "Ordering", "Prompt", "PromptBuilder", "Settings", "Span"]
+
+if TYPE_CHECKING:
+    __version__: str
 
 logging.getLogger(__name__).addHandler(logging.NullHandler())
+
+
+def __getattr__(name: str) -> str:
+    # Read when asked for: looking through the installed packages takes longer than importing this one.
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("ragorder")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import suppress
-from threading import Lock
-from typing import Generic, NamedTuple, TypeVar
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from copy import copy as shallow_copy
+from functools import partial
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
-from ragorder.ordering import Ordering
+from ragorder._collector import when_collected
+from ragorder.ordering import Ordering, Settlement
 from ragorder.settings import Settings
 from ragorder.trie.backlog import CachedPath
 from ragorder.trie.residency import (
     EngineBlocks,
     EventsResidency,
     FeedbackResidency,
+    LearnedLengths,
     Lease,
     LRUResidency,
     NoResidency,
     Residency,
+    ScopeLengths,
     TokenIds,
 )
 from ragorder.trie.search import BestPathSearch, GreedySearch, PrefixSearch, ranks_on_path
@@ -27,8 +30,6 @@ from ragorder.trie.tree import Key, KnowledgeTree
 __all__ = ["Contents", "Request", "Scope"]
 
 D = TypeVar("D")
-
-_ESTIMATES_EXCEED = 4 / 3
 
 
 class Request(Generic[D]):
@@ -63,47 +64,82 @@ class Contents(NamedTuple):
     prefix_ids: TokenIds
 
 
+class Owner(Protocol):
+    """What a scope asks of its orderer."""
+
+    clock: Iterator[int]
+    later: Callable[[Callable[[], None]], None]
+    """Calls a settlement in its turn."""
+    report: Callable[[Exception], None]
+    """Counts an internal error."""
+
+    def changed(self, scope: Scope) -> None:
+        """The scope's tree is another than it was counted. Called in turn."""
+
+
 class Scope:
-    """What one (model, template, tenant) has in the engine's cache. The caller holds `lock` but for `settle`."""
+    """What one (model, template, tenant) has in the engine's cache.
+
+    The caller serialises all calls but `settle` and `settle_roughly`, which hand it what ends the lease.
+    """
 
     def __init__(
         self,
         name: Hashable,
         settings: Settings,
-        lock: Lock,
-        report: Callable[[Exception], None],
+        owner: Owner,
         contents: Contents | None = None,
+        lengths: ScopeLengths | None = None,
     ) -> None:
-        self._lock = lock
-        self._report = report
+        self.name = name
+        self._owner = owner
+        # Whether the tree is sound. It is not while it changes, nor after an error or an interrupt came between.
+        self.whole = True
+        self.closed = False
+        # As they were counted last.
+        self.nodes = self.blocks = 0
         self._guards = settings.guards or None
         self._suffix_tokens = settings.suffix_tokens
         self.tree = KnowledgeTree(settings.block_size, settings.prefix_tokens)
-        self.mirror = _make_mirror(name, settings, self.tree, contents)
-        self.residency: Residency = FeedbackResidency(self.mirror) if settings.feedback else self.mirror
+        self.mirror = _make_mirror(name, settings, self.tree, contents, owner.clock)
+        # With events a mirror knows by itself what others have taken.
+        self.shares_room = not isinstance(self.mirror, EventsResidency)
+        self._lengths = LearnedLengths().of(name) if lengths is None else lengths
+        self.residency: Residency = FeedbackResidency(self.mirror, self._lengths) if settings.feedback else self.mirror
         self.search = _make_search(settings)
         self.tail = _make_tail(settings)
 
     def order(self, request: Request[D], waiting: Waiting, suffix_tokens: int | None) -> Ordering[D]:
         """Order one request and count it as in flight."""
-        self.residency.refresh()
+        self.residency.refresh(request)
         self.tail.observe(request.keys)
         permutation, guard_cost_tokens = self._arrange(request, waiting)
         return self._begin(request, permutation, guard_cost_tokens, suffix_tokens)
 
+    def copy(self) -> Scope:
+        """A scope of its own that continues from here, with a mirror that nothing corrects."""
+        self.residency.refresh()
+        copy = shallow_copy(self)
+        copy._owner = _Alone(self._owner.clock)
+        copy.whole = True
+        copy.mirror = copy.residency = self.mirror.copy()
+        copy.tree = copy.mirror.tree
+        copy.tail = self.tail.copy()
+        return copy
+
     def preview(self, request: Request[D], waiting: Waiting) -> list[int]:
         """The permutation that `order` would give now. Nothing is recorded."""
-        self.residency.refresh()
+        self.residency.refresh(request)
         with self.tail.observing(request.keys):
             return self._arrange(request, waiting)[0]
 
     def foretell(self, request: Request[D]) -> tuple[int, int]:
         """(cached tokens, tokens up to the end of the documents) of the request if it were ordered now. Nothing is
         recorded."""
-        self.residency.refresh()
+        self.residency.refresh(request)
         permits = None if self._guards is None else self._guards.for_request(len(request.keys), request.groups).permits
         node = self.search.find(self.tree, request.ranks, permits)
-        return max(0, self.tree.cached_tokens(node)), self.tree.root.end + sum(request.tokens)
+        return max(0, self.tree.cached_tokens(node)), self.tree.root.end + sum(self._tokens(request))
 
     def holds_prefix(self) -> bool:
         """Whether what stands in front of the documents is held, or being computed, or fills no block."""
@@ -113,7 +149,7 @@ class Scope:
     def cached_path(self, request: Request[D]) -> CachedPath:
         """The best cached path of a request."""
         tree = self.tree
-        self.residency.refresh()
+        self.residency.refresh(request)
         node = self.search.find(tree, request.ranks)
         keys = tuple(request.keys[rank] for rank in ranks_on_path(node, request.ranks))
         return CachedPath(keys, max(0, tree.cached_tokens(node) - tree.root.end), node.stamp)
@@ -126,38 +162,42 @@ class Scope:
             planned = self._guards.for_request(len(planned), request.groups).complete((), planned)
         return self._begin(request, planned, 0, suffix_tokens)
 
-    def settle(self, lease: Lease, served: bool, cached_tokens: float | None, total_tokens: float | None) -> None:
-        """End a lease."""
+    def settle(self, lease: Lease, settlement: Settlement) -> None:
+        """End a lease, in its turn. Any thread may call this at any time, and never waits."""
+        reported: Sequence[float | None]
+        served, *reported = settlement
+        wrong = None
         try:
-            if cached_tokens is not None:
-                cached_tokens += 0.0
-            if total_tokens is not None:
-                total_tokens = float(int(total_tokens))
-        except (TypeError, ValueError, OverflowError) as error:
-            cached_tokens = total_tokens = None
-            self._report(error)
-        try:
-            with self._lock:
-                if served:
-                    self.residency.release(lease, cached_tokens, total_tokens)
-                else:
-                    self.residency.cancel(lease)
+            reported = [None if tokens is None else float(int(tokens + 0.0)) for tokens in reported]
         except Exception as error:
-            self._report(error)
+            reported = ()
+            wrong = error
+        self._owner.later(partial(self._end, lease, served, reported))
+        if wrong is not None:
+            when_collected(partial(self._owner.report, wrong))
 
-    def settle_roughly(
-        self, lease: Lease, served: bool, cached_tokens: float | None, total_tokens: float | None
-    ) -> None:
-        """End a lease whose lengths were estimated: only a report that contradicts them clearly says that anything is
-        gone, and of the answer's length there is no telling."""
-        with suppress(TypeError):
-            cached_tokens = None if cached_tokens is None else cached_tokens * _ESTIMATES_EXCEED
-        self.settle(lease, served, cached_tokens, None)
+    def _end(self, lease: Lease, served: bool, reported: Sequence[float | None]) -> None:
+        # What was forgotten, or left half changed, has no requests any more.
+        if self.closed or not self.whole:
+            return
+        self.whole = False
+        if served:
+            self.residency.release(lease, *reported)
+        else:
+            self.residency.cancel(lease)
+        self._owner.changed(self)
+        self.whole = True
 
     def close(self) -> None:
         """The scope is forgotten."""
+        self.whole = False
+        self.closed = True
         if isinstance(self.mirror, EventsResidency):
             self.mirror.close()
+
+    def _tokens(self, request: Request[D]) -> Sequence[int]:
+        """The lengths of the documents, estimates as they turned out to be."""
+        return self._lengths.scale(request.tokens) if request.estimated else request.tokens
 
     def _arrange(self, request: Request[D], waiting: Waiting) -> tuple[list[int], int]:
         """The permutation, and the cached tokens that guards cost."""
@@ -181,7 +221,7 @@ class Scope:
     def _begin(
         self, request: Request[D], permutation: list[int], guard_cost_tokens: int, suffix_tokens: int | None
     ) -> Ordering[D]:
-        path = self.tree.insert(request.keys, request.tokens, permutation)
+        path = self.tree.insert(request.keys, self._tokens(request), permutation)
         suffix_tokens = self._suffix_tokens if suffix_tokens is None else suffix_tokens
         token_ids = request.token_ids
         if token_ids:
@@ -194,20 +234,42 @@ class Scope:
             lease.cached_documents,
             lease.cached_tokens,
             guard_cost_tokens,
-            self.settle_roughly if request.estimated else self.settle,
+            self.settle,
             lease,
             path[-1].end,
         )
 
 
-def _make_mirror(name: Hashable, settings: Settings, tree: KnowledgeTree, contents: Contents | None) -> LRUResidency:
+class _Alone:
+    """The owner of a copy: what is settled is settled at once."""
+
+    def __init__(self, clock: Iterator[int]) -> None:
+        self.clock = clock
+        self.later: Callable[[Callable[[], None]], None] = _at_once
+        self.report: Callable[[Exception], None] = _raise
+
+    def changed(self, scope: Scope) -> None:
+        pass
+
+
+def _at_once(settlement: Callable[[], None]) -> None:
+    settlement()
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+def _make_mirror(
+    name: Hashable, settings: Settings, tree: KnowledgeTree, contents: Contents | None, clock: Iterator[int]
+) -> LRUResidency:
     if settings.residency == "none":
-        return NoResidency(tree, settings.max_nodes)
+        return NoResidency(tree, settings.max_nodes, clock)
     mirrored = tree, settings.capacity_tokens, settings.max_nodes, settings.partial_blocks_first
     # What salt the requests of a scope with another name carry, nobody knows: its blocks cannot be told apart.
     if contents is not None and (name is None or (isinstance(name, str) and name)):
         return EventsResidency(*mirrored, blocks=contents.blocks, prefix_ids=contents.prefix_ids, salt=name)
-    return LRUResidency(*mirrored)
+    return LRUResidency(*mirrored, clock)
 
 
 def _make_search(settings: Settings) -> PrefixSearch:

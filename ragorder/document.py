@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from base64 import b64encode
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
-__all__ = ["Document", "Estimate", "estimate_tokens"]
+__all__ = ["Document", "Estimate", "check_readable", "estimate_tokens"]
 
 _CHARACTERS_PER_TOKEN = 4
 
@@ -64,3 +64,26 @@ class Document:
             raise ValueError(f"Document.tokens must not be negative, got {tokens}")
         object.__setattr__(self, "token_count", tokens)
         object.__setattr__(self, "key", content_key(self.id, self.text))
+
+
+def check_readable(given: Sequence[Any], wanted: Mapping[str, str]) -> None:
+    """Objects that are no documents, in every call: a string, a dictionary, a (document, score) pair.
+
+    `wanted` are the attributes that are read of a document, each with the argument that says it otherwise. Raises
+    TypeError where none of the objects has one of them; it names the type, and nothing of the content.
+    """
+    for attribute, argument in wanted.items():
+        if given and not any(_has(each, attribute) for each in given):
+            kind = type(given[0]).__name__
+            advice = "leave the scores out" if isinstance(given[0], tuple) else "wrap each: Document(id, text)"
+            raise TypeError(
+                f"documents must be ragorder.Document objects, got {kind} without {attribute!r}: {advice}, "
+                f"or give Orderer({argument}=…)"
+            )
+
+
+def _has(document: Any, attribute: str) -> bool:
+    try:
+        return hasattr(document, attribute)
+    except Exception:
+        return True

@@ -17,6 +17,10 @@ _COMMON_CONTROL_TOKENS = re.compile(
 
 
 _PASSES = 8
+# The longest match of the pattern above, in characters, and some.
+_LONGEST = 128
+# A search keeps all other threads from running until it ends: it goes through a long text window by window.
+_WINDOW = 1 << 15
 
 
 def repair_unicode(text: str) -> str:
@@ -31,22 +35,24 @@ def make_neutraliser(control_tokens: Iterable[str] | None = None) -> Callable[[s
 
     `control_tokens` are those of the served model's tokenizer; None stands for the common ones.
     """
-    pattern = _COMMON_CONTROL_TOKENS
+    pattern, longest = _COMMON_CONTROL_TOKENS, _LONGEST
     if control_tokens is not None:
         longest_first = sorted({token for token in control_tokens if token.strip()}, key=lambda t: (-len(t), t))
         if not longest_first:
             return repair_unicode
         pattern = re.compile("|".join(re.escape(token) for token in longest_first))
+        longest = len(longest_first[0])
 
     def neutralise(text: str) -> str:
         text = repair_unicode(text)
         # A broken token can leave another one behind that overlapped it, or make one up with the space.
         for _ in range(_PASSES):
-            if not pattern.search(text):
+            broken = _replace(pattern, longest, text, _break)
+            if broken is None:
                 return text
-            text = pattern.sub(_break, text)
-        while pattern.search(text):
-            text = pattern.sub("", text)
+            text = broken
+        while (without := _replace(pattern, longest, text, _drop)) is not None:
+            text = without
         return text
 
     return neutralise
@@ -55,3 +61,23 @@ def make_neutraliser(control_tokens: Iterable[str] | None = None) -> Callable[[s
 def _break(match: re.Match[str]) -> str:
     token = match[0]
     return f"{token[0]} {token[1:]}" if len(token) > 1 else "\N{REPLACEMENT CHARACTER}"
+
+
+def _drop(match: re.Match[str]) -> str:
+    return ""
+
+
+def _replace(pattern: re.Pattern[str], longest: int, text: str, by: Callable[[re.Match[str]], str]) -> str | None:
+    """What `pattern.sub` would give; None without a match. No match is longer than `longest`."""
+    pieces: list[str] = []
+    copied = start = 0
+    while start < len(text):
+        seam = start + _WINDOW
+        # A match that begins behind the seam may be cut off; it is the first of the next window.
+        for match in pattern.finditer(text, start, seam + longest):
+            if match.start() >= seam:
+                break
+            pieces += (text[copied : match.start()], by(match))
+            copied = match.end()
+        start = max(seam, copied)
+    return "".join((*pieces, text[copied:])) if pieces else None

@@ -3,29 +3,35 @@
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter, index
-from threading import Lock
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+from ragorder import _collector, _fork
+from ragorder._gate import Gate
+from ragorder._rehearsal import plan_batch
 from ragorder._scope import Contents, Request, Scope
+from ragorder._scopes import Scopes
 from ragorder.batch import Batch
-from ragorder.document import Estimate
+from ragorder.degraded import Degradations
+from ragorder.document import Estimate, check_readable
 from ragorder.ordering import Ordering
 from ragorder.settings import Settings
-from ragorder.trie.backlog import plan_backlog
-from ragorder.trie.residency import EngineBlocks
+from ragorder.trie.residency import EngineBlocks, LearnedLengths
 
 if TYPE_CHECKING:
     from ragorder.prompt import PromptBuilder
 
-__all__ = ["Orderer", "Orders"]
+__all__ = ["Orderer"]
 
 D = TypeVar("D")
+T = TypeVar("T")
 
+_UNSALTED = (
+    "with KV events a scope must be a string, the cache_salt of its requests, or None: others are followed by a mirror"
+)
 _logger = logging.getLogger("ragorder")
 _document_key = attrgetter("key")
 _document_tokens = attrgetter("token_count")
@@ -34,44 +40,6 @@ _document_tokens = attrgetter("token_count")
 def _metadata_source(document: Any) -> Hashable | None:
     source: Hashable | None = document.metadata.get("source")
     return source
-
-
-class Orders(Protocol):
-    """What adapters need of an orderer: `Orderer`, or a wrapper around it. Its methods are described there."""
-
-    @property
-    def settings(self) -> Settings: ...
-
-    def order(
-        self,
-        documents: Iterable[D],
-        *,
-        waiting: Sequence[Iterable[D]] = (),
-        scope: Hashable = None,
-        suffix_tokens: int | None = None,
-        prefix_tokens: int | None = None,
-    ) -> Ordering[D]: ...
-
-    def preview(
-        self, documents: Iterable[D], *, waiting: Sequence[Iterable[D]] = (), scope: Hashable = None
-    ) -> list[D]: ...
-
-    def foretell(
-        self, documents: Iterable[D], *, scope: Hashable = None, prefix_tokens: int | None = None
-    ) -> tuple[int, int]: ...
-
-    def holds_prefix(self, *, scope: Hashable = None) -> bool: ...
-
-    def order_batch(
-        self,
-        requests: Iterable[Iterable[D]],
-        *,
-        scope: Hashable = None,
-        suffix_tokens: int | None = None,
-        max_wait: int | None = None,
-    ) -> Batch[D]: ...
-
-    def fall_back(self, documents: Iterable[D], error: Exception) -> Ordering[D]: ...
 
 
 class Orderer:
@@ -87,8 +55,12 @@ class Orderer:
     `blocks` of an engine, which somebody keeps up to date (`ragorder.adapters.kv_events`). A scope that is a string is
     then the `cache_salt` that its requests are sent with, and None is for requests without one.
 
-    Raises pydantic.ValidationError for settings that are wrong. Ordering itself never raises: after an internal error
-    the documents stay in retrieval order, `fallbacks` counts it, and the first one is logged.
+    Raises pydantic.ValidationError for settings that are wrong. Ordering raises TypeError for objects that are no
+    documents (strings, dictionaries, pairs with a score) where `key` and `tokens` do not say how to read them, and
+    nothing else: after an internal error the documents stay in retrieval order, `fallbacks` counts it, and the first
+    one is logged and warned of (`DegradedWarning`). `degraded`, and `repr`, say what the orderer has to do without.
+    A copy of it, by `copy`, `pickle` or a process pool, starts cold: same settings and callables, no trees, no events.
+    With `strict=True` it raises its internal errors instead: for tests, and while an application is being set up.
     """
 
     def __init__(
@@ -106,18 +78,25 @@ class Orderer:
         if settings is not None and options:
             raise TypeError(f"give either settings or options, not both: {', '.join(sorted(options))}")
         self.settings = settings if settings is not None else Settings(**options)
+        self._callables: dict[str, Any] = {"key": key, "tokens": tokens, "group": group}
         self.fallbacks = 0
+        self._degradations = Degradations()
         self._key = key or _document_key
         self._tokens = tokens or _document_tokens
         self._check_tokens = tokens is not None
         self._group = group or _metadata_source
         self._by_group = self.settings.keep_groups
+        read = [("key", "key", key), ("token_count", "tokens", tokens)]
+        if self._by_group:
+            read.append(("metadata", "group", group))
+        self._wanted = {attribute: argument for attribute, argument, given in read if given is None}
         self._token_ids = token_ids if blocks is not None else None
         self._contents = Contents(blocks, prefix_ids) if blocks is not None else None
         self.events: Any = None
-        self._lock = Lock()
-        self._scopes: OrderedDict[Hashable, Scope] = OrderedDict()
-        self._evicted_blocks = 0
+        self._gate = Gate(self._report)
+        self._lengths = LearnedLengths()
+        self._scopes = Scopes(self.settings, self._gate.later, self._report)
+        _fork.follow(self)
 
     @classmethod
     def for_vllm(
@@ -131,12 +110,14 @@ class Orderer:
     ) -> Self:
         """An orderer for the vLLM server at `base_url`, which knows what its cache holds.
 
-        Block size and capacity come from the server's `/metrics`, unless they are given. With `builder`, with
-        `events_endpoint` and better with `replay_endpoint` in the settings, the server's KV events keep the residency
-        exact (`events` is their subscriber). Whatever of this is missing is warned of once, and the residency mirrors
-        a least recently used cache instead. Close it, or use it in a `with` block.
+        Block size and capacity come from the server's `/metrics`, unless they are given. With `events_endpoint` and
+        better with `replay_endpoint` in the settings, the server's KV events keep the residency exact, and tell what
+        other processes have ordered (`events` is their subscriber); this needs `builder`, with the served model's
+        tokenizer. Otherwise the residency mirrors a least recently used cache. What the server lacks, or stops to
+        tell, is a `DegradedWarning`, once, and stays in `degraded`. Close the orderer, or use it in a `with` block.
 
-        Raises ImportError naming the extra to install, and ValueError or RuntimeError for an address that is none.
+        Raises ImportError naming the extra to install, RuntimeError if no server answers at the address, and ValueError
+        for an endpoint that is none, or whose events could not be used.
         """
         from ragorder.adapters.connect import connect
 
@@ -144,17 +125,43 @@ class Orderer:
             raise TypeError(f"give either settings or options, not both: {', '.join(sorted(options))}")
         return connect(cls, base_url, builder=builder, settings=settings or Settings(**options), api_key=api_key)
 
+    def __repr__(self) -> str:
+        settings = self.settings
+        capacity = "unlimited" if settings.capacity_tokens is None else settings.capacity_tokens
+        degraded = f", degraded: {'; '.join(self.degraded)}" if self.degraded else ""
+        return (
+            f"{type(self).__name__}(capacity_tokens={capacity}, block_size={settings.block_size}, "
+            f"residency={self._residency}{degraded})"
+        )
+
+    @property
+    def _residency(self) -> str:
+        """How is known what the engine holds."""
+        if self.settings.residency == "none":
+            return "none"
+        if self._contents is not None:
+            return "KV events"
+        return "LRU mirror with feedback" if self.settings.feedback else "LRU mirror"
+
+    @property
+    def degraded(self) -> tuple[str, ...]:
+        """What the orderer has to do without, in the order in which it was found. `DegradedWarning` told of each."""
+        return self._degradations.reasons
+
+    def degrade(self, reason: str) -> None:
+        """Add a reason to `degraded`, and warn of it once. For adapters; never raises. No document's text, no key and
+        no tenant may stand in it."""
+        self._degradations.add(reason)
+
     @property
     def tree_size(self) -> int:
         """Nodes in the knowledge trees of all scopes."""
-        with self._lock:
-            return sum(scope.tree.size for scope in self._scopes.values())
+        return self._gate.run(lambda: sum(scope.tree.size for scope in dict.values(self._scopes)))
 
     @property
     def evicted_blocks(self) -> int:
         """KV blocks that were counted as evicted so far, in all scopes."""
-        with self._lock:
-            return self._evicted_blocks + sum(scope.mirror.evicted_blocks for scope in self._scopes.values())
+        return self._gate.run(lambda: self._scopes.evicted_blocks)
 
     def close(self) -> None:
         """Stop following the engine's events. The orderer goes on with the mirror, which begins anew."""
@@ -162,9 +169,7 @@ class Orderer:
             return
         self.events.close()
         self._contents = self._token_ids = None
-        with self._lock:
-            while self._scopes:
-                self._close(self._scopes.popitem()[1])
+        self._gate.run(self._scopes.clear)
 
     def __enter__(self) -> Self:
         return self
@@ -184,11 +189,14 @@ class Orderer:
         """Order one request's documents, given in retrieval order, and count them as in flight.
 
         `waiting` holds the documents of requests that already wait, next first: what this request adds to the cache is
-        then laid out for them. `scope` separates caches that share nothing: model, prompt template, tenant.
+        then laid out for them. `scope` separates requests that share no prefix: model, prompt template, tenant. All
+        scopes share the engine's capacity: what was used least recently goes first, whichever scope it belongs to.
         `suffix_tokens` is the length of this request's question and answer, if it is known better than in the settings;
         `prefix_tokens` that of what stands in front of the documents in this scope, which its first request tells.
         """
         given = list(documents)
+        if self._contents is not None and scope is not None and not (isinstance(scope, str) and scope):
+            self.degrade(_UNSALTED)
         try:
             request = self._read(given)
             backlog = [frozenset(map(self._key, others)) for others in waiting] if waiting else ()
@@ -197,12 +205,11 @@ class Orderer:
             if prefix_tokens is not None:
                 prefix_tokens = _length(prefix_tokens)
         except Exception as error:
+            self._refuse(given, error)
             return self.fall_back(given, error)
         try:
-            with self._lock:
-                return self._scope(scope, prefix_tokens).order(request, backlog, suffix_tokens)
+            return self._enter(scope, lambda known: known.order(request, backlog, suffix_tokens), prefix_tokens)
         except Exception as error:
-            self._forget(scope)
             return self.fall_back(given, error)
 
     def preview(
@@ -214,9 +221,9 @@ class Orderer:
         try:
             request = self._read(given)
             backlog = [frozenset(map(self._key, others)) for others in waiting] if waiting else ()
-            with self._lock, self._looking_at(scope) as looked_at:
-                permutation = looked_at.preview(request, backlog)
+            permutation = self._look(scope, lambda known: known.preview(request, backlog))
         except Exception as error:
+            self._refuse(given, error)
             return self.fall_back(given, error).documents
         return [given[rank] for rank in permutation]
 
@@ -228,14 +235,13 @@ class Orderer:
 
         `prefix_tokens` is as for `order`. After an internal error nothing is cached, and documents have no length.
         """
+        given = list(documents)
         try:
-            request = self._read(list(documents))
-            with self._lock:
-                if (known := self._scopes.get(scope)) is not None:
-                    return known.foretell(request)
-            prefix = self.settings.prefix_tokens if prefix_tokens is None else _length(prefix_tokens)
-            return 0, prefix + sum(request.tokens)
+            request = self._read(given)
+            prefix = None if prefix_tokens is None else _length(prefix_tokens)
+            return self._look(scope, lambda known: known.foretell(request), prefix)
         except Exception as error:
+            self._refuse(given, error)
             self._report(error)
             return 0, 0
 
@@ -243,8 +249,7 @@ class Orderer:
         """Whether the engine is expected to hold what stands in front of the documents, or to be computing it. True
         where it is shorter than a block, of which nothing can be held."""
         try:
-            with self._lock, self._looking_at(scope) as looked_at:
-                return looked_at.holds_prefix()
+            return self._look(scope, Scope.holds_prefix)
         except Exception as error:
             self._report(error)
             return True
@@ -260,7 +265,11 @@ class Orderer:
         """Order the documents of many requests *and* the requests, so that those that share follow one another.
 
         The result gives the orderings in serving order, each with its `index` in `requests`; each counts as in flight
-        once it is taken. No request is served more than `max_wait` places behind where it arrived (None: no bound).
+        once it is taken. No request is served more than `max_wait` places behind where it arrived (None: no bound; 0:
+        each is ordered as it comes, as by `order`). Never expected to find less in the cache than `order` for one
+        request after the other.
+
+        Raises ValueError for a negative `max_wait`.
         """
         given = [list(documents) for documents in requests]
         if max_wait is not None and max_wait < 0:
@@ -269,23 +278,30 @@ class Orderer:
             read = [self._read(documents) for documents in given]
             if suffix_tokens is not None:
                 suffix_tokens = _length(suffix_tokens)
-            planned = self._plan(read, scope, len(read) if max_wait is None else max_wait + 1)
+            steps = plan_batch(self._copy_of(scope, read), read, max_wait, suffix_tokens)
         except Exception as error:
+            for documents in given:
+                self._refuse(documents, error)
             self._report(error)
             return Batch(range(len(given)), lambda place: _unordered(given[place], place))
 
         def start(place: int) -> Ordering[D]:
-            number, permutation = planned[place]
+            number, permutation = steps[place]
             try:
-                with self._lock:
-                    ordering = self._scope(scope).start(read[number], permutation, suffix_tokens)
+                ordering = self._enter(
+                    scope,
+                    lambda known: (
+                        known.order(read[number], (), suffix_tokens)
+                        if permutation is None
+                        else known.start(read[number], permutation, suffix_tokens)
+                    ),
+                )
             except Exception as error:
-                self._forget(scope)
                 ordering = self.fall_back(given[number], error)
             ordering.index = number
             return ordering
 
-        return Batch([number for number, _ in planned], start)
+        return Batch([step.number for step in steps], start)
 
     def fall_back(self, documents: Iterable[D], error: Exception) -> Ordering[D]:
         """Retrieval order after an error, which is counted, and logged if it is the first. For adapters, whose reading
@@ -295,30 +311,28 @@ class Orderer:
 
     def twin(self, **changes: Any) -> Orderer:
         """An orderer of the same documents with other settings and trees of its own, which nobody tells what the engine
-        holds: to compare with."""
-        tokens = self._tokens if self._check_tokens else None
-        settings = self.settings.model_copy(update=changes)
-        return Orderer(settings, key=self._key, tokens=tokens, group=self._group)
+        holds: to compare with. Lengths that the one or the other learns from the engine's reports hold for both."""
+        twin = Orderer(self.settings.model_copy(update=changes), **self._callables)
+        twin._lengths = self._lengths
+        return twin
 
-    def _plan(self, requests: list[Request[D]], scope: Hashable, window: int) -> list[tuple[int, list[int]]]:
-        """(request, permutation of its ranks) in serving order; nobody leaves their window of so many requests.
+    def __getstate__(self) -> dict[str, Any]:
+        return {"settings": self.settings, "follows": self._contents is not None, **self._callables}
 
-        Planning may take seconds: the lock is held only to look at the tree, one request at a time.
-        """
-        planned = []
-        for first in range(0, len(requests), max(1, window)):
-            batch = requests[first : first + window]
-            cached = []
-            for request in batch:
-                with self._lock:
-                    cached.append(self._scope(scope).cached_path(request))
-            tokens = {
-                key: length for request in batch for key, length in zip(request.keys, request.tokens, strict=True)
-            }
-            for number, order in plan_backlog([request.keys for request in batch], tokens, cached):
-                ranks = batch[number].ranks
-                planned.append((first + number, [ranks[key] for key in order]))
-        return planned
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy, pickled or not, starts cold: with the settings and the callables, and without trees and events."""
+        follows = state.pop("follows")
+        Orderer.__init__(self, **state)
+        if follows:
+            self.degrade("a copy follows no KV events: the residency is a mirror (Orderer.for_vllm follows them)")
+
+    def _copy_of(self, name: Hashable, requests: Iterable[Request[D]]) -> Scope:
+        """A copy of a scope to plan on, which may take seconds: others wait only while it is copied."""
+        if self._contents is not None:
+            # What others had computed for each request is looked for one request at a time.
+            for request in requests:
+                self._enter(name, partial(Scope.cached_path, request=request))
+        return self._look(name, Scope.copy)
 
     def _read(self, given: list[D]) -> Request[D]:
         keys: list[Hashable] = list(map(self._key, given))
@@ -335,40 +349,61 @@ class Orderer:
         token_ids = list(map(self._token_ids, given)) if self._token_ids is not None else ()
         return Request(given, keys, ranks, tokens, groups, token_ids, estimated)
 
-    def _scope(self, name: Hashable, prefix_tokens: int | None = None) -> Scope:
-        scope = self._scopes.get(name)
-        if scope is None:
-            settings = self.settings
-            if prefix_tokens is not None:
-                settings = settings.model_copy(update={"prefix_tokens": prefix_tokens})
-            scope = self._scopes[name] = Scope(name, settings, self._lock, self._report, self._contents)
-            if len(self._scopes) > self.settings.max_scopes:
-                self._close(self._scopes.popitem(last=False)[1])
-        elif len(self._scopes) > 1:
-            self._scopes.move_to_end(name)
-        return scope
+    def _enter(self, name: Hashable, work: Callable[[Scope], T], prefix_tokens: int | None = None) -> T:
+        """What `work` gives in a scope, alone."""
+        return self._gate.run(self._work_in, name, work, prefix_tokens)
 
-    @contextmanager
-    def _looking_at(self, name: Hashable) -> Iterator[Scope]:
-        """The scope as it is; one that nobody has used yet is not kept."""
+    def _look(self, name: Hashable, work: Callable[[Scope], T], prefix_tokens: int | None = None) -> T:
+        """The same in a scope as it is; one that nobody has used yet is not kept."""
+        return self._gate.run(self._look_at, name, work, prefix_tokens)
+
+    def _work_in(self, name: Hashable, work: Callable[[Scope], T], prefix_tokens: int | None) -> T:
+        scopes = self._scopes
+        scope = scopes.get(name)
+        if scope is None or not scope.whole:
+            scope = scopes.add(self._make_scope(name, prefix_tokens))
+        elif len(scopes) > 1:
+            scopes.move_to_end(name)
+        # An error, or an interrupt, may leave the tree half changed: then nothing says that it is whole again.
+        scope.whole = False
+        result = work(scope)
+        scopes.changed(scope)
+        scope.whole = True
+        return result
+
+    def _look_at(self, name: Hashable, work: Callable[[Scope], T], prefix_tokens: int | None) -> T:
         known = self._scopes.get(name)
-        scope = known or Scope(name, self.settings, self._lock, self._report, self._contents)
+        if known is not None and known.whole:
+            known.whole = False
+            result = work(known)
+            self._scopes.changed(known)
+            known.whole = True
+            return result
+        scope = self._make_scope(name, prefix_tokens)
         try:
-            yield scope
+            return work(scope)
         finally:
-            if known is None:
-                scope.close()
+            scope.close()
 
-    def _forget(self, scope: Hashable) -> None:
-        """An error may have left the scope's tree half changed: start it anew."""
-        with suppress(TypeError), self._lock:
-            forgotten = self._scopes.pop(scope, None)
-            if forgotten is not None:
-                self._close(forgotten)
+    def _make_scope(self, name: Hashable, prefix_tokens: int | None) -> Scope:
+        settings = self.settings
+        if prefix_tokens is not None:
+            settings = settings.model_copy(update={"prefix_tokens": prefix_tokens})
+        return Scope(name, settings, self._scopes, self._contents, self._lengths.of(name))
 
-    def _close(self, scope: Scope) -> None:
-        self._evicted_blocks += scope.mirror.evicted_blocks
-        scope.close()
+    def after_fork(self) -> None:
+        """In a child process: no other thread goes on, so what it was changing is not whole, and no events come."""
+        if self._gate.after_fork() or self._contents is not None:
+            self._scopes = Scopes(self.settings, self._gate.later, self._report)
+        if self._contents is not None:
+            self._contents = self._token_ids = None
+            reason = "forked: KV events are followed in the parent process alone, here the residency is a mirror"
+            _collector.when_next(partial(self.degrade, reason))
+
+    def _refuse(self, given: list[Any], error: Exception) -> None:
+        """Raise TypeError if the error comes of objects that are no documents: it would come with every request."""
+        if isinstance(error, AttributeError):
+            check_readable(given, self._wanted)
 
     def _report(self, error: Exception) -> None:
         if self.settings.strict:
@@ -377,6 +412,10 @@ class Orderer:
         if self.fallbacks == 1:
             # The message of an error may quote a document: only its type is logged.
             _logger.warning("ordering failed with %s: retrieval order is kept, and counted", type(error).__name__)
+            self.degrade(
+                f"ordering failed with {type(error).__name__}: retrieval order is kept, and counted in `fallbacks` "
+                "(Orderer(strict=True) raises the error)"
+            )
 
 
 def _unordered(given: list[D], index: int = 0) -> Ordering[D]:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from functools import partial
+from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
+
+from ragorder._collector import when_collected
 
 __all__ = ["Ordering", "Settlement"]
 
@@ -55,7 +58,7 @@ class Ordering(Generic[D]):
         prefix_documents: int = 0,
         cached_tokens: int = 0,
         guard_cost_tokens: int = 0,
-        settle: Callable[[Any, bool, float | None, float | None], None] | None = None,
+        settle: Callable[[Any, Settlement], None] | None = None,
         lease: object = None,
         documents_end: int = 0,
     ) -> None:
@@ -75,6 +78,12 @@ class Ordering(Generic[D]):
         return (
             f"Ordering({len(self.documents)} documents, permutation={list(self.permutation)}, "
             f"prefix_documents={self.prefix_documents}, cached_tokens={self.cached_tokens})"
+        )
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "an Ordering stands for a request in flight at its orderer, so that there cannot be two of it: "
+            "copy ordering.documents and ordering.permutation instead"
         )
 
     @property
@@ -99,12 +108,18 @@ class Ordering(Generic[D]):
         self._end(Settlement(False))
 
     def when_settled(self, observer: Callable[[Settlement], None]) -> None:
-        """Have `observer` called once, when the ordering is first confirmed or discarded. It must not raise."""
+        """Have `observer` called once, when the ordering is first confirmed or discarded. It must not raise.
+
+        An observer may take locks. Where a finaliser settles the ordering it is therefore called later, by the next
+        call of this package: the thread that the garbage collector interrupted may hold such a lock.
+        """
         self._observers += (observer,)
 
     def _end(self, settlement: Settlement) -> None:
         observers, self._observers = self._observers, ()
-        if self._settle is not None:
-            self._settle(self._lease, settlement.served, settlement.cached_tokens, settlement.total_tokens)
-        for observer in observers:
-            observer(settlement)
+        try:
+            if self._settle is not None:
+                self._settle(self._lease, settlement)
+        finally:
+            for observer in observers:
+                when_collected(partial(observer, settlement))

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from operator import itemgetter
 from string import Formatter
-from typing import Any
+from typing import Any, NamedTuple
 
-from ragorder.document import Document, estimate_tokens
+from ragorder.document import Document, content_key, estimate_tokens
+from ragorder.kept import Kept
 from ragorder.neutralise import make_neutraliser
 from ragorder.ordering import Ordering
+from ragorder.pieces import pieces
 from ragorder.tokens import Frame, SegmentTokenizer
 
 __all__ = ["Prompt", "PromptBuilder", "Span"]
 
 _FIELDS = {"document_template": {"id", "text", "title"}, "question_template": {"query"}}
+_KEPT_BYTES = 64 << 20
+# Of an entry, besides its tokens: key, value and their places.
+_ENTRY_BYTES = 400
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +48,14 @@ class Prompt:
     spans: list[Span]
 
 
+class _Segment(NamedTuple):
+    """A document in the prompt: its tokens, how many there are, and how many of them fill it up to whole blocks."""
+
+    tokens: int
+    ids: bytes = b""
+    padding: int = 0
+
+
 class PromptBuilder:
     """Builds prompts as system prompt, documents, question.
 
@@ -53,6 +66,7 @@ class PromptBuilder:
     - `state_ranking` says after the documents how retrieval ranked them, by id.
     - `align_to` (tokens, the engine's block size; needs the tokenizer) pads system prompt and documents with newlines
       to whole blocks, so that no block is lost where documents meet.
+    - `cached_documents` is how many documents' tokens are kept, in 64 MiB at most: by digest, and without their texts.
 
     Control tokens in documents and questions are neutralised, and lone surrogates replaced.
     Raises ValueError for a template with other or missing fields, or for `align_to` without a tokenizer.
@@ -69,6 +83,15 @@ class PromptBuilder:
         align_to: int | None = None,
         cached_documents: int = 4096,
     ) -> None:
+        self._arguments = {
+            "system": system,
+            "document_template": document_template,
+            "question_template": question_template,
+            "tokenizer": tokenizer,
+            "state_ranking": state_ranking,
+            "align_to": align_to,
+            "cached_documents": cached_documents,
+        }
         _check_template("document_template", document_template, "text")
         _check_template("question_template", question_template, "query")
         if align_to is not None and (tokenizer is None or align_to < 1):
@@ -82,9 +105,18 @@ class PromptBuilder:
         self._neutralise = make_neutraliser(self._tokenizer.control_tokens() if self._tokenizer else None)
         frame = self._tokenizer.frame(system) if self._tokenizer else Frame(f"{system}\n\n", "\n", system_role=True)
         self._head, self._tail, self._system_role = frame
-        self._segment = lru_cache(cached_documents)(self._make_segment)
+        self.shown = frozenset(_fields(document_template))
+        self._kept: Kept[_Segment] = Kept(cached_documents, _KEPT_BYTES)
         self._filler = self._find_filler() if align_to is not None else 0
-        self._head, self._head_ids = self._pad(self._head)
+        ids, padding = self._encode(self._head)
+        self._head, self._head_ids = self._head + "\n" * padding, tuple(ids)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self._arguments
+
+    def __setstate__(self, arguments: dict[str, Any]) -> None:
+        """A copy, pickled or not, is made anew from the same arguments."""
+        PromptBuilder.__init__(self, **arguments)
 
     @property
     def prefix_tokens(self) -> int:
@@ -93,8 +125,17 @@ class PromptBuilder:
 
     def document_tokens(self, document: Document) -> int:
         """Tokens of the document in the prompt, header included: give it to `Orderer(tokens=…)`."""
-        text, ids = self._segment(*_parts(document))
-        return len(ids) if self._tokenizer else estimate_tokens(text)
+        return self._segment(document).tokens
+
+    def count_tokens(self, document: Document) -> int:
+        """As `document_tokens`, but counted anew: nothing is kept, so that no time tells whether the document was seen
+        before. A document of more than 32,768 characters is counted in pieces, which takes less memory, and may give
+        one or two tokens more for each."""
+        text = self._render(document)
+        if self._tokenizer is None:
+            return estimate_tokens(text)
+        tokens = sum(len(self._tokenizer.encode(piece)) for piece in pieces(text))
+        return tokens + (-tokens % self._align_to if self._align_to else 0)
 
     @property
     def prefix_ids(self) -> Sequence[int]:
@@ -103,25 +144,32 @@ class PromptBuilder:
 
     def document_ids(self, document: Document) -> Sequence[int]:
         """The tokens of the document in the prompt (none without a tokenizer): for `Orderer(token_ids=…)`."""
-        return self._segment(*_parts(document))[1]
+        return array("q", self._segment(document).ids)
 
     def build(self, query: str, documents: Ordering[Document] | Sequence[Document]) -> Prompt:
         """The prompt for a question and its documents, in the order given."""
         ordered = documents.documents if isinstance(documents, Ordering) else list(documents)
         ranking = documents.permutation if isinstance(documents, Ordering) else range(len(ordered))
-        question = self._question(query, ordered, ranking)
-        segments = [self._segment(*_parts(document)) for document in ordered]
         token_ids: list[int] | None = None
         spans = []
         if self._tokenizer:
             token_ids = list(self._head_ids)
-            for document, (_, ids) in zip(ordered, segments, strict=True):
+            for document in ordered:
+                ids = self.document_ids(document)
                 spans.append(Span(document.id, len(token_ids), len(token_ids) + len(ids)))
                 token_ids += ids
-            token_ids += self._tokenizer.encode(question + self._tail)
-        # Once more as a whole: two documents must not make up a control token between them.
-        turn = self._neutralise("".join(text for text, _ in segments) + question)
+            token_ids += self._tokenizer.encode(self._question(query, ordered, ranking) + self._tail)
+        turn = self.turn(query, ordered, ranking)
         return Prompt(self._head + turn + self._tail, self._messages(turn), token_ids, spans)
+
+    def turn(self, query: str, documents: Sequence[Document], ranking: Sequence[int]) -> str:
+        """The user's message: documents in the order given, then the question. `ranking` has their retrieval ranks."""
+        texts = [self._render(document) for document in documents]
+        if self._align_to is not None:
+            segments = map(self._segment, documents)
+            texts = [text + "\n" * segment.padding for text, segment in zip(texts, segments, strict=True)]
+        # Once more as a whole: two documents must not make up a control token between them.
+        return self._neutralise("".join(texts) + self._question(query, documents, ranking))
 
     def _messages(self, turn: str) -> list[dict[str, str]]:
         if not self.system:
@@ -135,9 +183,26 @@ class PromptBuilder:
         text = self._question(query, (), ()) + self._tail
         return len(self._tokenizer.encode(text)) if self._tokenizer else estimate_tokens(text)
 
-    def _make_segment(self, id: str, text: str, title: str) -> tuple[str, tuple[int, ...]]:
-        rendered = self._neutralise(self._document_template.format(id=id, text=text, title=title))
-        return self._pad(rendered)
+    def _render(self, document: Document) -> str:
+        title = str(document.metadata.get("title", ""))
+        return self._neutralise(self._document_template.format(id=document.id, text=document.text, title=title))
+
+    def _segment(self, document: Document) -> _Segment:
+        key = document.key
+        if "title" in self.shown:
+            key = content_key(str(document.metadata.get("title", "")), key)
+        segment = self._kept.get(key)
+        if segment is None:
+            segment = self._make_segment(document)
+            self._kept.put(key, segment, len(segment.ids) + _ENTRY_BYTES)
+        return segment
+
+    def _make_segment(self, document: Document) -> _Segment:
+        text = self._render(document)
+        if self._tokenizer is None:
+            return _Segment(estimate_tokens(text))
+        ids, padding = self._encode(text)
+        return _Segment(len(ids), array("q", ids).tobytes(), padding)
 
     def _question(self, query: str, ordered: Sequence[Document], ranking: Sequence[int]) -> str:
         question = self._question_template.format(query=query)
@@ -147,13 +212,13 @@ class PromptBuilder:
         # Chat templates trim the end of a turn.
         return self._neutralise(question).rstrip()
 
-    def _pad(self, text: str) -> tuple[str, tuple[int, ...]]:
-        """The text and its tokens, filled up to whole blocks if that is wanted."""
+    def _encode(self, text: str) -> tuple[list[int], int]:
+        """The tokens of a text, filled up to whole blocks if that is wanted, and by how many."""
         if self._tokenizer is None:
-            return text, ()
+            return [], 0
         ids = self._tokenizer.encode(text)
         missing = -len(ids) % self._align_to if self._align_to else 0
-        return text + "\n" * missing, (*ids, *[self._filler] * missing)
+        return ids + [self._filler] * missing, missing
 
     def _find_filler(self) -> int:
         assert self._tokenizer is not None
@@ -163,13 +228,13 @@ class PromptBuilder:
         return ids[-1]
 
 
-def _parts(document: Document) -> tuple[str, str, str]:
-    return document.id, document.text, str(document.metadata.get("title", ""))
+def _fields(template: str) -> set[str]:
+    return {field for _, field, _, _ in Formatter().parse(template) if field is not None}
 
 
 def _check_template(name: str, template: str, required: str) -> None:
     try:
-        fields = {field for _, field, _, _ in Formatter().parse(template) if field is not None}
+        fields = _fields(template)
         template.format(**dict.fromkeys(_FIELDS[name] | fields, "text"))
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"{name}: {error}; write a literal brace twice") from None

@@ -7,6 +7,7 @@ from typing import Literal, Self
 from pydantic import Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from ragorder.counts import parse_count
 from ragorder.guards import Guards
 
 __all__ = ["Settings"]
@@ -51,7 +52,7 @@ class Settings(BaseSettings):
     replay_endpoint: str | None = Field(None, description="ZMQ endpoint where lost KV events are asked for again.")
     events_topic: str = Field("", description="Topic of the KV events; empty: any.")
 
-    max_nodes: int = Field(100_000, ge=1, description="Nodes of one scope's tree, whatever the capacity.")
+    max_nodes: int = Field(100_000, ge=1, description="Nodes of all scopes' trees together, whatever the capacity.")
     max_scopes: int = Field(
         1024, ge=1, description="Scopes remembered; beyond that the least recently used is forgotten."
     )
@@ -60,7 +61,9 @@ class Settings(BaseSettings):
     @field_validator("capacity_tokens", mode="before")
     @classmethod
     def _unlimited(cls, value: object) -> object:
-        return None if value in ("none", "unlimited") else value
+        if value in ("none", "unlimited"):
+            return None
+        return parse_count(value) if isinstance(value, str) else value
 
     @model_validator(mode="after")
     def _one_end(self) -> Self:

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from threading import Lock
 from typing import Any, NamedTuple
 
+from ragorder import _fork
+
 __all__ = ["Frame", "SegmentTokenizer"]
 
 _SLOT = "@@ragorder-documents@@"
@@ -31,6 +33,11 @@ class SegmentTokenizer:
             kind = type(tokenizer).__name__
             raise TypeError(f"tokenizer must be one of transformers, got {kind}: use AutoTokenizer.from_pretrained")
         self._tokenizer = tokenizer
+        self.after_fork()
+        _fork.follow(self)
+
+    def after_fork(self) -> None:
+        """A lock of its own for a child process."""
         self._lock = Lock()
 
     def encode(self, text: str) -> list[int]:

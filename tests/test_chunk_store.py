@@ -602,7 +602,7 @@ class TestADiskThatFails:
             patch.setattr(os, call, refuse)
             yield
 
-    @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EDQUOT])
+    @pytest.mark.parametrize("number", [errno.EFBIG, errno.EIO, errno.EROFS])
     def test_a_write_that_fails_leaves_nothing(
         self, folder: Path, monkeypatch: pytest.MonkeyPatch, number: int
     ) -> None:
@@ -614,6 +614,24 @@ class TestADiskThatFails:
         assert OTHER not in store and len(files(folder)) == 1
         assert store.used_bytes == bytes_on_disk(folder)
         assert put(store, OTHER) and holds(store, OTHER) and holds(store, KEY)
+
+    @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+    def test_l15_room_that_does_not_help_is_made_once_a_pause(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch, number: int
+    ) -> None:
+        now = [0.0]
+        store = open_store(folder, back_off=BackOff(3, 10.0, 30.0, clock=lambda: now[0]))
+        old = [b"%d" % each for each in range(6)]
+        assert all(put(store, key) for key in old)
+        with self.broken(monkeypatch, "writev", number):
+            for seconds in (10.0, 20.0, 30.0):
+                assert not any(put(store, b"new %d" % each) for each in range(9))
+                now[0] += seconds
+        assert [holds(store, key) for key in old] == [False] * 3 + [True] * 3
+        assert store.counters.evicted == 3
+        assert store.counters.failed_writes == {errno.errorcode[number]: 5}
+        assert store.used_bytes == bytes_on_disk(folder)
+        assert put(store, KEY) and holds(store, KEY)
 
     def test_a_disk_that_fills_up_in_the_middle_of_a_write(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         store = open_store(folder)
@@ -636,20 +654,78 @@ class TestADiskThatFails:
         store = open_store(folder)
         assert put(store, KEY) and holds(store, KEY)
 
-    def test_a_real_disk_that_is_full(self, folder: Path) -> None:
+    def test_l15_on_a_disk_that_others_fill_newer_chunks_take_the_place_of_older_ones(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A quota would look like this: the system says nothing of it but at the write."""
+        quota = 10 * 2 * BLOCK
+        write = os.writev
+
+        def limited(descriptor: int, buffers: list[memoryview]) -> int:
+            # The file itself is there already, and empty.
+            if bytes_on_disk(folder) + 2 * BLOCK > quota:
+                raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+            return write(descriptor, buffers)
+
+        monkeypatch.setattr(os, "writev", limited)
+        removed: list[bytes] = []
+        store = open_store(folder, removed=removed.extend, policy="lru")
+        keys = [b"%d" % number for number in range(100)]
+        assert all(put(store, key) for key in keys)
+        assert [key for key in keys if key in store] == keys[-10:]
+        assert all(holds(store, key) for key in keys[-10:])
+        assert removed == keys[:90] and store.counters.evicted == 90
+        assert store.counters.refusals() == {}
+        assert store.used_bytes == bytes_on_disk(folder) == quota
+        quota *= 2
+        assert all(put(store, b"more %d" % number) for number in range(30))
+        assert store.used_bytes == bytes_on_disk(folder) == quota
+        assert store.counters.refusals() == {}
+
+    def test_l15_what_is_protected_is_not_given_up_for_it(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        store = open_store(folder)
+        put(store, KEY)
+        with self.broken(monkeypatch, "writev", errno.ENOSPC):
+            assert not put(store, OTHER, protected={KEY})
+        assert holds(store, KEY) and store.counters.evicted == 0
+
+    @pytest.fixture
+    def small_disk(self, folder: Path) -> Iterator[Path]:
+        """A file system of 256 KiB in the folder's place."""
         folder.mkdir()
         if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", folder], capture_output=True).returncode:  # noqa: S607
             pytest.skip("no file system can be mounted here")
-        try:
-            store = open_store(folder, back_off=BackOff(failures=1000))
-            written = [key for number in range(100) if put(store, key := b"%d" % number)]
-            assert 10 < len(written) < 64
-            assert store.counters.failed_writes == {"ENOSPC": 100 - len(written)}
-            assert all(holds(store, key) for key in written)
-            assert len(files(folder)) == len(written)
-            store.close()
-        finally:
-            subprocess.run(["umount", folder], check=True)  # noqa: S607
+        yield folder
+        # At the latest when the last file is closed.
+        subprocess.run(["umount", "-l", folder], check=True)  # noqa: S607
+
+    def test_l15_a_real_disk_that_others_fill(self, small_disk: Path) -> None:
+        store = open_store(small_disk, policy="lru")
+        ballast = small_disk / "of somebody else"
+        for taken in (180_000, 100_000, 0):
+            ballast.write_bytes(bytes(taken))
+            written = [key for number in range(100) if put(store, key := b"%d %d" % (taken, number))]
+            assert len(written) == 100
+            kept = [key for key in written if key in store]
+            assert kept == written[-len(kept) :]
+            assert all(holds(store, key) for key in kept)
+            assert len(kept) > (256 * 1024 - taken) // (2 * BLOCK) - 4
+            assert store.used_bytes == bytes_on_disk(small_disk)
+            assert store.counters.refusals() == {} and store.counters.pauses == 0
+        store.close()
+
+    def test_l15_a_real_disk_without_any_room_for_it(self, small_disk: Path) -> None:
+        now = [0.0]
+        store = open_store(small_disk, back_off=BackOff(3, 10.0, 10.0, clock=lambda: now[0]))
+        with (small_disk / "of somebody else").open("wb", buffering=0) as ballast, suppress(OSError):
+            while ballast.write(bytes(1024)):
+                pass
+        assert not any(put(store, b"%d" % number) for number in range(100))
+        assert store.counters.failed_writes == {"ENOSPC": 3} and store.pausing
+        (small_disk / "of somebody else").unlink()
+        now[0] = 10.0
+        assert all(put(store, b"%d" % number) for number in range(100))
+        store.close()
 
     def test_a_limit_of_the_process(self, folder: Path, python: Any) -> None:
         done = python("-c", LIMITED, folder)
@@ -662,9 +738,9 @@ class TestADiskThatFails:
         now = [0.0]
         store = open_store(folder, back_off=BackOff(3, 10.0, 30.0, clock=lambda: now[0]))
         put(store, KEY)
-        with self.broken(monkeypatch, "writev", errno.ENOSPC):
+        with self.broken(monkeypatch, "writev", errno.EIO):
             assert not any(put(store, b"%d" % number) for number in range(5))
-        assert store.counters.failed_writes == {"ENOSPC": 3}
+        assert store.counters.failed_writes == {"EIO": 3}
         assert store.counters.skipped_writes == 2 and store.counters.pauses == 1 and store.pausing
         assert holds(store, KEY)
         now[0] = 10.0

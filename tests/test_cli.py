@@ -32,6 +32,7 @@ RUN_FIELDS = {
     "capacity_tokens",
     "waiting",
     "batch",
+    "max_wait",
     "requests",
     "failures",
     "prompt_tokens",
@@ -684,6 +685,18 @@ class TestBench:
         assert (alone["batch"], batch["batch"]) == (False, True)
         assert batch["cached_tokens"] > alone["cached_tokens"]
 
+    def test_d3_a_bounded_wait(self) -> None:
+        options = ("--workload", "mix8", "--policy", "auto", "--limit", "60")
+        alone, *batches = (
+            bench(*options, *more)[0] for more in ([], *(["--batch", "--max-wait", str(wait)] for wait in (0, 5, 20)))
+        )
+        assert [batch["max_wait"] for batch in batches] == [0, 5, 20]
+        assert batches[0]["cached_tokens"] == alone["cached_tokens"] < batches[1]["cached_tokens"]
+        assert batches[1]["cached_tokens"] < batches[2]["cached_tokens"]
+
+    def test_a_wait_without_a_batch_to_bench(self) -> None:
+        assert "--max-wait goes with --batch" in refusal("bench", "--max-wait", "3")
+
     def test_block_size_is_the_caches_granularity(self) -> None:
         fine, coarse = (bench("--policy", "auto", "--limit", "50", "--block-size", size)[0] for size in ("1", "256"))
         assert fine["cached_tokens"] > coarse["cached_tokens"]
@@ -708,7 +721,7 @@ class TestBenchRefuses:
     def test_a_capacity_that_is_none(self, capacity: str) -> None:
         said = refusal("bench", "--limit", "2", f"--capacity-tokens={capacity}")
         assert "--capacity-tokens" in said
-        assert "give tokens (100000), a share of the corpus (5%) or unlimited" in said
+        assert "give tokens (100000 or 100k), a share of the corpus (5%) or unlimited" in said
 
     def test_a_share_that_is_less_than_a_token(self) -> None:
         said = refusal("bench", "--limit", "2", "--capacity-tokens", "0.0001%")
@@ -861,16 +874,18 @@ class TestMissingExtras:
     @pytest.mark.parametrize(
         ("arguments", "blocked", "extra"),
         [
-            (("--workload", "pydocs"), "bm25s", "ragorder["),
-            (("--retriever", "bm25"), "bm25s", "ragorder["),
+            (("--workload", "pydocs"), "bm25s", "ragorder[bm25]"),
+            (("--retriever", "bm25"), "bm25s", "ragorder[bm25]"),
             (("--retriever", "dense"), "faiss", "ragorder[retrieval]"),
             (("--retriever", "dense"), "sentence_transformers", "ragorder[retrieval]"),
-            (("--engine", "vllm", "--model", "."), "transformers", "ragorder[vllm]"),
+            (("--engine", "vllm", "--model", "."), "transformers", "ragorder[tokenizer]"),
         ],
     )
     def test_of_bench(
         self, python: Any, corpus: Path, tmp_path: Path, arguments: tuple[str, ...], blocked: str, extra: str
     ) -> None:
+        if blocked == "sentence_transformers":
+            pytest.importorskip("faiss")  # which is asked for first
         where = () if "--workload" in arguments else ("--corpus", corpus, "--top-k", "1")
         environment = {"XDG_CACHE_HOME": str(tmp_path / "empty")}
         done = python(*COMMAND, "bench", "--limit", "2", *where, *arguments, blocked=(blocked,), **environment)
@@ -886,11 +901,11 @@ class TestMissingExtras:
         assert "pip install 'ragorder[vllm]'" in done.stderr
         assert "Traceback" not in done.stderr
 
-    @pytest.mark.parametrize("engine", ["sim", "vllm"])
-    def test_of_demo(self, python: Any, tmp_path: Path, engine: str) -> None:
+    @pytest.mark.parametrize(("engine", "extras"), [("sim", "bm25"), ("torch", "bm25,torch"), ("vllm", "bm25,vllm")])
+    def test_audit_7_of_demo_all_at_once(self, python: Any, tmp_path: Path, engine: str, extras: str) -> None:
         done = python(*COMMAND, "demo", "--engine", engine, blocked=MISSING, XDG_CACHE_HOME=str(tmp_path / "empty"))
         assert done.returncode == 1, done.stderr
-        assert "pip install 'ragorder[" in done.stderr
+        assert f"pip install 'ragorder[{extras}]'" in done.stderr
         assert "Traceback" not in done.stderr
 
 

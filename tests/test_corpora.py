@@ -6,6 +6,7 @@ import gzip
 import itertools
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -421,3 +422,29 @@ def _python(code: str, **environment: str) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         text=True,
     )
+
+
+class TestFoldersOfOnesOwn:
+    def test_d10_a_title_may_be_missing(self, write: Write) -> None:
+        untitled = [{"id": line["id"], "text": line["text"]} for line in DOCUMENTS]
+        corpus = load_folder(write(documents=untitled))
+        assert {document.metadata["title"] for document in corpus.documents} == {""}
+        assert [document.text for document in corpus.documents] == [
+            "Cats sleep. ",
+            "Banks lend money.",
+            "Cats hunt at night. ",
+            "🙂 lies",
+        ]
+
+    def test_d10_what_the_documentation_shows_can_be_read(self, tmp_path: Path) -> None:
+        """The files of docs/corpora.md, as they stand there."""
+        text = (Path(__file__).parents[1] / "docs" / "corpora.md").read_text("utf-8")
+        files = dict(re.findall(r"`(\w+\.jsonl)`[^\n]*\n+```json\n(.*?)```", text, re.DOTALL))
+        assert {"documents.jsonl", "questions.jsonl", "run_mine.jsonl"} <= files.keys()
+        for name in ("documents.jsonl", "questions.jsonl", "run_mine.jsonl"):
+            (tmp_path / name).write_text(files[name], "utf-8")
+        corpus = load_folder(tmp_path)
+        assert len(corpus.questions) == 2 and all(len(ranking) >= 2 for ranking in corpus.rankings)
+        (tmp_path / "chunks.jsonl").write_text(files["chunks.jsonl"], "utf-8")
+        (tmp_path / "run_mine.jsonl").write_text('{"id": "q1", "chunks": [1]}\n{"id": "q2", "chunks": [2]}\n', "utf-8")
+        assert all(document.tokens for document in load_folder(tmp_path).documents)

@@ -19,6 +19,7 @@ from click.testing import CliRunner, Result
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ragorder.adapters import _check_events
 from ragorder.adapters.doctor import AddressError, Events, Finding, examine
 from ragorder.adapters.vllm import CacheConfig, ServerError, read_cache_config
 from ragorder.cli import main
@@ -421,7 +422,7 @@ class TestAServerThatDoesNotSay:
         "address", ["", "localhost:8000", "ftp://host", "http://", "http://me:secret@host:port", "me:secret@host:8000"]
     )
     def test_because_there_is_no_such_address(self, address: str) -> None:
-        with pytest.raises(AddressError, match="http://HOST:PORT") as caught:
+        with pytest.raises(AddressError, match="write http://") as caught:
             read_cache_config(address)
         assert "secret" not in str(caught.value)
 
@@ -641,7 +642,37 @@ class TestKVEvents:
         assert "LRU" in found.found
         flag = str(found.advice).split("--kv-events-config '")[1].split("'")[0]
         assert json.loads(flag)["enable_kv_cache_events"] is True
-        assert "--events-endpoint tcp://127.0.0.1:5557" in str(found.advice)
+        assert "--events-endpoint ipc:///tmp/vllm-events " in str(found.advice)
+
+    @pytest.mark.parametrize(
+        ("host", "engines", "published", "there"),
+        [
+            ("127.0.0.1", 1, "ipc:///tmp/vllm-events", "ipc:///tmp/vllm-events"),
+            ("127.0.0.1", 2, "tcp://*:5557", "tcp://127.0.0.1:5557"),
+            ("gpu7", 1, "tcp://*:5557", "tcp://gpu7:5557"),
+            ("fe80::7", 1, "tcp://*:5557", "tcp://[fe80::7]:5557"),
+        ],
+    )
+    def test_d10_are_advised_as_the_documentation_has_them(
+        self, host: str, engines: int, published: str, there: str
+    ) -> None:
+        """Without a topic, which would have to be given twice; ipc is for one engine on the same machine."""
+        advice = _check_events._how_to_publish(host, engines)
+        config = json.loads(advice.split("--kv-events-config '")[1].split("'")[0])
+        assert (config["endpoint"], config.keys() & {"topic"}) == (published, set())
+        assert f"--events-endpoint {there} --replay-endpoint tcp://" in advice
+
+    @pytest.mark.parametrize("replay", [True, False])
+    @pytest.mark.parametrize("silent", [True, False])
+    def test_d10_are_advised_once(
+        self, fake: FakeServer, publish: Callable[..., Publisher], replay: bool, silent: bool
+    ) -> None:
+        endpoint = publish(replays=False).endpoint if silent else f"tcp://127.0.0.1:{free_port()}"
+        events = Events(endpoint, f"tcp://127.0.0.1:{free_port()}" if replay else None)
+        found = findings(fake, events=events, timeout_s=0.5)
+        advice = [str(found[check].advice) for check in ("KV events", "event replay")]
+        assert [text.count("enable_kv_cache_events") for text in advice] == [1, 0]
+        assert "replay_endpoint" in advice[1]
 
     @pytest.mark.parametrize("arrays", [False, True])
     def test_arrive_and_are_repeated(self, fake: FakeServer, publish: Callable[..., Publisher], arrays: bool) -> None:
@@ -734,6 +765,52 @@ VOLATILE = {
     "a retrieval score": ["[doc-a] (score: 0.91)", "[doc-a] (score: 0.88)"],
 }
 SYSTEM = "You answer questions from the documents that follow, and from nothing else. "
+
+
+class TestWhatAnswers:
+    """Advice is for what answers: vLLM's options help vLLM alone."""
+
+    def test_d9_the_proxy_sends_one_to_its_upstream(self, fake: FakeServer) -> None:
+        fake.raw["/ragorder/health"] = b'{"status":"ok"}'
+        fake.metrics = "ragorder_requests_total 1.0\n"
+        found = findings(fake)
+        assert found["server"].verdict == "good" and found["server"].found.endswith("this is ragorder serve")
+        assert found["capacity"].found == "this is ragorder serve, whose /metrics are its own"
+        assert "--disable-log-stats" not in str(list(found.values()))
+        for check in ("server", "capacity", "KV events"):
+            assert "ask the server behind it" in (found[check].advice or "")
+        assert found["prefix caching"].verdict == "good", "what is seen through the proxy stands"
+
+    def test_d9_ragorders_own_engine_gets_no_options_of_vllm(self, fake: FakeServer) -> None:
+        fake.models["data"][0]["owned_by"] = "ragorder"
+        fake.metrics = "other 1.0\n"
+        found = findings(fake)
+        assert {found[check].verdict for check in ("capacity", "KV events")} == {"good"}
+        assert "vLLM" not in str(list(found.values()))
+
+    def test_d9_another_server_gets_no_options_of_vllm(self, fake: FakeServer) -> None:
+        fake.models["data"][0]["owned_by"] = "llamacpp"
+        fake.metrics, fake.reporting = None, False
+        found = findings(fake)
+        assert not any("--" in (finding.advice or "") for finding in found.values())
+        assert "start vLLM" not in str(list(found.values()))
+
+    @pytest.mark.parametrize("owner", ["vllm", "sglang"])
+    def test_vllm_and_sglang_get_theirs(self, fake: FakeServer, owner: str) -> None:
+        fake.models["data"][0]["owned_by"] = owner
+        fake.caching = fake.reporting = False
+        fake.metrics = None
+        assert "--enable-prefix-caching" in (findings(fake)["prefix caching"].advice or "")
+
+    def test_a_page_at_every_path_is_no_proxy(self, fake: FakeServer) -> None:
+        fake.raw["/ragorder/health"] = b"<html>"
+        assert "ragorder serve" not in findings(fake)["server"].found
+
+    def test_d9_an_advice_is_printed_once(self, fake: FakeServer) -> None:
+        options = ("--events-endpoint", f"tcp://127.0.0.1:{free_port()}", "--timeout", "1")
+        said = doctor(fake.base_url, *options).output
+        assert "event replay" in said
+        assert said.count("--kv-events-config '") == 1
 
 
 class TestTwoPrompts:
@@ -991,7 +1068,7 @@ class TestTheCommand:
 
     @pytest.mark.parametrize("address", ["localhost:8000", "ftp://host", "http://"])
     def test_refuses_what_is_no_address(self, address: str) -> None:
-        assert "http://HOST:PORT" in refusal(address, status=2)
+        assert "write http://" in refusal(address, status=2)
 
     def test_refuses_a_server_that_is_down(self) -> None:
         url = f"http://127.0.0.1:{free_port()}"

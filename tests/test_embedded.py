@@ -46,7 +46,7 @@ from ragorder.adapters.proxy import Timeouts, make_app
 from ragorder.adapters.tier_stats import TierStats
 from ragorder.cli import main
 from ragorder.eval.tiny_model import make_model
-from ragorder.kernels.engine import EngineSettings, Request, Sampling, TieredEngine
+from ragorder.kernels.engine import EngineSettings, Request, Sampling, TieredEngine, loading
 from ragorder.trie.profile import PrefillProfile
 
 CHAT = "/v1/chat/completions"
@@ -733,6 +733,20 @@ class TestWorker:
         async with worker.submit([SHORT] * 3) as updates:
             assert len([update async for _, update in updates if update.completion]) == 3
 
+    async def test_l11_more_prompts_in_a_body_than_there_can_ever_be_get_a_400(
+        self, load: Callable[..., EngineWorker]
+    ) -> None:
+        worker = load(max_unfinished=3)
+        async with reaching(make_engine_app(worker)) as client:
+            for prompt in (["a"] * 4, [[1, 2]] * 1024):
+                response = await client.post(COMPLETIONS, json={"prompt": prompt})
+                error = response.json()["error"]
+                assert (response.status_code, error["code"], error["param"]) == (400, "invalid_prompt", "prompt")
+                assert f"{len(prompt):,} prompts" in error["message"]
+                assert "at most 3" in error["message"] and "--max-requests" in error["message"]
+            response = await client.post(COMPLETIONS, json={"prompt": ["a"] * 3, "max_tokens": 1})
+            assert response.status_code == 200 and len(response.json()["choices"]) == 3
+
     async def test_too_many_get_a_503(self, load: Callable[..., EngineWorker]) -> None:
         worker = load(max_unfinished=1)
         async with reaching(make_engine_app(worker)) as client, worker.submit([LONG]):
@@ -1360,7 +1374,7 @@ class TestOptions:
                 patch.setattr(TieredEngine, "load", load)
                 patch.setattr(EngineWorker, "__init__", start)
                 patch.setattr("ragorder.adapters.proxy.make_app", make)
-                patch.setattr("ragorder.cli.listening.run_server", lambda app, listening, grace_s: None)
+                patch.setattr("ragorder.cli.listening.run_server", lambda *_, **__: None)
                 needed = ["--engine", "torch", "--model", str(model), "--port", "0"] if needed is None else needed
                 result = CliRunner().invoke(main, ["serve", *needed, *options], env=environment)
             assert result.exception is None or isinstance(result.exception, SystemExit), repr(result.exception)
@@ -1423,10 +1437,10 @@ class TestOptions:
     @pytest.mark.parametrize(
         ("needed", "options", "said"),
         [
-            ([], [], "give --upstream URL, or --engine torch with --model FOLDER|NAME"),
+            ([], [], "give --upstream URL, or --engine torch with --model FOLDER|NAME|random"),
             (["--engine", "torch"], [], "--engine torch needs --model"),
             (["--engine", "upstream"], [], "--engine upstream needs --upstream"),
-            (["--model", "x"], [], "give --upstream URL, or --engine torch with --model FOLDER|NAME"),
+            (["--model", "x"], [], "give --upstream URL, or --engine torch with --model FOLDER|NAME|random"),
             (["--upstream", "http://x"], ["--model", "x"], "--model goes with --engine torch, not with upstream"),
             (["--upstream", "http://x"], ["--disk", "x"], "--disk goes with --engine torch"),
             (None, ["--upstream", "http://x"], "--upstream goes with --engine upstream, not with torch"),
@@ -1444,7 +1458,10 @@ class TestOptions:
             (None, ["--max-model-len", "99999"], "is exact up to 2048 tokens"),
             (None, ["--document-template", "{id}"], "--document-template must contain {text}"),
             (None, ["--host", "no.such.host.invalid"], "no.such.host.invalid"),
-            (["--engine", "torch", "--model", "/does/not/exist"], [], "/does/not/exist"),
+            (["--engine", "torch", "--model", "/does/not/exist"], [], "there is no folder /does/not/exist: give the"),
+            (["--engine", "torch", "--model", "some/where/else"], [], "there is no folder some/where/else: give the"),
+            (["--engine", "torch", "--model", "./tiny"], [], "there is no folder ./tiny: give the folder of a model"),
+            (["--engine", "torch", "--model", "a/name"], [], "There is no folder a/name: it is looked for on the"),
         ],
         ids=lambda value: " ".join(value) if isinstance(value, list) else "",
     )
@@ -1454,6 +1471,42 @@ class TestOptions:
         command = serving(*options, needed=needed)
         assert command.result.exit_code != 0
         assert said in re.sub(r"\s+", " ", command.result.stderr)
+
+    def test_row10_a_name_without_an_organisation_is_not_asked_of_the_hub(
+        self, serving: Callable[..., Command], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        asked: list[str] = []
+
+        def ask(name: str) -> None:
+            asked.append(name)
+            raise OSError("no network")
+
+        monkeypatch.setattr("ragorder.kernels.engine.loading.AutoConfig.from_pretrained", ask)
+        command = serving(needed=["--engine", "torch", "--model", "tiny", "--port", "0"])
+        assert command.result.exit_code == 1
+        assert "--model tiny: there is no folder tiny: give the folder of a model" in command.result.stderr
+        assert asked == []
+        command = serving(needed=["--engine", "torch", "--model", "org/tiny", "--port", "0"])
+        assert "there is no folder org/tiny, and it cannot be had from the Hub: no network" in command.result.stderr
+        assert asked == ["org/tiny"]
+
+    def test_an_old_name_that_was_downloaded_is_taken(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        monkeypatch.setattr(loading, "try_to_load_from_cache", lambda name, file: str(tmp_path / file))
+        monkeypatch.setattr(loading.AutoConfig, "from_pretrained", lambda name: pytest.fail(name, pytrace=False))
+        with pytest.raises(pytest.fail.Exception, match="old-name"):
+            loading.load_model("old-name", EngineSettings())
+
+    def test_a_random_model_is_made_on_the_spot(
+        self, serving: Callable[..., Command], model: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("ragorder.eval.serving.random_model", lambda: model)
+        monkeypatch.setattr("ragorder.eval.engines.vllm.has_fast_bfloat16", lambda: False)
+        command = serving(needed=["--engine", "torch", "--model", "random", "--port", "0"])
+        assert command.result.exit_code == 0, command.result.output
+        assert command.settings == EngineSettings(dtype="float32")
+        assert command.orderer.settings.capacity_tokens > 0
+        command = serving(needed=["--engine", "torch", "--model", "random", "--dtype", "bfloat16", "--port", "0"])
+        assert command.settings == EngineSettings(dtype="bfloat16")
 
     def test_a_folder_without_weights(self, serving: Callable[..., Command], model: Path, tmp_path: Path) -> None:
         for file in model.iterdir():

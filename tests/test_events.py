@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ragorder import Document, Orderer
+from ragorder.adapters.observe import Observation, ObservedOrderer
 from ragorder.eval.engines.sim import SimEngine
 from ragorder.trie.residency import EngineBlocks, EventsResidency
 from ragorder.trie.tree import Node
@@ -173,19 +174,48 @@ class Live:
         assert residency.used_blocks == 0, "whatever is held has its turn to go"
 
 
+class Tables:
+    """The tables of several processes, each of which hears what the engine says."""
+
+    def __init__(self) -> None:
+        self.all: list[EngineBlocks] = []
+
+    def store(self, *event: Any) -> None:
+        for table in self.all:
+            table.store(*event)
+
+    def remove(self, *event: Any) -> None:
+        for table in self.all:
+            table.remove(*event)
+
+    def clear(self) -> None:
+        for table in self.all:
+            table.clear()
+
+
+def make_workers(count: int, lengths: Sequence[int], capacity_blocks: int, **options: Any) -> list[Live]:
+    """Orderers in processes of their own, in front of one engine."""
+    tables = Tables()
+    workers = [Live(lengths, capacity_blocks, **options) for _ in range(count)]
+    for number, worker in enumerate(workers):
+        tables.all.append(worker.blocks)
+        worker.engine = workers[0].engine
+        worker.served = 10**5 * number
+    workers[0].engine.blocks = tables  # type: ignore[assignment]
+    return workers
+
+
 REQUESTS = st.lists(st.integers(0, DOCUMENTS - 1), min_size=1, max_size=5, unique=True)
-STEPS = st.lists(
-    st.one_of(
-        st.tuples(st.just("serve"), REQUESTS),
-        st.tuples(st.just("begin"), REQUESTS),
-        st.tuples(st.just("end"), st.none()),
-        st.tuples(st.just("tell"), st.none()),
-        st.tuples(st.just("foreign"), st.integers(1, 120)),
-        st.tuples(st.just("discard"), st.none()),
-        st.tuples(st.just("clear"), st.none()),
-    ),
-    max_size=60,
+STEP = st.one_of(
+    st.tuples(st.just("serve"), REQUESTS),
+    st.tuples(st.just("begin"), REQUESTS),
+    st.tuples(st.just("end"), st.none()),
+    st.tuples(st.just("tell"), st.none()),
+    st.tuples(st.just("foreign"), st.integers(1, 120)),
+    st.tuples(st.just("discard"), st.none()),
+    st.tuples(st.just("clear"), st.none()),
 )
+STEPS = st.lists(STEP, max_size=60)
 LENGTHS = st.lists(st.integers(0, 30), min_size=DOCUMENTS, max_size=DOCUMENTS)
 
 
@@ -470,6 +500,196 @@ class TestOthers:
         live.check()
 
 
+class TestOtherOrderers:
+    """Whatever one process had computed, the others find by the tokens of their documents."""
+
+    def test_a_path_that_another_one_made_is_extended(self) -> None:
+        first, second = make_workers(2, [20] * 5, 100)
+        first.serve([3, 1, 0])
+        assert second.serve([0, 1, 2, 3]) == (68, 68)
+        assert first.begin([4, 3, 2, 1, 0]) == (88, 88), "and so is what that one made of it"
+        for worker in (first, second):
+            worker.settle()
+            worker.check()
+
+    def test_a_cold_one_finds_all_that_was_served_before_it_came(self) -> None:
+        live = Live([20] * 6, 100)
+        live.serve([0, 1])
+        live.serve([3, 0, 4])
+        live.orderer = live.make_orderer()
+        assert [document.id for document in live.orderer.preview(live.documents[4::-1])] == ["0", "3", "4", "2", "1"]
+        assert live.orderer.tree_size == 0, "a scope that was looked at alone is not kept"
+        (ordering,) = live.orderer.order_batch([live.documents[1::-1]])
+        assert (ordering.permutation, ordering.cached_tokens) == ([1, 0], 48)
+        assert live.orderer.foretell([live.documents[number] for number in (4, 3, 0)]) == (68, 70)
+        assert live.begin([4, 3, 2, 1, 0])[0] == 68
+
+    @settings(max_examples=200)
+    @given(LENGTHS, st.integers(40, 200), st.lists(st.tuples(st.integers(0, 2), STEP), max_size=60))
+    def test_each_foretells_to_the_token_what_any_had_computed(
+        self, lengths: list[int], capacity_blocks: int, steps: list[tuple[int, tuple[str, Any]]]
+    ) -> None:
+        workers = make_workers(3, lengths, capacity_blocks)
+        for turn, (step, value) in steps:
+            if step in ("serve", "begin"):
+                foretold, reported = workers[turn].serve(value)
+                prompt_tokens = len(SYSTEM) + sum(lengths[number] for number in value) + 1
+                assert foretold == reported or (foretold == reported + BLOCK and foretold >= prompt_tokens - BLOCK)
+            elif step == "foreign":
+                workers[0].engine.foreign(value)
+                workers[0].engine.tell()
+            elif step == "clear":
+                workers[0].engine.clear()
+                workers[0].engine.tell()
+        for worker in workers:
+            if worker.orderer._scopes:
+                worker.check()
+
+    @settings(max_examples=200)
+    @given(
+        LENGTHS,
+        st.integers(40, 200),
+        st.lists(st.tuples(st.integers(0, 2), STEP), max_size=60),
+        st.sampled_from([4, 10**6]),
+    )
+    def test_once_all_is_told_each_tree_is_sound_and_claims_nothing_that_is_gone(
+        self, lengths: list[int], capacity_blocks: int, steps: list[tuple[int, tuple[str, Any]]], max_nodes: int
+    ) -> None:
+        workers = make_workers(3, lengths, capacity_blocks, max_nodes=max_nodes)
+        engine = workers[0].engine
+        for turn, (step, value) in steps:
+            worker = workers[turn]
+            if step in ("serve", "begin"):
+                getattr(worker, step)(value)
+                assert worker.orderer.tree_size <= max_nodes
+            elif step == "foreign":
+                engine.foreign(value)
+            elif step in ("clear", "tell"):
+                getattr(engine, step)()
+            elif step == "end" and worker.in_flight:
+                worker.end()
+            elif step == "discard" and worker.in_flight:
+                ordering, handle, _ = worker.in_flight.popleft()
+                engine.sim.finish(handle)
+                ordering.discard()
+        for worker in workers:
+            worker.settle()
+        for worker in workers:
+            if worker.orderer._scopes:
+                worker.check(exact=False)
+
+    @pytest.mark.parametrize("length", [3, 9, 20], ids=["shorter than a block", "of two blocks", "of five blocks"])
+    def test_eight_find_as_much_as_one(self, length: int) -> None:
+        """A session of requests about one topic follows another, spread over all of them."""
+
+        def hits(count: int, told: bool = True) -> int:
+            workers = make_workers(count, [length] * 60, 60 * length // BLOCK)
+            rng = random.Random(3)
+            topics = [rng.sample(range(60), 6) for _ in range(25)]
+            reported = 0
+            for number in range(600):
+                topic = topics[min(int(rng.paretovariate(0.8)) - 1, 24)]
+                worker = workers[number % count]
+                reported += worker.begin(rng.sample(topic, 4))[1]
+                if told:
+                    worker.engine.tell()
+                worker.end()
+            return reported
+
+        one, eight = hits(1), hits(8)
+        assert eight >= 0.97 * one
+        assert hits(8, told=False) < 0.85 * one
+
+    def test_documents_shorter_than_a_block_are_found_together(self) -> None:
+        first, second = make_workers(2, [3, 2, 1, 3, 2], 100)
+        first.serve([3, 0, 4, 1, 2])
+        assert second.serve([0, 1, 2, 3, 4]) == (20, 20)
+        second.check()
+
+    def test_a_prefix_shorter_than_a_block_is_no_bar(self) -> None:
+        blocks = EngineBlocks(BLOCK)
+        documents = make_documents([9, 9])
+        prompt = [7, *token_ids(documents[1]), *token_ids(documents[0])]
+        blocks.store([1, 2, 3, 4], None, prompt[:16])
+        orderer = Orderer(
+            token_ids=token_ids, prefix_ids=[7], blocks=blocks, block_size=BLOCK, prefix_tokens=1, strict=True
+        )
+        ordering = orderer.order(documents)
+        assert (ordering.permutation, ordering.cached_tokens) == ([1, 0], 16)
+
+    def test_guards_hold_for_what_is_found(self) -> None:
+        first, second = make_workers(2, [20] * 4, 100, keep_first=1)
+        first.serve([2, 1, 0])
+        ordering = second.orderer.order(second.documents[:3])
+        assert ordering.permutation[0] == 0
+        assert (ordering.cached_tokens, ordering.guard_cost_tokens) == (8, 60)
+
+    def test_of_two_documents_with_the_same_tokens_no_block_is_watched_twice(self) -> None:
+        """Else what is evicted would stay in the tree as the other one."""
+        live = Live([20] * 3, 40)
+        twin, other = live.documents[0], live.documents[1]
+        live.serve([0, 1])
+        ordering = live.orderer.order([other, twin, twin])
+        assert (ordering.permutation[:2], ordering.cached_tokens) == ([1, 0], 48)
+        ordering.discard()
+        live.engine.foreign(40 * BLOCK)
+        live.engine.tell()
+        assert live.orderer.order([other, twin, twin]).cached_tokens == 0
+
+    @pytest.mark.parametrize("gone", [1, 3, 8, 13])
+    def test_what_goes_while_one_looks_is_not_found(self, gone: int) -> None:
+        """Events are taken in on another thread, between any two questions."""
+
+        class Restless(EngineBlocks):
+            asked = place = 0
+
+            def holds(self, content: bytes) -> bool:
+                self.asked += 1
+                if self.asked == self.place:
+                    self.remove([gone])
+                return super().holds(content)
+
+        documents = make_documents([20] * 4)
+        prompt = SYSTEM + [token for number in (3, 1, 0) for token in token_ids(documents[number])]
+        for place in range(1, 80):
+            blocks = Restless(BLOCK)
+            blocks.store(range(17), None, prompt[: 17 * BLOCK])
+            blocks.place = place
+            orderer = Orderer(
+                token_ids=token_ids, prefix_ids=SYSTEM, blocks=blocks, block_size=BLOCK, prefix_tokens=10, strict=True
+            )
+            orderer.preview(documents)
+            orderer.order(documents).discard()
+            residency = orderer._scopes[None].mirror
+            assert isinstance(residency, EventsResidency)
+            residency.refresh()
+            held = 0
+            for node in residency.tree.walk():
+                assert node.parent is None or not node.parent.missing, "below it there is nothing"
+                held += node.blocks - node.missing
+            assert held == residency.used_blocks == (gone if blocks.asked >= place else 17)
+
+    def test_a_request_asks_for_a_bounded_number_of_blocks(self) -> None:
+        class Counting(EngineBlocks):
+            asked = 0
+
+            def holds(self, content: bytes) -> bool:
+                self.asked += 1
+                return super().holds(content)
+
+        for length in (1, 3, 9):
+            live = Live([length] * 300, 3000)
+            live.blocks = live.engine.blocks = Counting(BLOCK)
+            live.orderer = live.make_orderer()
+            for number in range(300):
+                live.serve([number])
+            asked = live.blocks.asked
+            live.orderer = live.make_orderer()
+            live.begin(range(300))
+            # For each of 256 a first block, and of those that are there all blocks, when found and when taken over.
+            assert live.blocks.asked - asked < 256 * (2 + 2 * length) + 4 * live.residency.tree.size + 300 * length
+
+
 class TestTenants:
     """Blocks with another salt have other contents."""
 
@@ -518,6 +738,19 @@ class TestTenants:
         foretold = orderer.order(documents, scope=ours).cached_tokens
         assert foretold == (count * BLOCK if ours == theirs else 0)
 
+    @pytest.mark.parametrize("ours", [None, "", "a", "b", 7])
+    def test_an_order_is_found_with_its_own_salt_only(self, ours: Any) -> None:
+        documents = make_documents([10, 10, 10])
+        blocks = EngineBlocks(BLOCK)
+        prompt = SYSTEM + [token for number in (2, 0, 1) for token in token_ids(documents[number])]
+        blocks.store(range(10), None, prompt[: 10 * BLOCK], [["a"], *[None] * 9])
+        orderer = Orderer(
+            token_ids=token_ids, prefix_ids=SYSTEM, blocks=blocks, block_size=BLOCK, prefix_tokens=10, strict=True
+        )
+        ordering = orderer.order(documents, scope=ours)
+        found = ([2, 0, 1], 40) if ours == "a" else ([0, 1, 2], 0)
+        assert (ordering.permutation, ordering.cached_tokens) == found
+
     @pytest.mark.parametrize("scope", ["", 7, ("a",)])
     def test_a_scope_that_is_no_salt_has_the_mirror_alone(self, scope: Any) -> None:
         documents = make_documents([10, 10])
@@ -545,3 +778,27 @@ class TestTenants:
         assert {id(watcher) for watcher in blocks._watchers.values()} == {
             id(orderer._scopes[scope].mirror) for scope in "ef"
         }
+
+
+def test_d2_what_events_say_others_took_is_gone_in_the_other_order_as_well() -> None:
+    """Events correct the served order alone: the other one's mirror would go on with what nobody holds any more."""
+    told: list[Observation] = []
+
+    class Recorder:
+        def ordered(self, observation: Observation) -> Any:
+            told.append(observation)
+            return lambda settlement: None
+
+    live = Live([3 * BLOCK] * 9, capacity_blocks=60)
+    observed: Any = ObservedOrderer(live.orderer, [Recorder()])
+    live.orderer = observed
+    for numbers in ([0, 1, 2], [3, 4, 5], [0, 1, 2]):
+        live.serve(numbers)
+    assert told[-1].retrieval_tokens == told[-1].ordered_tokens
+    assert (told[-1].retrieval_tokens or 0) >= 9 * BLOCK
+    live.engine.foreign(55 * BLOCK)
+    live.engine.tell()
+    live.serve([6, 7, 8])
+    _, reported = live.serve([3, 4, 5])
+    assert reported < 3 * BLOCK
+    assert (told[-1].ordered_tokens, told[-1].retrieval_tokens) == (reported, reported)

@@ -213,7 +213,10 @@ class TestSuites:
             suite(SUITE + "\n[[paper]]\np50_ms = 1.0\n")
 
     def test_an_unknown_name_is_refused_with_those_that_there_are(self) -> None:
-        with pytest.raises(SuiteError, match=r"unknown suite 'tabel-1': choose from table-1, .* paper, ours, all"):
+        with pytest.raises(
+            SuiteError,
+            match=r"'tabel-1': did you mean 'table-1'. choose from table-1, .* paper, ours, all",
+        ):
             choose_suites(["tabel-1"])
 
     def test_one_of_ones_own_is_a_file(self, tmp_path: Path) -> None:
@@ -344,6 +347,14 @@ class TestAStore:
     def test_a_line_in_the_middle_that_is_no_json_harms_nothing(self, tmp_path: Path) -> None:
         (tmp_path / "results.jsonl").write_text('nonsense\n{"type":"check","name":"a"}\n[1]\n\n')
         with Store(tmp_path) as store:
+            assert store.has("check", name="a")
+
+    def test_l12_a_line_nested_without_end_is_passed_over(self, tmp_path: Path) -> None:
+        deep = '{"type":"run","cell":' + "[" * 100_000 + "]" * 100_000 + "}\n"
+        (tmp_path / "results.jsonl").write_text(deep + '{"type":"check","name":"a"}\n')
+        with Store(tmp_path) as store:
+            assert store.has("check", name="a")
+        with Store.reading(tmp_path) as store:
             assert store.has("check", name="a")
 
     def test_only_one_writes_at_a_time(self, tmp_path: Path) -> None:
@@ -597,7 +608,7 @@ class TestWhatCannotBeHad:
         reasons = {line["cell"]["dataset"]: line["reason"] for line in lines(tmp_path, "unavailable")}
         assert len(reasons) == 5
         for dataset, reason in reasons.items():
-            assert f"loading {dataset} from the Hub needs the package datasets" in reason
+            assert f"loading {dataset} from the Hub needs datasets: pip install" in reason
             assert "eval run: --questions DIR" in reason
 
     def test_a_hub_that_is_away_is_asked_once_for_each_data_set(
@@ -726,6 +737,26 @@ def own_suite(folder: Path) -> Iterator[Path]:
     path = folder / "mine.toml"
     path.write_text(SUITE)
     yield path
+
+
+class TestCorporaOfOnesOwn:
+    def test_d10_the_suite_corpora_takes_every_folder(self, tmp_path: Path) -> None:
+        for name in ("mine", "covidqa"):
+            (tmp_path / "corpora" / name).mkdir(parents=True)
+            write_corpus(tmp_path / "corpora" / name)
+            ranked = [{"id": f"q{n}", "chunks": [f"d{(n + k) % 6}" for k in range(5)]} for n in range(12)]
+            text = "".join(json.dumps(line) + "\n" for line in ranked)
+            (tmp_path / "corpora" / name / "run_top20.jsonl").write_text(text)
+        (tmp_path / "corpora" / "notes").mkdir()
+        options = ("--corpora", tmp_path / "corpora", "--limit", "4", "--policy", "retrieval", "--seeds", "0")
+        done = invoke("run", "corpora", "-o", tmp_path / "out", *options)
+        assert done.exit_code == 0, done.output
+        assert {line["cell"]["corpus"] for line in lines(tmp_path / "out", "run")} >= {"mine", "covidqa"}
+
+    def test_other_suites_keep_their_own(self) -> None:
+        suites = load_suites()
+        assert suites["corpora"].with_corpora(["mine", "covidqa"]).sweep["corpus"][-2:] == ("pydocs", "mine")
+        assert [name for name, each in suites.items() if each.with_corpora(["mine"]) != each] == ["corpora"]
 
 
 class TestTheCommand:

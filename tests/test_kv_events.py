@@ -5,14 +5,18 @@ from __future__ import annotations
 import logging
 import os
 import random
+import socket
+import sys
 import threading
 import time
+import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from hashlib import blake2b
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from itertools import count
+from itertools import chain, count, islice
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
@@ -21,7 +25,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from ragorder import Document, Orderer, PromptBuilder
+from ragorder import DegradedWarning, Document, Orderer, PromptBuilder
 from ragorder.adapters import kv_events
 from ragorder.adapters.kv_events import KVEventSubscriber
 from ragorder.settings import Settings
@@ -868,6 +872,36 @@ def messages() -> st.SearchStrategy[tuple[bytes, ...]]:
     )
 
 
+class TestWrongSizes:
+    """What is too large is never taken into memory, and what cannot be is never advised."""
+
+    def test_l13_a_frame_beyond_the_bound_is_refused_and_the_next_batch_is_taken(
+        self, server: Server, subscribe: Subscribe, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(kv_events, "LARGEST_MESSAGE_BYTES", 1 << 16)
+        events = subscribe(server)
+        server.send(TOPIC.encode(), bytes(8), bytes((1 << 16) + 1))
+        server.store()
+        eventually(lambda: agrees(events, server))
+        assert events.counters.garbage == 0, "it never arrived"
+
+    def test_l13_every_socket_has_the_bound(self, server: Server, subscribe: Subscribe) -> None:
+        events = subscribe(server)
+        assert 0 < events._socket.getsockopt(zmq.MAXMSGSIZE) <= 1 << 26
+
+    @pytest.mark.parametrize("size", [-18, 0, True, 2.5, None, "2", [2], 7, 10**6, 1 << 63])
+    def test_l13_no_block_size_is_advised_that_the_tokens_do_not_bear_out(
+        self, server: Server, subscribe: Subscribe, caplog: pytest.LogCaptureFixture, size: Any
+    ) -> None:
+        caplog.set_level(logging.WARNING, "ragorder")
+        server.publish(stored([1, 2], TOKENS * 2, block_size=size), stored([], [], block_size=size))
+        server.publish(stored([1, 2], TOKENS, block_size=BLOCK // 2))
+        server.publish(stored([3], [1], block_size=1))
+        assert subscribe(server, settled=False).wait_until_synchronised(10.0)
+        advice = [record.getMessage() for record in caplog.records]
+        assert advice == [f"the engine's KV blocks have 2 tokens, the orderer's {BLOCK}: give block_size=2"]
+
+
 class TestAServerThatIsNotThere:
     """It is waited for, on a thread of its own, and nobody else has to."""
 
@@ -1211,6 +1245,52 @@ class TestEngineBlocks:
             blocks.store([1], None, [number] * BLOCK)
         assert blocks._held.keys() == set(contents([99] * BLOCK))
 
+    def test_m5_a_block_costs_the_same_however_many_were_forgotten(self) -> None:
+        table = EngineBlocks(BLOCK, 1 << 16)
+        numbers = count()
+
+        def cost(blocks: int) -> float:
+            start = time.thread_time()
+            for number in islice(numbers, blocks):
+                table.store([number], None, [number, 1, 1, 1])
+                table.remove([number])
+            return (time.thread_time() - start) / blocks
+
+        first = cost(1 << 14)
+        cost(3 << 15)
+        # It grew 24 times.
+        assert max(cost(1 << 13) for _ in range(12)) < 6 * first
+        assert len(table._contents) == 1 << 16
+
+    def test_h1_no_call_of_an_orderer_waits_for_whoever_writes(self) -> None:
+        """A finaliser may run within `store` on the same thread, and settle, order or close an orderer there."""
+        table = EngineBlocks(BLOCK)
+        orderer = Orderer(
+            block_size=BLOCK,
+            capacity_tokens=40 * BLOCK,
+            max_scopes=2,
+            blocks=table,
+            prefix_ids=[1] * BLOCK,
+            prefix_tokens=BLOCK,
+            tokens=lambda _: 2 * BLOCK,
+            token_ids=lambda document: [DOCUMENTS.index(document) + 2] * 2 * BLOCK,
+        )
+        table.store([1], None, [1] * BLOCK)
+
+        def use() -> None:
+            for number in range(20):
+                ordering = orderer.order(DOCUMENTS[number % 4 : number % 4 + 5], scope=f"tenant {number % 3}")
+                ordering.confirm(0) if number % 2 else ordering.discard()
+                orderer.foretell(DOCUMENTS[:3], scope=f"tenant {number % 3}")
+            orderer.close()
+
+        with table._lock:
+            thread = threading.Thread(target=use, daemon=True)
+            thread.start()
+            thread.join(10.0)
+            assert not thread.is_alive()
+        assert not orderer.fallbacks
+
     @given(st.lists(OPERATIONS))
     def test_watchers_hear_of_every_coming_and_going_when_it_happens(
         self, operations: list[tuple[str, int, int, str]]
@@ -1288,14 +1368,6 @@ def builder(tokenizers: dict[str, Any]) -> PromptBuilder:
 
 DOCUMENTS = [Document(f"d{number}", f"secret {number} of the house, told nobody.") for number in range(12)]
 NOWHERE = "http://127.0.0.1:9"
-# What may not be there, and what the warning says of it.
-LACKING = {
-    "server": "cannot be reached",
-    "metrics": "/metrics",
-    "endpoint": "events_endpoint",
-    "builder": "prompt builder",
-    "tokenizer": "tokenizer",
-}
 
 
 def serve_requests(orderer: Orderer, seed: int = 0) -> list[tuple[list[int], float]]:
@@ -1311,45 +1383,135 @@ def serve_requests(orderer: Orderer, seed: int = 0) -> list[tuple[list[int], flo
 
 
 class TestOrdererForVLLM:
-    """What a live server does not tell is done without, and said once."""
+    """What is wrong in every call is an error; what a live server does not tell is done without, and said once."""
 
     @pytest.fixture(autouse=True)
     def log(self, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
         caplog.set_level(logging.DEBUG, "ragorder")
         return caplog
 
-    def warnings(self, log: pytest.LogCaptureFixture) -> list[str]:
-        ours = [record for record in log.records if record.name.startswith("ragorder")]
-        return [record.getMessage() for record in ours if record.levelno >= logging.WARNING]
+    @pytest.mark.parametrize("url", [NOWHERE, f"http://user:{SECRET}@127.0.0.1:9/v1"])
+    def test_d4_no_server_at_the_address_is_an_error_that_names_it(self, url: str) -> None:
+        with pytest.raises(RuntimeError, match=r"^http://127\.0\.0\.1:9 cannot be reached .*check host and port"):
+            Orderer.for_vllm(url, api_key=SECRET, block_size=BLOCK, capacity_tokens=400)
 
-    @pytest.mark.parametrize("lacking", LACKING)
-    def test_without_a_part_it_mirrors_a_least_recently_used_cache_and_warns_once(
-        self, metrics: str, server: Server, builder: PromptBuilder, log: pytest.LogCaptureFixture, lacking: str
+    def test_d4_what_is_no_server_in_http_is_an_error(self) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            thread = threading.Thread(target=lambda: listener.accept()[0].close(), daemon=True)
+            thread.start()
+            with pytest.raises(RuntimeError, match="check the port, and http or https"):
+                Orderer.for_vllm(f"http://127.0.0.1:{listener.getsockname()[1]}")
+            thread.join()
+
+    @pytest.mark.parametrize("builder", [None, PromptBuilder()], ids=["no builder", "no tokenizer"])
+    def test_d4_an_endpoint_that_cannot_be_used_is_an_error(
+        self, metrics: str, server: Server, builder: PromptBuilder | None
     ) -> None:
-        options: dict[str, Any] = {"block_size": BLOCK, "capacity_tokens": 400}
-        builders = {"builder": None, "tokenizer": PromptBuilder(), "endpoint": builder}
-        parts = builders.get(lacking)
-        if lacking in builders and lacking != "endpoint":
-            options |= {"events_endpoint": server.endpoint, "replay_endpoint": server.replay_endpoint}
-        url = {"server": NOWHERE, "metrics": f"{metrics}/elsewhere"}.get(lacking, metrics)
-        url = url.replace("http://", f"http://user:{SECRET}@") if lacking != "metrics" else url
-        orderer = Orderer.for_vllm(url, builder=parts, api_key=SECRET, **options)
-        warned = self.warnings(log)
+        threads = threading.active_count()
+        with pytest.raises(ValueError, match=r"events_endpoint needs builder=PromptBuilder\(tokenizer=…\)"):
+            Orderer.for_vllm(metrics, builder=builder, events_endpoint=server.endpoint)
+        assert threading.active_count() == threads
+
+    def test_d4_metrics_that_say_nothing_are_warned_of_once_and_stay_in_degraded(
+        self, metrics: str, builder: PromptBuilder, log: pytest.LogCaptureFixture
+    ) -> None:
+        with pytest.warns(DegradedWarning, match="/metrics") as warned:
+            orderer = Orderer.for_vllm(f"{metrics}/elsewhere", builder=builder, api_key=SECRET)
+            assert len(orderer.degraded) == 1
+            assert "/metrics" in repr(orderer)
+            expected = Orderer(prefix_tokens=builder.prefix_tokens, tokens=builder.document_tokens)
+            assert serve_requests(orderer) == serve_requests(expected)
+            orderer.close()
+            orderer.close()
+            assert serve_requests(orderer, 1) == serve_requests(expected, 1)
         assert len(warned) == 1
-        assert LACKING[lacking] in warned[0]
-        plain = {"block_size": BLOCK, "capacity_tokens": 400}
-        if parts is not None:
-            expected = Orderer(Settings(**plain, prefix_tokens=parts.prefix_tokens), tokens=parts.document_tokens)
-        else:
-            expected = Orderer(**plain)
-        assert orderer.events is None
-        assert serve_requests(orderer) == serve_requests(expected)
-        orderer.close()
-        orderer.close()
-        assert serve_requests(orderer, 1) == serve_requests(expected, 1)
-        assert self.warnings(log) == warned
-        assert SECRET not in log.text
+        assert SECRET not in log.text + str(warned[0].message)
         assert "secret" not in log.text
+
+    def test_d4_what_is_given_by_hand_is_not_missed(self, metrics: str) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            orderer = Orderer.for_vllm(f"{metrics}/elsewhere", block_size=BLOCK, capacity_tokens=400)
+            assert orderer.degraded == ()
+            assert Orderer.for_vllm(metrics, api_key=SECRET).degraded == (), "events are asked for, or not"
+
+    @pytest.mark.parametrize(
+        ("label", "value", "reason"),
+        [("enable_prefix_caching", "False", "reuses nothing"), ("engine", None, "2 engines")],
+    )
+    def test_d4_what_the_server_lacks_is_in_degraded(
+        self, metrics: str, monkeypatch: pytest.MonkeyPatch, label: str, value: str | None, reason: str
+    ) -> None:
+        page = METRICS.replace('enable_prefix_caching="True"', f'{label}="{value}"')
+        if value is None:
+            page = METRICS + METRICS.splitlines(keepends=True)[-1].replace('engine="0"', 'engine="1"')
+        monkeypatch.setattr(sys.modules[__name__], "METRICS", page)
+        with pytest.warns(DegradedWarning, match=reason):
+            assert reason in "".join(Orderer.for_vllm(metrics).degraded)
+
+    def test_d4_without_a_replay_endpoint_lost_events_are_warned_of(
+        self, metrics: str, server: Server, builder: PromptBuilder
+    ) -> None:
+        with (
+            pytest.warns(DegradedWarning, match="no replay_endpoint"),
+            Orderer.for_vllm(metrics, builder=builder, events_endpoint=server.endpoint) as orderer,
+        ):
+            assert len(orderer.degraded) == 1
+
+    @pytest.mark.filterwarnings("ignore:no KV events")
+    @pytest.mark.parametrize("wrong", ["topic", "endpoint"])
+    def test_d4_events_that_never_come_are_warned_of_once_the_orderer_is_used(
+        self, metrics: str, server: Server, builder: PromptBuilder, monkeypatch: pytest.MonkeyPatch, wrong: str
+    ) -> None:
+        monkeypatch.setattr("ragorder.adapters.connect._PATIENCE_S", 0.3)
+        monkeypatch.setattr("ragorder.adapters.connect._SYNCHRONISE_S", 0.0)
+        endpoint = server.endpoint + "-elsewhere" * (wrong == "endpoint")
+        with pytest.warns(DegradedWarning, match="no replay_endpoint"):
+            orderer = Orderer.for_vllm(
+                metrics, builder=builder, events_endpoint=endpoint, events_topic=TOPIC + "-wrong" * (wrong == "topic")
+            )
+        with orderer:
+            server.store()
+            time.sleep(0.5)
+            assert len(orderer.degraded) == 1, "an orderer that is not used misses nothing"
+            serve_requests(orderer)
+            eventually(lambda: len(orderer.degraded) == 2)
+            assert "no KV events" in orderer.degraded[1]
+            assert serve_requests(orderer, 1)
+
+    @pytest.mark.filterwarnings("ignore:no KV events")
+    def test_d4_a_server_that_falls_silent_later_is_warned_of_once(
+        self, metrics: str, server: Server, builder: PromptBuilder, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("ragorder.adapters.connect._PATIENCE_S", 0.3)
+        monkeypatch.setattr(kv_events, "_REPLAY_TIMEOUT_S", 0.2)
+        endpoints = {"events_endpoint": server.endpoint, "replay_endpoint": server.replay_endpoint}
+        with Orderer.for_vllm(metrics, builder=builder, events_topic=TOPIC, **endpoints) as orderer:
+            server.store()
+            serve_requests(orderer)
+            eventually(lambda: orderer.events.counters.batches == 1)
+            time.sleep(0.5)
+            assert orderer.degraded == ()
+            server.die()
+            eventually(lambda: bool(orderer.degraded))
+            time.sleep(0.5)
+            assert len(orderer.degraded) == 1
+
+    def test_an_orderer_finds_what_another_one_had_computed(
+        self, metrics: str, server: Server, builder: PromptBuilder
+    ) -> None:
+        endpoints = {"events_endpoint": server.endpoint, "replay_endpoint": server.replay_endpoint}
+        make = partial(Orderer.for_vllm, metrics, builder=builder, events_topic=TOPIC, **endpoints)
+        with make() as first, make() as second:
+            prompt = builder.build("Who?", first.order([DOCUMENTS[number] for number in (3, 1, 2)])).token_ids
+            assert prompt is not None
+            server.store(tokens=prompt[: len(prompt) // BLOCK * BLOCK], salt=None)
+            eventually(lambda: agrees(second.events, server))
+            ordering = second.order(DOCUMENTS[:4])
+            assert ordering.permutation == [3, 1, 2, 0]
+            ids = [*builder.prefix_ids, *chain.from_iterable(builder.document_ids(DOCUMENTS[n]) for n in (3, 1, 2))]
+            assert ordering.cached_tokens == len(ids) // BLOCK * BLOCK
+            assert second.order(DOCUMENTS[:4], scope="tenant").permutation == [0, 1, 2, 3]
 
     def test_an_endpoint_that_is_none_is_an_error(self, metrics: str, builder: PromptBuilder) -> None:
         with pytest.raises(ValueError, match=r"tcp://127\.0\.0\.1:5557"):
@@ -1388,7 +1550,7 @@ class TestOrdererForVLLM:
             eventually(lambda: agrees(orderer.events, server))
             assert orderer.order(DOCUMENTS[1::-1]).cached_tokens == 0
         assert not orderer.events._thread.is_alive()
-        assert not self.warnings(log)
+        assert not log.records and not orderer.degraded
         assert not orderer.fallbacks
 
     def test_events_that_are_not_there_yet_are_warned_of_once_and_come_later(
@@ -1402,26 +1564,29 @@ class TestOrdererForVLLM:
         monkeypatch.setattr("ragorder.adapters.connect._SYNCHRONISE_S", 0.2)
         server = serve(start=False)
         endpoints = {"events_endpoint": server.endpoint, "replay_endpoint": server.replay_endpoint}
-        orderer = Orderer.for_vllm(metrics, builder=builder, events_topic=TOPIC, **endpoints)
+        with pytest.warns(DegradedWarning, match="no answer from replay_endpoint yet"):
+            orderer = Orderer.for_vllm(metrics, builder=builder, events_topic=TOPIC, **endpoints)
         try:
-            assert len(self.warnings(log)) == 1
+            assert len(orderer.degraded) == 1
             serve_requests(orderer)
             server.start()
             server.store()
             eventually(lambda: orderer.events.synchronised and agrees(orderer.events, server))
             serve_requests(orderer)
-            assert len(self.warnings(log)) == 1
+            assert len(orderer.degraded) == 1
         finally:
             orderer.close()
 
     @pytest.mark.parametrize("package", ["zmq", "msgspec", "httpx"])
-    def test_a_missing_package_is_named_with_the_extra_that_brings_it(self, python: Python, package: str) -> None:
+    def test_a_missing_package_is_named_with_the_extra_that_brings_it(
+        self, python: Python, metrics: str, package: str
+    ) -> None:
         done = python(
             "-c",
             "from ragorder import Orderer, PromptBuilder\n"
             "builder = PromptBuilder()\n"
             "builder._head_ids = [1]\n"
-            "Orderer.for_vllm('http://127.0.0.1:9', builder=builder, events_endpoint='tcp://127.0.0.1:5557')\n",
+            f"Orderer.for_vllm('{metrics}', builder=builder, events_endpoint='tcp://127.0.0.1:5557')\n",
             blocked=(package,),
         )
         assert done.returncode == 1

@@ -134,7 +134,7 @@ class TestObservedOrderer:
         ordering.discard()
         assert recorder.settlements == [Settlement(True, 64, 600, 580)]
 
-    def test_a_report_of_the_engine_corrects_the_served_order_only(self) -> None:
+    def test_what_others_took_by_a_report_is_gone_in_either_order(self) -> None:
         recorder = Recorder()
         watched = ObservedOrderer(make_orderer(), [recorder])
         watched.order(DOCUMENTS[:5]).confirm()
@@ -142,8 +142,8 @@ class TestObservedOrderer:
         watched.order(DOCUMENTS[5:10]).confirm(0)
         watched.order(DOCUMENTS[:5])
         assert recorder.observations[2].retrieval_tokens == 560
-        # What is older than what was lost is lost as well, and nobody told retrieval order's mirror.
-        assert (recorder.observations[3].ordered_tokens, recorder.observations[3].retrieval_tokens) == (64, 560)
+        # What is older than what was lost is lost as well; only the prefix was used since.
+        assert (recorder.observations[3].ordered_tokens, recorder.observations[3].retrieval_tokens) == (64, 64)
 
     @pytest.mark.parametrize("broken", ["ordered", "settled"])
     def test_a_watcher_that_fails_breaks_nothing(self, broken: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -209,8 +209,9 @@ class TestShadowMode:
             ordering = shadow.order(documents)
             assert ordering.documents == documents
             assert list(ordering.permutation) == list(range(5))
-            ordering.confirm()
-            active.order(documents).confirm()
+            ordering.confirm(ordering.cached_tokens)
+            served_ordering = active.order(documents)
+            served_ordering.confirm(served_ordering.cached_tokens)
         foretold, saved = read(shadowed), read(served)
         assert foretold.shadow and not saved.shadow
         assert (foretold.saved_tokens, foretold.saved_share) == (saved.saved_tokens, saved.saved_share)
@@ -246,8 +247,8 @@ class TestMetrics:
         assert (stats.served, stats.discarded, stats.reports, stats.documents) == (3, 1, 2, 20)
         assert stats.prompt_tokens == 600 + 600 + 564
         assert stats.cached_tokens == 0 + 544 + 560
-        assert stats.other_cached_tokens == 0 + 560 + 560
-        assert stats.saved_tokens == -16
+        assert stats.predicted_other_tokens == 0 + 560 + 560
+        assert stats.cannot_compare == "too early: 2 of the first 8 requests reported their cached tokens"
         # Foretold were 0 and 560.
         assert (stats.prediction_error_tokens, stats.prediction_bias_tokens) == (8.0, 8.0)
         assert stats.tree_nodes == watched.tree_size
@@ -260,6 +261,18 @@ class TestMetrics:
         stats = read(metrics)
         assert (stats.served, stats.reports, stats.prompt_tokens, stats.cached_tokens) == (1, 0, 564, 0)
 
+    @pytest.mark.parametrize("shadow", [False, True])
+    def test_usage_that_makes_no_sense_gives_no_absurd_share(self, shadow: bool) -> None:
+        """Prompts are said to have 20 tokens, though their documents have 500: it showed 10853.3 %."""
+        metrics = Metrics()
+        watched = ObservedOrderer(make_orderer(), [metrics], shadow=shadow)
+        for number, documents in enumerate(asked(200)):
+            watched.order(documents).confirm(number % 90, prompt_tokens=20 + number % 7)
+        stats = read(metrics)
+        assert 0 <= stats.cached_share <= 1
+        assert 0 <= (stats.predicted_other_share or 0) <= 1
+        assert abs(stats.saved_share or 0) <= 1
+
     def test_no_sample_tells_of_a_document_or_of_a_tenant(self) -> None:
         metrics = Metrics()
         watched = ObservedOrderer(make_orderer(), [metrics])
@@ -269,7 +282,7 @@ class TestMetrics:
         for secret in ("tenant", "secret", "d0", DOCUMENTS[0].key):
             assert secret not in page
         labels = {label for family in metrics.registry.collect() for s in family.samples for label in s.labels}
-        assert labels <= {"le", "order", "outcome"}
+        assert labels <= {"le", "order", "outcome", "reason"}
 
     def test_every_name_is_ours(self) -> None:
         names = {family.name for family in Metrics().registry.collect()}
@@ -323,6 +336,14 @@ class TestMetrics:
     def test_of_nothing_the_figures_are_zero(self) -> None:
         stats = read(Metrics())
         assert (stats.served, stats.cached_share, stats.order_us) == (0, 0.0, {"p50": 0.0, "p99": 0.0})
+
+    def test_d5_counts_requests_that_passed_by_reason(self) -> None:
+        metrics = Metrics()
+        for reason in ["no_documents", "one_document", "no_documents"]:
+            metrics.passed(reason)
+        stats = read(metrics)
+        assert (stats.served, stats.passed) == (0, {"no_documents": 2, "one_document": 1})
+        assert stats.as_json()["passed"] == stats.passed
 
     def test_needs_the_extra(self, python: Any) -> None:
         done = python("-c", "from ragorder.adapters.metrics import Metrics; Metrics()", blocked=("prometheus_client",))
@@ -397,7 +418,8 @@ class TestStatsCommand:
             def do_GET(self) -> None:
                 known = self.path == "/metrics" and self.headers.get("Authorization") in (None, "Bearer key")
                 body = prometheus_client.generate_latest(metrics.registry) if known else b"nothing here"
-                self.send_response(200 if known else 404)
+                keyless = self.path == "/metrics" and not known
+                self.send_response(200 if known else 401 if keyless else 404)
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
                 self.wfile.write(body)
@@ -419,20 +441,50 @@ class TestStatsCommand:
     def test_says_what_was_saved(self, metrics: Metrics, url: str) -> None:
         watched = ObservedOrderer(make_orderer(), [metrics])
         for documents in asked(300):
-            watched.order(documents).confirm()
+            ordering = watched.order(documents)
+            ordering.confirm(ordering.cached_tokens)
         stats = read(metrics)
         done = self.run(url, "--prefill-rate", "1000")
         assert done.exit_code == 0
         assert f"ragorder saved {stats.saved_tokens:,} tokens" in done.stdout
         assert f"{(stats.saved_tokens or 0) / 1000:,.1f} s" in done.stdout
         assert f"{100 * stats.cached_share:.1f} %" in done.stdout
-        assert "the engine reports nothing" in done.stdout
+        assert f"{100 * (stats.other_cached_share or 0):.1f} %" in done.stdout
+        assert "served; reported by the engine" in done.stdout
+        assert "predicted for the same requests, corrected by the reports" in done.stdout
 
     def test_says_what_would_have_been_saved(self, metrics: Metrics, url: str) -> None:
         watched = ObservedOrderer(make_orderer(), [metrics], shadow=True)
         for documents in asked(300):
-            watched.order(documents).confirm()
+            ordering = watched.order(documents)
+            ordering.confirm(ordering.cached_tokens)
         assert "would have saved" in self.run(url).stdout
+
+    def test_d2_says_that_predictions_are_no_saving(self, metrics: Metrics, url: str) -> None:
+        watched = ObservedOrderer(make_orderer(), [metrics])
+        for documents in asked(300):
+            watched.order(documents).confirm()
+        said = self.run(url).stdout
+        assert "ragorder saved" not in said
+        assert "Predicted only: no request reported its cached tokens (vLLM: --enable-prompt-tokens-details)." in said
+        assert "predicted: the engine reports nothing" in said
+        assert "nothing bears it out" in said
+
+    def test_d2_says_that_it_cannot_compare(self, metrics: Metrics, url: str) -> None:
+        """An agent: both orders had 704 tokens cached, and retrieval order was said to have 4,960."""
+        watched = ObservedOrderer(make_orderer(), [metrics])
+        for documents in asked(60):
+            watched.order(documents).confirm(16, prompt_tokens=1_150)
+        said = self.run(url).stdout
+        assert "Cannot compare: predictions are off by" in said
+        assert "cannot be said" in said
+        assert "saved" not in said
+
+    def test_d9_names_the_key_of_the_proxy(self, metrics: Metrics, url: str) -> None:
+        done = self.run(url, "--api-key", "wrong")
+        assert done.exit_code == 1
+        assert "RAGORDER_PROXY_API_KEY" in done.stderr
+        assert "RAGORDER_API_KEY" not in done.stderr
 
     def test_as_json(self, metrics: Metrics, url: str) -> None:
         ObservedOrderer(make_orderer(), [metrics]).order(DOCUMENTS[:5]).confirm(0, prompt_tokens=600)
@@ -458,6 +510,15 @@ class TestStatsCommand:
 
     def test_nothing_yet(self, metrics: Metrics, url: str) -> None:
         assert "No request has ended yet" in self.run(url).stdout
+
+    def test_d5_nothing_but_requests_that_passed(self, metrics: Metrics, url: str) -> None:
+        for reason in ["no_documents", "no_documents", "other_route"]:
+            metrics.passed(reason)
+        said = self.run(url).stdout
+        assert "No request has ended yet" not in said
+        assert "Nothing was ordered: 3 requests passed as they came" in said
+        assert "does --template match the prompts?" in said
+        assert "reported by the engine" not in said
 
     def test_no_comparison(self, metrics: Metrics, url: str) -> None:
         ObservedOrderer(make_orderer(), [metrics], compare=False).order(DOCUMENTS[:5]).confirm()

@@ -8,6 +8,7 @@ import json
 import logging
 import socket
 import threading
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -620,6 +621,26 @@ class TestUsage:
         assert answer.text == "Yes"
         assert answer.cached_tokens == cached_tokens
         assert orderer.settled == [[("confirmed", cached_tokens, answer.total_tokens)]]
+
+    @pytest.mark.parametrize("reports", ["never", "now and then"])
+    def test_d4_a_server_that_never_reports_what_was_expected_is_warned_of_once(
+        self, connect: Connect, server: ScriptedServer, orderer: WatchedOrderer, reports: str
+    ) -> None:
+        """A server may leave out a zero; and where nothing was expected, nothing is missed."""
+        client = connect()
+        silent = Response([ROLE, chat("Yes"), STOP, usage()])
+        server.plays(*[GOOD if reports == "now and then" and not number else silent for number in range(24)])
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            for number in range(12):
+                client.generate(QUERY, [Document(f"{number}", "New.")])
+            assert orderer.degraded == ()
+            for _ in range(12):
+                client.generate(QUERY, DOCUMENTS)
+        told = [str(each.message) for each in warned if each.category.__name__ == "DegradedWarning"]
+        assert told == list(orderer.degraded)
+        assert len(told) == (reports == "never")
+        assert all("--enable-prompt-tokens-details" in reason for reason in told)
 
     def test_of_several_reports_the_last_counts(self, connect: Connect, server: ScriptedServer) -> None:
         running = chat("Yes") | {"usage": usage(100, 1, prompt_tokens_details={"cached_tokens": 16})["usage"]}

@@ -578,7 +578,8 @@ class TestScopes:
         self, stream: list[list[str]], foreign: list[tuple[int, list[str], str | None]], tail: str
     ) -> None:
         def seen(foreign: list[tuple[int, list[str], str | None]]) -> Iterator[tuple[str, int, int, int]]:
-            orderer = strict(capacity_tokens=400, tail=tail)
+            # The engine has room for all of them.
+            orderer = strict(capacity_tokens=40_000, tail=tail)
             for number, request in enumerate(stream):
                 for place, others, scope in foreign:
                     if place == number:
@@ -589,6 +590,22 @@ class TestScopes:
                 ordering.confirm()
 
         assert list(seen(foreign)) == list(seen([]))
+
+    def test_of_others_a_scope_sees_no_more_than_the_engine_shows_it(self) -> None:
+        """What they have displaced is gone: neither which documents these were, nor in which order, plays a part."""
+
+        def seen(foreign: str, scopes: str) -> list[tuple[str, int]]:
+            orderer, results = strict(capacity_tokens=400), []
+            for request in ["abc", "cab", "bcd", "dabc"]:
+                for scope in scopes:
+                    orderer.order(documents(foreign), scope=scope).confirm()
+                ordering = orderer.order(documents(request), scope="mine")
+                results.append((ids(ordering), ordering.cached_tokens))
+                ordering.confirm()
+            return results
+
+        assert seen("efgh", "y") == seen("abcd", "y") == seen("dcba", "y")
+        assert seen("efgh", "yz") != seen("", "yz")
 
     def test_a_batch_belongs_to_its_scope(self) -> None:
         orderer = strict()
@@ -697,9 +714,9 @@ def test_threads_share_an_orderer() -> None:
         sys.setswitchinterval(switch)
     assert not errors
     assert orderer.fallbacks == 0
-    for scope in (0, 1):
-        check_tree(orderer, scope)
-    check_tree(orderer, None, idle=False)
+    # A scope that has lost all its room to the other is forgotten.
+    for scope in list(orderer._scopes):
+        check_tree(orderer, scope, idle=scope is not None)
 
 
 class TestMemory:
@@ -918,6 +935,88 @@ class TestBatch:
         batch = strict().order_batch(map(documents, ["abc", "xyz", "cbd", "zyw"]), max_wait=0)
         assert list(batch.indices) == [0, 1, 2, 3]
 
+    @settings(deadline=None)
+    @given(OPTIONS, STREAMS, STREAMS, st.none() | st.integers(0, 12))
+    def test_d3_never_finds_less_than_one_by_one(
+        self, options: dict[str, Any], earlier: list[list[str]], stream: list[list[str]], max_wait: int | None
+    ) -> None:
+        found = []
+        for batched in (False, True):
+            orderer = strict(**options)
+            for request in earlier:
+                orderer.order(documents(request)).confirm()
+            requests = [documents(request) for request in stream]
+            orderings = orderer.order_batch(requests, max_wait=max_wait) if batched else map(orderer.order, requests)
+            total = 0
+            for ordering in orderings:
+                total += ordering.cached_tokens
+                ordering.confirm()
+            found.append(total)
+        assert found[1] >= found[0]
+
+    @settings(deadline=None)
+    @given(OPTIONS, STREAMS, STREAMS)
+    def test_d3_no_wait_is_one_by_one(
+        self, options: dict[str, Any], earlier: list[list[str]], stream: list[list[str]]
+    ) -> None:
+        one, other = strict(**options), strict(**options)
+        for request in earlier:
+            one.order(documents(request)).confirm()
+            other.order(documents(request)).confirm()
+        requests = [documents(request) for request in stream]
+        batch = one.order_batch(requests, max_wait=0)
+        for number, request in enumerate(requests):
+            taken, ordered = batch[number], other.order(request)
+            assert (taken.index, taken.permutation, taken.cached_tokens) == (
+                number,
+                ordered.permutation,
+                ordered.cached_tokens,
+            )
+            taken.confirm()
+            ordered.confirm()
+
+    def test_d3_a_window_knows_what_the_one_before_left(self) -> None:
+        """Each set comes twice, in different windows."""
+        requests = ["abcd", "efgh", "dcba", "hgfe", "badc", "ghef"]
+        for max_wait in (None, *range(6)):
+            orderings = list(strict(capacity_tokens=None).order_batch(map(documents, requests), max_wait=max_wait))
+            assert sum(ordering.prefix_documents for ordering in orderings) == 4 * 4, max_wait
+
+    def test_d3_a_warm_tree_is_used_by_every_request(self) -> None:
+        orderer = strict()
+        serve(orderer, "abcd")
+        assert [ids(ordering) for ordering in orderer.order_batch(map(documents, ["cdba", "badc"]))] == ["abcd"] * 2
+
+    @pytest.mark.parametrize("max_wait", [None, 100, 50, 20, 5, 1])
+    @pytest.mark.parametrize("name", ["paper-shuf", "mix8", "zipf10"])
+    def test_d3_a_wait_saves_on_workloads(self, name: str, max_wait: int | None) -> None:
+        """On the engine itself, and by more than the property asks for: who may wait is worth something."""
+        workload = make_workload(name, 0, requests=200)
+        stream = [[workload.documents[number] for number in ranking] for ranking in workload.rankings[:200]]
+        totals = []
+        for batched in (True, False):
+            engine, prompts = SimEngine(capacity_tokens=16_384), Prompts(64)
+            orderer = mirroring(engine, 64)
+            orderings = iter(orderer.order_batch(stream, max_wait=max_wait)) if batched else map(orderer.order, stream)
+            totals.append(simulated(engine, prompts, orderings))
+        assert totals[0] > (1.1 if max_wait in (None, 100, 50, 20) else 1) * totals[1]
+
+    def test_d3_planning_leaves_the_orderer_as_it_is(self) -> None:
+        planned, other = strict(capacity_tokens=400), strict(capacity_tokens=400)
+        serve(planned, "abcd", "bcde", "abce")
+        serve(other, "abcd", "bcde", "abce")
+        flying = planned.order(documents("acx")), other.order(documents("acx"))
+        planned.order_batch(map(documents, ["dcb", "xyz", "abe", "zyx"]), max_wait=2)
+        planned.order_batch(map(documents, ["dcb", "xyz", "abe", "zyx"]))
+        for ordering in flying:
+            ordering.confirm()
+        for request in ("bcd", "axyz", "abcde"):
+            one, two = planned.order(documents(request)), other.order(documents(request))
+            assert (one.permutation, one.cached_tokens) == (two.permutation, two.cached_tokens)
+            one.confirm()
+            two.confirm()
+        check_tree(planned)
+
     def test_a_negative_wait_is_an_error_of_the_caller(self) -> None:
         with pytest.raises(ValueError, match="max_wait"):
             Orderer().order_batch([documents("ab")], max_wait=-1)
@@ -931,14 +1030,13 @@ class TestBatch:
     def test_a_request_is_in_flight_only_once_it_is_taken(self) -> None:
         orderer = strict()
         batch = orderer.order_batch([documents("abc"), documents("xyz")])
-        tree = orderer._scopes[None].tree
-        assert (len(batch), sorted(batch.indices), tree.size) == (2, [0, 1], 0)
+        assert (len(batch), sorted(batch.indices), orderer.tree_size) == (2, [0, 1], 0)
         first = batch[0]
-        assert tree.size == 3
+        assert orderer.tree_size == 3
         first.discard()
-        assert tree.size == 0
+        assert orderer.tree_size == 0
         batch[1].confirm()
-        assert tree.size == 3
+        assert orderer.tree_size == 3
 
     def test_taking_an_ordering_again_gives_the_same_one(self) -> None:
         orderer = strict()

@@ -322,7 +322,8 @@ class TestNothingIsLeftOnTheServer:
 
     def is_settled(self, one: PipelinedClient, ledger: Ledger) -> None:
         assert ledger.open == 0
-        assert one._pipeline.load is not None and one._pipeline.load.pending == 0
+        # Our own count: the server's gauges may still show what was aborted a moment ago.
+        assert one._pipeline.load is not None and one._pipeline.load._pending == 0
 
 
 @pytest.mark.vllm

@@ -10,6 +10,7 @@ import time
 import urllib.request
 from base64 import b64encode
 from collections.abc import Iterator
+from itertools import takewhile
 from typing import Any
 
 import pytest
@@ -64,6 +65,7 @@ class Proxy(Server):
         metrics = Metrics()
         orderer = Orderer(block_size=16, capacity_tokens=4_000, suffix_tokens=16)
         observed = ObservedOrderer(orderer, [metrics], shadow=shadow)
+        self.metrics = metrics
         super().__init__(make_app(observed, upstream=upstream, routes=stats_routes(metrics), api_key=api_key))
 
     def ask(self, *names: str) -> None:
@@ -83,15 +85,35 @@ class Proxy(Server):
             return json.load(response)
 
 
-@pytest.fixture(scope="module")
-def upstream() -> Iterator[str]:
-    async def complete(request: Request) -> JSONResponse:
-        await request.body()
-        usage = {"prompt_tokens": 600, "completion_tokens": 1, "total_tokens": 601}
+class Upstream:
+    """A server that answers at once, with a prefix cache that never evicts: 4 characters a token, 16 tokens a block."""
+
+    def __init__(self) -> None:
+        self.reports = True
+        self._seen: list[str] = []
+
+    async def complete(self, request: Request) -> JSONResponse:
+        messages = (await request.json())["messages"]
+        prompt = "".join(message["content"] for message in messages)
+        alike = (takewhile(lambda pair: pair[0] == pair[1], zip(prompt, seen, strict=False)) for seen in self._seen)
+        cached = max((len(list(pairs)) for pairs in alike), default=0) // 64 * 16
+        self._seen.append(prompt)
+        tokens = len(prompt) // 4
+        usage: dict[str, Any] = {"prompt_tokens": tokens, "completion_tokens": 1, "total_tokens": tokens + 1}
+        if self.reports:
+            usage["prompt_tokens_details"] = {"cached_tokens": cached}
         choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "."}}
         return JSONResponse({"id": "1", "object": "chat.completion", "choices": [choice], "usage": usage})
 
-    with Server(Starlette(routes=[Route("/v1/chat/completions", complete, methods=["POST"])])) as server:
+
+@pytest.fixture
+def engine() -> Upstream:
+    return Upstream()
+
+
+@pytest.fixture
+def upstream(engine: Upstream) -> Iterator[str]:
+    with Server(Starlette(routes=[Route("/v1/chat/completions", engine.complete, methods=["POST"])])) as server:
         yield server.url
 
 
@@ -146,7 +168,8 @@ class TestPage:
             assert page.tab.text_content("#share-theirs") == f"{100 * stats['other_cached_share']:.1f}\u00a0%"
             assert "serving ragorder's order" in page.tab.text_content("#mode")
             shown = figures(page)
-            assert (shown["Requests"], shown["Prompt tokens"], shown["Fallbacks"]) == ("20", "12,000", "0")
+            assert (shown["Requests"], shown["Fallbacks"]) == ("20", "0")
+            assert shown["Prompt tokens"] == f"{stats['prompt_tokens']:,}"
             # A point of the chart for each time that there were new requests.
             assert page.tab.locator("polyline").count() == 2
             proxy.ask("a", "b")
@@ -169,6 +192,38 @@ class TestPage:
                 assert shown == [f"{100 * stats[name]:.1f}\u00a0%" for name in ("other_cached_share", "cached_share")]
                 assert stats["other_cached_share"] > stats["cached_share"]
 
+    def test_d2_says_what_is_predicted(self, browser: Any, engine: Upstream, upstream: str) -> None:
+        with Proxy(upstream) as proxy, Page(browser, proxy.url) as page:
+            for names in SETS * 4:
+                proxy.ask(*names)
+            page.wait_for("#verdict", "20 requests")
+            assert page.tab.text_content("#origin-ours") == "reported"
+            assert page.tab.text_content("#origin-theirs") == "predicted, corrected"
+            assert "give or take" in page.tab.text_content("#verdict")
+
+    def test_d2_without_reports_predicts_only(self, browser: Any, engine: Upstream, upstream: str) -> None:
+        engine.reports = False
+        with Proxy(upstream) as proxy, Page(browser, proxy.url) as page:
+            for names in SETS * 4:
+                proxy.ask(*names)
+            page.wait_for("#verdict", "predicted only: no request reported its cached tokens")
+            assert page.tab.text_content("#saved") == "–"
+            for name in ("ours", "theirs"):
+                assert page.tab.text_content(f"#origin-{name}") == "predicted"
+                assert "%" in page.tab.text_content(f"#share-{name}")
+            assert figures(page)["of which known"] == "nothing reported"
+            assert page.problems == []
+
+    def test_d5_says_that_requests_passed_without_documents(self, browser: Any, upstream: str) -> None:
+        with Proxy(upstream) as proxy, Page(browser, proxy.url) as page:
+            page.wait_for("#verdict", "no request has ended yet")
+            assert "reported by the engine" not in page.tab.text_content("#figures")
+            for _ in range(3):
+                proxy.metrics.passed("no_documents")
+            page.wait_for("#verdict", "nothing was ordered: 3 requests passed as they came")
+            assert "no documents found" in page.tab.text_content("#figures")
+            assert page.problems == []
+
     def test_says_when_the_proxy_is_gone(self, browser: Any, upstream: str) -> None:
         with Proxy(upstream) as proxy, Page(browser, proxy.url) as page:
             page.wait_for("#state", "live")
@@ -183,7 +238,7 @@ class TestPage:
             for names in SETS:
                 proxy.ask(*names)
             with Page(browser, proxy.url, **screen) as page:
-                page.wait_for("#verdict", "5 requests")
+                page.wait_for("#verdict", "5 of the first 8 requests reported")
                 assert page.tab.evaluate("document.documentElement.scrollWidth") <= width
                 assert page.problems == []
 

@@ -359,7 +359,7 @@ class TestTheOptions:
                 return make_app(orderer, turns=turns, **others)
 
             monkeypatch.setattr("ragorder.adapters.proxy.make_app", make)
-            monkeypatch.setattr("ragorder.cli.listening.run_server", lambda app, listening, grace_s: listening.close())
+            monkeypatch.setattr("ragorder.cli.listening.run_server", lambda app, listening, **_: listening.close())
             shape = ["--upstream", "http://127.0.0.1:1", "--port", "0", "--capacity-tokens", "9", "--block-size", "9"]
             return CliRunner().invoke(serve_command, [*shape, *options]), made[0] if made else None
 

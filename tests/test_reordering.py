@@ -374,8 +374,8 @@ class TestForetelling:
         assert orderer.foretell(documents("a"), scope="t") == (96, 110)
 
     def test_an_internal_error_foretells_nothing_and_is_counted(self) -> None:
-        orderer = Orderer()
-        assert orderer.foretell([object()]) == (0, 0)
+        orderer = Orderer(key=lambda _: 1 // 0)
+        assert orderer.foretell([Document("a", "a")]) == (0, 0)
         assert orderer.foretell([], scope=[]) == (0, 0)  # type: ignore[arg-type]
         assert orderer.fallbacks == 2
 

@@ -427,6 +427,29 @@ class Invariants(RuleBasedStateMachine):
         else:
             self.residency.cancel(lease)
 
+    @rule(prefix_tokens=st.integers(0, 80), ratio=st.sampled_from([0.3, 0.9, 1.0, 1.1, 2.0]))
+    def resize(self, prefix_tokens: int, ratio: float) -> None:
+        """D2: lengths turn out to be others, while requests are in flight."""
+
+        def nodes() -> list[tuple[int, int, int]]:
+            return [(node.end, node.blocks, node.missing) for node in self.tree.walk()]
+
+        before, used_blocks = nodes(), self.residency.used_blocks
+        self.residency.resize(self.tree.root.end, 1.0)
+        assert (nodes(), self.residency.used_blocks) == (before, used_blocks)
+        self.residency.resize(prefix_tokens, ratio)
+        assert self.tree.root.end == prefix_tokens
+        self._sort_out()
+
+    @rule(blocks=st.integers(0, 60))
+    def keep(self, blocks: int) -> None:
+        """D2: a report of the other order's requests says how much room is left."""
+        used_blocks = self.residency.used_blocks
+        self.residency.keep(blocks)
+        if self.residency.capacity_blocks < sys.maxsize:
+            assert self.residency.used_blocks == used_blocks
+        self._sort_out()
+
     @invariant()
     def holds(self) -> None:
         if hasattr(self, "residency"):
@@ -445,6 +468,59 @@ class InvariantsWithPartialBlocksInLine(Invariants):
 
 class InvariantsOfNoResidency(Invariants):
     capacities = st.none()
+
+
+class TestResize:
+    """D2: lengths turn out to be others than was told."""
+
+    @pytest.mark.parametrize(("prefix_tokens", "ratio"), [(100, 1.0), (7, 1.0), (PREFIX, 2.0), (200, 0.5)])
+    def test_d2_what_was_held_is_where_it_really_is(self, prefix_tokens: int, ratio: float) -> None:
+        residency = LRUResidency(KnowledgeTree(BLOCK, PREFIX), 10_000)
+        serve(residency, "abc")
+        serve(residency, "ade")
+        residency.resize(prefix_tokens, ratio)
+        for documents, shared in (("abf", 2), ("ade", 3), ("xyz", 0)):
+            lease = start(residency, documents, round(30 * ratio))
+            assert lease.cached_tokens == (prefix_tokens + shared * round(30 * ratio)) // BLOCK * BLOCK
+            residency.cancel(lease)
+        check_invariants(residency, [])
+
+    def test_d2_a_request_in_flight_expects_what_it_would_have(self) -> None:
+        residency = LRUResidency(KnowledgeTree(BLOCK, PREFIX), 10_000)
+        serve(residency, "abc")
+        lease = start(residency, "abd")
+        residency.resize(100, 1.0)
+        assert lease.cached_tokens == (100 + 60) // BLOCK * BLOCK
+        residency.release(lease, total_tokens=100 + 90 + 50)
+        check_invariants(residency, [])
+
+    def test_d2_a_cache_that_is_smaller_than_thought_gives_up_what_is_oldest(self) -> None:
+        residency = LRUResidency(KnowledgeTree(BLOCK, PREFIX), 30 * BLOCK)
+        for documents in ("abc", "def", "ghi"):
+            serve(residency, documents)
+        residency.resize(PREFIX, 2.0)
+        check_invariants(residency, [])
+        assert start(residency, "ghi", 60).cached_tokens == (PREFIX + 180) // BLOCK * BLOCK
+        assert start(residency, "abc", 60).cached_tokens < (PREFIX + 180) // BLOCK * BLOCK
+
+    def test_d2_keep_gives_up_what_is_oldest_and_counts_the_room_as_taken(self) -> None:
+        residency = LRUResidency(KnowledgeTree(BLOCK, PREFIX), 100 * BLOCK)
+        serve(residency, "abc")
+        serve(residency, "def")
+        used_blocks = residency.used_blocks
+        residency.keep(prompt_blocks(90))
+        assert residency.used_blocks == used_blocks
+        assert start(residency, "def").cached_tokens == (PREFIX + 90) // BLOCK * BLOCK
+        assert start(residency, "abc").cached_tokens < (PREFIX + 90) // BLOCK * BLOCK
+
+    def test_d2_a_prefix_that_turns_out_shorter_is_no_loss(self) -> None:
+        """Every request uses it: a report of less says that it is shorter, not that all that is older is gone."""
+        tree = KnowledgeTree(BLOCK, 20 * BLOCK)
+        residency = FeedbackResidency(LRUResidency(tree, 100 * BLOCK))
+        for documents in ("abc", "def"):
+            path = tree.insert(documents, [30] * 3, range(3))
+            residency.release(residency.lease(path, SUFFIX), BLOCK)
+        assert residency.corrections == 0
 
 
 _MACHINE = settings(max_examples=60, stateful_step_count=40, deadline=None)

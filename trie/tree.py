@@ -31,6 +31,17 @@ class Node:
         self.stamp = 0
         self.leases = 0
 
+    def copy(self, parent: Node | None) -> Node:
+        """The same node below another parent, without children."""
+        copy = Node(self.key, parent, self.end, self.blocks)
+        copy.missing, copy.provisional, copy.stamp, copy.leases = (
+            self.missing,
+            self.provisional,
+            self.stamp,
+            self.leases,
+        )
+        return copy
+
 
 class KnowledgeTree:
     """A trie over document keys below a root that stands for the system prompt of `prefix_tokens` tokens."""
@@ -79,6 +90,22 @@ class KnowledgeTree:
     def cached_tokens(self, node: Node) -> int:
         """Tokens of the prompt up to the node that the engine holds, if it holds every ancestor whole."""
         return (node.end // self.block_size - node.missing) * self.block_size
+
+    def copy(self) -> tuple[KnowledgeTree, dict[Node, Node]]:
+        """Another tree with the same nodes, and which of them stands for which of this one's."""
+        tree = KnowledgeTree(self.block_size)
+        tree.size = self.size
+        copies: dict[Node, Node] = {}
+        for node in self.walk():
+            parent = None if node.parent is None else copies[node.parent]
+            copies[node] = copy = node.copy(parent)
+            if parent is None:
+                tree.root = copy
+        # Children in their own order: a search meets them in it.
+        for node, copy in copies.items():
+            if node.children is not None:
+                copy.children = {key: copies[child] for key, child in node.children.items()}
+        return tree, copies
 
     def walk(self, top: Node | None = None) -> Iterator[Node]:
         """Every node from `top` (None: the root) down, parents before children."""

@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ragorder.adapters.embedded.answers import DONE, Answer, ChatAnswer, CompletionAnswer, event
 from ragorder.adapters.embedded.metrics import EngineMetrics
 from ragorder.adapters.embedded.prompts import Asked, Prompts
-from ragorder.adapters.embedded.worker import EngineStoppedError, EngineWorker, TooManyWaitingError
+from ragorder.adapters.embedded.worker import EngineStoppedError, EngineWorker, TooManyAtOnceError, TooManyWaitingError
 from ragorder.adapters.proxy.answering import AnswerErrors
 from ragorder.adapters.proxy.errors import ProxyError
 from ragorder.adapters.proxy.incoming import ClientGoneError, Incoming
@@ -162,6 +162,8 @@ class _Server:
                     await _send_json(answer.whole(completions), send)
         except RequestRefusedError as error:
             raise ProxyError(400, f"The engine refuses this request: {error}", code="request_refused") from None
+        except TooManyAtOnceError as error:
+            raise ProxyError(400, f"prompt: {error}.", code="invalid_prompt", param="prompt") from None
         except TooManyWaitingError as error:
             message = f"{error}: try again later."
             raise ProxyError(503, message, code="too_many_waiting", headers=_RETRY) from None

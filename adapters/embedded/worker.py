@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 if TYPE_CHECKING:
     from ragorder.kernels.engine import EngineStats, Request, TieredEngine, Update
 
-__all__ = ["EngineStoppedError", "EngineWorker", "TooManyWaitingError"]
+__all__ = ["EngineStoppedError", "EngineWorker", "TooManyAtOnceError", "TooManyWaitingError"]
 
 T = TypeVar("T")
 
@@ -32,6 +32,10 @@ class EngineStoppedError(RuntimeError):
 
 class TooManyWaitingError(RuntimeError):
     """There is no room for one more request: try again later."""
+
+
+class TooManyAtOnceError(ValueError):
+    """So many requests can never be in the engine together: send fewer at a time."""
 
 
 News = tuple[int, "Update"] | Exception
@@ -103,11 +107,16 @@ class EngineWorker:
         """All of these requests, or none: gives what comes of each, with its place among them, until each has its
         completion. What is unfinished at the end of the block is aborted.
 
-        Raises what the engine refuses a request with, TooManyWaitingError and EngineStoppedError; the last one also
-        where the updates are taken.
+        Raises what the engine refuses a request with, TooManyAtOnceError, TooManyWaitingError and EngineStoppedError;
+        the last one also where the updates are taken.
         """
         if self._failure is not None:
             raise EngineStoppedError(self._failure)
+        if len(requests) > self.max_unfinished:
+            raise TooManyAtOnceError(
+                f"{len(requests):,} prompts in one request, and at most {self.max_unfinished:,} can be answered or "
+                "wait at a time (--max-requests and --max-waiting): send fewer in each"
+            )
         if self._unfinished + len(requests) > self.max_unfinished:
             raise TooManyWaitingError(f"{self._unfinished:,} requests are being answered or wait already")
         self._unfinished += len(requests)

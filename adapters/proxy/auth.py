@@ -20,7 +20,8 @@ class RequireKey:
 
     def __init__(self, app: ASGIApp, key: str, *, open_paths: frozenset[str] = frozenset()) -> None:
         self._app = app
-        self._key = key.encode()
+        # Secrets are often kept in files that end in a newline, which no header can bring.
+        self._key = key.strip().encode()
         self._open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

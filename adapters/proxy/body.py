@@ -3,18 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import ClassVar, NamedTuple, TypeVar
+from itertools import groupby
+from typing import ClassVar, NamedTuple
 
 import msgspec
-from msgspec import Raw
+from msgspec import Raw, Struct
 
 from ragorder.adapters.proxy.errors import ProxyError
+from ragorder.adapters.proxy.reading import TooManyError, decode, decode_items
 
-__all__ = ["Body", "ChatBody", "CompletionBody", "Fields", "Front", "Passage", "decode"]
-
-T = TypeVar("T")
+__all__ = ["BOUNDARY", "MAX_MESSAGES", "Behind", "Body", "ChatBody", "CompletionBody", "Fields", "Front", "Passage"]
 
 Fields = dict[str, Raw]
+
+MAX_MESSAGES = 4096
+"""Messages of a chat, and parts of a message, that are read."""
+
+BOUNDARY = "\ud800"
+"""Where a part of a message ends and the next one begins, in the text of both: a code point that no JSON text has."""
+
+
+_NULL = Raw(b"null")
+
+
+class _Message(Struct):
+    """Of a message what is looked at. Its other fields are passed over, however many there are."""
+
+    role: Raw = _NULL
+    content: Raw = _NULL
+
+
+class _Part(Struct):
+    """The same of a part of one."""
+
+    text: Raw = _NULL
 
 
 class Front(NamedTuple):
@@ -27,14 +49,36 @@ class Front(NamedTuple):
     text: str = ""
 
 
+class Behind(NamedTuple):
+    """What of a prompt stands behind its documents: text and parts of their own message, whole messages."""
+
+    text: str = ""
+    parts: Sequence[Raw] = ()
+    messages: Sequence[Raw] = ()
+
+
 class Passage(NamedTuple):
-    """A text of the prompt, what stands in front of it, and where it is: in which field of the body, and by which names
-    and places in that."""
+    """A text of the prompt: a plain prompt, the content of a message, or the texts of parts that are neighbours, with
+    `BOUNDARY` between them. It is in message `place` of `messages`, there from part `number` of `parts` on."""
 
     text: str
-    front: Front
-    name: str
-    path: Sequence[str | int] = ()
+    messages: Sequence[Raw] = ()
+    place: int = 0
+    role: str = "user"
+    parts: Sequence[Raw] = ()
+    number: int = 0
+
+    def front(self, head: str) -> Front:
+        """What stands in front of the documents, which come after `head` in the text. It is made for the one passage
+        that is taken: made for each, it would take a time that grows with the square of the messages."""
+        *before, own = head.split(BOUNDARY)
+        return Front(self.messages[: self.place], self.role, self.parts[: self.number + len(before)], own)
+
+    def behind(self, tail: str) -> Behind:
+        """What stands behind the documents, `tail` of the text with it."""
+        own = tail.partition(BOUNDARY)[0]
+        number = self.number + self.text.count(BOUNDARY) - tail.count(BOUNDARY)
+        return Behind(own, self.parts[number + 1 :], self.messages[self.place + 1 :])
 
 
 class Body:
@@ -54,12 +98,13 @@ class Body:
         raise NotImplementedError
 
     def passages(self) -> Iterator[Passage]:
-        """The texts of the prompt, first to last. What cannot be read is left out."""
+        """The texts of the prompt, first to last. What cannot be read is left out. Raises ProxyError if there are too
+        many of them."""
         raise NotImplementedError
 
     def put(self, passage: Passage, text: str) -> None:
-        """Put another text in the place of a passage's."""
-        self.fields[passage.name] = _put(self.fields[passage.name], passage.path, text)
+        """Put another text, of as many parts, in the place of a passage's."""
+        raise NotImplementedError
 
     def number(self, name: str) -> int | None:
         """A field that is a number; None if it is not."""
@@ -81,7 +126,7 @@ class ChatBody(Body):
     route = "chat"
 
     def front(self) -> Front:
-        messages = decode(self.fields.get("messages", Raw(b"[]")), list[Raw])
+        messages = _items(self.fields.get("messages", Raw(b"[]")), "messages")
         if messages is None:
             raise ProxyError(400, "messages: must be a list.", code="invalid_messages", param="messages")
         return Front(messages)
@@ -91,22 +136,35 @@ class ChatBody(Body):
         self.fields["messages"] = _raw([*self.front().messages, message])
 
     def passages(self) -> Iterator[Passage]:
-        messages = decode(self.fields.get("messages", _NULL), list[Raw]) or []
+        messages = _items(self.fields.get("messages", _NULL), "messages") or []
         for place, raw in enumerate(messages):
-            message = decode(raw, Fields) or {}
-            content = message.get("content", _NULL)
-            role = decode(message.get("role", _NULL), str) or ""
-            path = (place, "content")
-            text = decode(content, str)
+            message = decode(raw, _Message) or _Message()
+            role = decode(message.role, str) or ""
+            text = decode(message.content, str)
             if text is not None:
-                yield Passage(text, Front(messages[:place], role), "messages", path)
+                yield Passage(text, messages, place, role)
                 continue
-            parts = decode(content, list[Raw]) or []
-            for number, part in enumerate(parts):
-                text = decode((decode(part, Fields) or {}).get("text", _NULL), str)
-                if text is not None:
-                    front = Front(messages[:place], role, parts[:number])
-                    yield Passage(text, front, "messages", (*path, number, "text"))
+            parts = _items(message.content, f"messages[{place}].content") or []
+            texts = enumerate(decode((decode(part, _Part) or _Part()).text, str) for part in parts)
+            for is_text, neighbours in groupby(texts, lambda part: part[1] is not None):
+                if is_text:
+                    numbers, own = zip(*neighbours, strict=True)
+                    yield Passage(BOUNDARY.join(own), messages, place, role, parts, numbers[0])
+
+    def put(self, passage: Passage, text: str) -> None:
+        messages = list(passage.messages)
+        message = msgspec.json.decode(messages[passage.place], type=Fields)
+        if passage.parts:
+            parts = list(passage.parts)
+            pairs = zip(passage.text.split(BOUNDARY), text.split(BOUNDARY), strict=True)
+            for number, (was, becomes) in enumerate(pairs, passage.number):
+                if becomes != was:
+                    parts[number] = _raw(msgspec.json.decode(parts[number], type=Fields) | {"text": becomes})
+            message["content"] = _raw(parts)
+        else:
+            message["content"] = _raw(text)
+        messages[passage.place] = _raw(message)
+        self.fields["messages"] = _raw(messages)
 
 
 class CompletionBody(Body):
@@ -126,31 +184,19 @@ class CompletionBody(Body):
     def passages(self) -> Iterator[Passage]:
         prompt = decode(self.fields.get("prompt", _NULL), str)
         if prompt is not None:
-            yield Passage(prompt, Front(), "prompt")
+            yield Passage(prompt)
+
+    def put(self, passage: Passage, text: str) -> None:
+        self.fields["prompt"] = _raw(text)
 
 
-_NULL = Raw(b"null")
-
-
-def decode(content: bytes | Raw, kind: type[T]) -> T | None:
-    """What JSON says; None if it says something else, or is none."""
+def _items(content: Raw, where: str) -> list[Raw] | None:
+    """The messages, or the parts of one; None if they are no list."""
     try:
-        return msgspec.json.decode(content, type=kind)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return None
-
-
-def _put(content: Raw, path: Sequence[str | int], text: str) -> Raw:
-    if not path:
-        return _raw(text)
-    step, *rest = path
-    if isinstance(step, int):
-        parts = msgspec.json.decode(content, type=list[Raw])
-        parts[step] = _put(parts[step], rest, text)
-        return _raw(parts)
-    fields = msgspec.json.decode(content, type=Fields)
-    fields[step] = _put(fields[step], rest, text)
-    return _raw(fields)
+        return decode_items(content, MAX_MESSAGES)
+    except TooManyError:
+        message = f"{where}: has more than the {MAX_MESSAGES:,} items that the proxy reads."
+        raise ProxyError(400, message, code="too_many_items", param=where) from None
 
 
 def _raw(value: object) -> Raw:

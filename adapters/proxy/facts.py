@@ -8,7 +8,8 @@ from typing import Any
 import msgspec
 
 from ragorder.adapters._request_facts import FACTS, FIELD, request_facts
-from ragorder.adapters.proxy.body import Fields, decode
+from ragorder.adapters.proxy.body import Fields
+from ragorder.adapters.proxy.reading import decode
 
 __all__ = ["add_facts"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-__all__ = ["Headers", "end_to_end", "header", "without"]
+__all__ = ["Headers", "end_to_end", "header", "is_json", "without"]
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -27,6 +27,12 @@ def end_to_end(headers: Iterable[tuple[bytes, bytes]], *dropped: bytes) -> Heade
 def header(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> bytes | None:
     """The first value of a header; the names in lower case."""
     return next((value for each, value in headers if each == name), None)
+
+
+def is_json(headers: Iterable[tuple[bytes, bytes]]) -> bool:
+    """Whether a body is JSON, as its type says; the names in lower case."""
+    kind = (header(headers, b"content-type") or b"").partition(b";")[0].strip().lower()
+    return kind == b"application/json" or kind.endswith(b"+json")
 
 
 def without(headers: Headers, name: bytes) -> Headers:

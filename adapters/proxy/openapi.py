@@ -5,17 +5,27 @@ from __future__ import annotations
 from importlib.metadata import version
 from typing import Any
 
-from ragorder.adapters.proxy.schema import FIELD, Tagged
+from ragorder.adapters.proxy.schema import FIELD, json_schema
+from ragorder.adapters.proxy.settling import PERMUTATION, PREDICTED
 
 __all__ = ["describe"]
 
 _REFERENCE = "#/components/schemas/"
+_HEADERS = {
+    PERMUTATION.decode(): {
+        "description": "Of an ordered request: which document stands at each place, by its rank from 0.",
+        "schema": {"type": "string", "pattern": r"^\d+(,\d+)*$"},
+    },
+    PREDICTED.decode(): {
+        "description": "Of an ordered request: prompt tokens that the server was predicted to have in its cache.",
+        "schema": {"type": "integer", "minimum": 0},
+    },
+}
 
 
 def describe() -> dict[str, Any]:
     """The OpenAPI document of the two routes that are looked at. Everything else is the upstream server's."""
-    tagged = Tagged.model_json_schema(ref_template=_REFERENCE + "{model}")
-    schemas = tagged.pop("$defs") | {"Tagged": tagged}
+    _, schemas = json_schema(_REFERENCE + "{name}")
     schemas["ChatBody"] = _body(
         {"messages": {"type": "array", "items": {"type": "object"}, "description": "What comes before the documents."}},
         "The chat. Documents and question become one more message, of the user, behind `messages`.",
@@ -60,7 +70,7 @@ def _body(properties: dict[str, Any], description: str) -> dict[str, Any]:
 
 def _tenant() -> dict[str, Any]:
     """What a salt may be."""
-    schema = Tagged.model_json_schema()["properties"]["scope"]
+    schema = json_schema(_REFERENCE + "{name}")[1]["Tagged"]["properties"]["scope"]
     return {name: schema[name] for name in ("anyOf", "default")}
 
 
@@ -78,7 +88,7 @@ def _operation(name: str, body: str) -> dict[str, Any]:
         "operationId": name,
         "requestBody": {"required": True, "content": {"application/json": {"schema": {"$ref": f"{_REFERENCE}{body}"}}}},
         "responses": {
-            "default": {"description": "The upstream server's answer, as it is."},
+            "default": {"description": "The upstream server's answer, as it is.", "headers": _HEADERS},
             **{status: {"description": text, "content": error} for status, text in refusals.items()},
         },
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import add
 from typing import Literal
@@ -13,23 +13,25 @@ import msgspec
 
 from ragorder.adapters._answer_length import AnswerLength
 from ragorder.adapters._openai_request import checked_salt
-from ragorder.adapters.proxy.body import Body, ChatBody, CompletionBody, Fields, Front
+from ragorder.adapters.proxy.body import BOUNDARY, Body, ChatBody, CompletionBody, Fields, Front
 from ragorder.adapters.proxy.errors import ProxyError
 from ragorder.adapters.proxy.facts import add_facts
 from ragorder.adapters.proxy.lengths import Lengths
-from ragorder.adapters.proxy.schema import FIELD, read_tagged
+from ragorder.adapters.proxy.noticing import Ids, Passed, Reason
+from ragorder.adapters.proxy.schema import FIELD, MAX_DOCUMENTS, read_tagged
 from ragorder.adapters.proxy.scope import scope_of
 from ragorder.adapters.proxy.settling import Ordered
 from ragorder.adapters.proxy.template import DocumentTemplate
 from ragorder.document import Document
-from ragorder.orderer import Orders
+from ragorder.kept import Kept
 from ragorder.ordering import Ordering
+from ragorder.orders import Orders
 from ragorder.pipelining.reordering import Lengths as CachedLengths
 from ragorder.prompt import PromptBuilder
 
 __all__ = ["BodyOrderer", "ReadBody", "Route"]
 
-Route = Literal["chat", "completions"]
+Route = Literal["chat", "completions", "other"]
 
 _BODIES = {"chat": ChatBody, "completions": CompletionBody}
 _REMEMBERED = 4096
@@ -38,14 +40,15 @@ _TAG = b'"%s"' % FIELD.encode()
 
 @dataclass(eq=False, slots=True)
 class ReadBody:
-    """A body whose documents were found, and wait to be ordered. `write` gives the body that goes on in an order. The
-    tokens between documents are `gaps`, if there are any, and `salt` is the tenant's. What stands in front of the
-    documents could not be read if there is an `error`."""
+    """A body whose documents were found, and wait to be ordered. `write` gives the body that goes on, by the rank of
+    the document at each place. The tokens between documents are `gaps`, if there are any, `behind_tokens` those that
+    follow the last, and `salt` is the tenant's. What stands in front of the documents could not be read if there is
+    an `error`."""
 
     body: Body
     documents: list[Document]
-    question_tokens: int
-    write: Callable[[Ordering[Document]], bytes]
+    behind_tokens: int
+    write: Callable[[Sequence[int]], bytes]
     gaps: Sequence[int] = ()
     salt: str | None = None
     scope: bytes = b""
@@ -55,7 +58,11 @@ class ReadBody:
 
 class BodyOrderer:
     """Orders the documents of the bodies of two routes. With a tokenizer in `lengths` that takes long enough to do it
-    in another thread, one at a time."""
+    in another thread, one at a time.
+
+    `number_by_place`: the id that a document shows is the number of its place, from 1, whatever id it came with.
+    `on_passed` is told of each request that goes on without documents, and why.
+    """
 
     def __init__(
         self,
@@ -65,14 +72,19 @@ class BodyOrderer:
         template: DocumentTemplate | None,
         *,
         send_facts: bool = False,
+        number_by_place: bool = False,
+        on_passed: Callable[[str], None] | None = None,
     ) -> None:
         self._orderer = orderer
         self._builder = builder
         self._lengths = lengths
         self._template = template
         self._send_facts = send_facts
+        self._by_place = number_by_place
+        self._passed = Passed(on_passed, orderer.degrade, template=template is not None)
+        self._ids = Ids(orderer.degrade)
         self._answer_length = AnswerLength()
-        self._fronts: dict[bytes, int] = {}
+        self._fronts: Kept[int] = Kept(_REMEMBERED)
 
     def request(self) -> Ordered:
         """A request that is on its way."""
@@ -82,22 +94,15 @@ class BodyOrderer:
         """The body, with its documents. None if there are none: without the field "ragorder" and without documents by
         the template, or if it cannot be read at all; it goes on as it is.
 
-        Raises ProxyError for fields that are not what they should be, and for a tagged body that is no JSON.
+        Raises ProxyError for fields that are not what they should be, for a tagged body that is no JSON, and for a
+        tagged body of another route: the server would answer without the documents.
         """
-        try:
-            fields = msgspec.json.decode(content, type=Fields)
-        except msgspec.ValidationError:
-            # No object: it has no fields.
+        read = self._look_into(route, content)
+        if not isinstance(read, ReadBody):
+            self._passed.passed(read)
             return None
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            if _TAG in content:
-                message = f"The body must be strict JSON in UTF-8, or its field {FIELD} cannot be read."
-                raise ProxyError(400, message, code="invalid_json") from None
-            return None
-        body = _BODIES[route](fields)
-        if FIELD in fields:
-            return self._read_tagged(body)
-        return None if self._template is None else self._find(body, content, self._template)
+        self._passed.found()
+        return read
 
     def order(self, read: ReadBody, request: Ordered, waiting: Sequence[ReadBody] = ()) -> bytes:
         """The body that goes on. `request` has the ordering. `waiting` are those that will probably be next: those of
@@ -113,14 +118,15 @@ class BodyOrderer:
                 read.documents,
                 waiting=[each.documents for each in waiting if each.scope == read.scope],
                 scope=read.scope,
-                suffix_tokens=self._answer_length.suffix_tokens(read.question_tokens, limit, default),
+                suffix_tokens=self._answer_length.suffix_tokens(read.behind_tokens, limit, default),
                 prefix_tokens=read.prefix_tokens,
             )
         request.ordering = ordering
         request.answers = _answers(body)
         if self._send_facts:
             add_facts(body.fields, self._ends(read, ordering), read.salt, read.prefix_tokens)
-        return read.write(ordering)
+        request.permutation, request.predicted_tokens = ordering.permutation, ordering.cached_tokens
+        return read.write(ordering.permutation)
 
     def foretell(self, read: ReadBody) -> CachedLengths:
         """What of the prompt the server would find in its cache now, and what it would compute."""
@@ -129,44 +135,95 @@ class BodyOrderer:
         cached_tokens, documents_end = self._orderer.foretell(
             read.documents, scope=read.scope, prefix_tokens=read.prefix_tokens
         )
-        return CachedLengths(cached_tokens, documents_end + read.question_tokens - cached_tokens)
+        return CachedLengths(cached_tokens, documents_end + read.behind_tokens - cached_tokens)
+
+    def _look_into(self, route: Route, content: bytes) -> ReadBody | Reason:
+        """The body with its documents, or why it goes on without."""
+        unread: Reason = "other_route" if route == "other" else "unreadable"
+        try:
+            fields = msgspec.json.decode(content, type=Fields)
+        except msgspec.ValidationError:
+            # No object: it has no fields.
+            return unread
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            if _TAG in content:
+                message = f"The body must be strict JSON in UTF-8, or its field {FIELD} cannot be read."
+                raise ProxyError(400, message, code="invalid_json") from None
+            return unread
+        if route == "other":
+            if FIELD in fields:
+                message = f"{FIELD}: documents are put into chats (/v1/chat/completions) and completions "
+                message += "(/v1/completions). This route would answer without them."
+                raise ProxyError(400, message, code="no_documents_here", param=FIELD)
+            return unread
+        body = _BODIES[route](fields)
+        if FIELD in fields:
+            return self._read_tagged(body)
+        return "no_documents" if self._template is None else self._find(body, content, self._template)
 
     def _read_tagged(self, body: Body) -> ReadBody:
         tagged = read_tagged(body.fields.pop(FIELD))
         front, salt = body.front(), _salt(body, tagged.scope)
         if salt is not None:
             body.fields["cache_salt"] = msgspec.Raw(msgspec.json.encode(salt))
+        given = [each.document() for each in tagged.documents]
+        shows_id = "id" in self._builder.shown
+        if shows_id and not self._by_place:
+            self._ids.look(salt, ((each.id, each.text) for each in given))
 
-        def write(ordering: Ordering[Document]) -> bytes:
-            body.append(self._builder.build(tagged.query, ordering).messages[-1]["content"])
+        def write(permutation: Sequence[int]) -> bytes:
+            shown = [given[rank] for rank in permutation]
+            if self._by_place:
+                shown = [replace(each, id=str(place)) for place, each in enumerate(shown, 1)]
+            body.append(self._builder.turn(tagged.query, shown, permutation))
             return msgspec.json.encode(body.fields)
 
-        documents = [self._lengths.document(each) for each in tagged.documents]
+        documents = []
+        for each in given:
+            # A document is known by what of it stands in the prompt.
+            names = [each.id] if shows_id and not self._by_place else []
+            names += [str(each.metadata.get("title", ""))] if "title" in self._builder.shown else []
+            documents.append(Document("\0".join(names), each.text, self._lengths.tagged(each, salt)))
         read = ReadBody(body, documents, self._lengths.question(tagged.query), write)
         return self._with_scope(read, salt, front)
 
-    def _find(self, body: Body, content: bytes, template: DocumentTemplate) -> ReadBody | None:
-        found = ((passage, run) for passage in body.passages() if (run := template.find(passage.text)) is not None)
-        passage, run = next(found, (None, None))
-        if passage is None or run is None:
-            return None
+    def _find(self, body: Body, content: bytes, template: DocumentTemplate) -> ReadBody | Reason:
+        has_one = False
+        for passage in body.passages():
+            run = template.find(passage.text)
+            if run is not None:
+                break
+            has_one = has_one or template.has_one(passage.text)
+        else:
+            return "one_document" if has_one else "no_documents"
         try:
             salt = body.string("cache_salt")
         except ProxyError:
             # The server will say so.
-            return None
+            return "unreadable"
+        if len(run.documents) > MAX_DOCUMENTS:
+            return "unreadable"
+        named = [template.named(text) for text in run.documents]
+        if template.shows_id and not self._by_place:
+            self._ids.look(salt, ((each.id, each.rest) for each in named))
 
-        def write(ordering: Ordering[Document]) -> bytes:
-            in_place = all(place == rank for place, rank in enumerate(ordering.permutation))
-            if in_place and not self._send_facts:
+        def write(permutation: Sequence[int]) -> bytes:
+            if self._by_place:
+                text = run.filled([named[rank].under(str(place)) for place, rank in enumerate(permutation, 1)])
+            else:
+                text = run.arranged(permutation)
+            if text == passage.text and not self._send_facts:
                 return content
-            body.put(passage, run.arranged(ordering.permutation))
+            body.put(passage, text)
             return msgspec.json.encode(body.fields)
 
-        documents = [self._lengths.found(text) for text in run.documents]
-        gaps = [self._lengths.text(gap) for gap in run.gaps] if self._send_facts else ()
-        read = ReadBody(body, documents, self._lengths.text(run.tail), write, gaps)
-        return self._with_scope(read, salt, passage.front._replace(text=run.head))
+        documents = [
+            Document("", each.rest if self._by_place else text, self._lengths.found(text, salt))
+            for text, each in zip(run.documents, named, strict=True)
+        ]
+        gaps = [self._lengths.text(gap.replace(BOUNDARY, "\n")) for gap in run.gaps] if self._send_facts else ()
+        read = ReadBody(body, documents, self._lengths.behind(passage.behind(run.tail)), write, gaps)
+        return self._with_scope(read, salt, passage.front(run.head))
 
     def _with_scope(self, read: ReadBody, salt: str | None, front: Front) -> ReadBody:
         read.salt = salt
@@ -190,9 +247,8 @@ class BodyOrderer:
         """The same in all requests of a scope, and counted in the first."""
         tokens = self._fronts.get(scope)
         if tokens is None:
-            if len(self._fronts) >= _REMEMBERED:
-                self._fronts.clear()
-            tokens = self._fronts[scope] = self._lengths.front(body, front)
+            tokens = self._lengths.front(body, front)
+            self._fronts.put(scope, tokens)
         return tokens
 
 

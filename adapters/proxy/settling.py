@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ragorder.adapters._answer_length import AnswerLength
 from ragorder.adapters.proxy.headers import Headers
 from ragorder.adapters.proxy.usage import AnswerReader, reader_for
 from ragorder.document import Document
 from ragorder.ordering import Ordering
 
-__all__ = ["Ordered"]
+__all__ = ["PERMUTATION", "PREDICTED", "Ordered"]
+
+PERMUTATION = b"x-ragorder-permutation"
+PREDICTED = b"x-ragorder-predicted-cached-tokens"
+
+_LONGEST_HEADER = 1024
 
 
 class Ordered:
@@ -16,15 +23,29 @@ class Ordered:
     by what was seen of the answer: confirmed with the counts that the server reports if the answer came whole, without
     numbers if it broke off after its first token, discarded otherwise.
 
+    `permutation` says which of them stands at each place; it stays when the ordering is settled.
+
     `answers`: how many answers the request asks for; of more than one, the lengths in the cache are not known.
     """
 
     def __init__(self, answer_length: AnswerLength) -> None:
         self.ordering: Ordering[Document] | None = None
+        self.permutation: Sequence[int] = ()
+        self.predicted_tokens = 0
         self.answers = 1
         self.complete = False
         self._answer_length = answer_length
         self._reader: AnswerReader | None = None
+
+    def headers(self) -> Headers:
+        """What the client is told of the order that was served, as headers of its answer: which document stands at each
+        place, by its rank from 0, and the cached tokens that were predicted. There are none without documents, and no
+        permutation that would be longer than servers take."""
+        if not self.permutation:
+            return []
+        ranks = ",".join(map(str, self.permutation)).encode()
+        told = [(PREDICTED, b"%d" % self.predicted_tokens)]
+        return [(PERMUTATION, ranks), *told] if len(ranks) <= _LONGEST_HEADER else told
 
     def begin(self, status: int, headers: Headers) -> None:
         """The answer begins."""

@@ -17,6 +17,7 @@ import httpx
 from ragorder.adapters._server import Server
 from ragorder.adapters.proxy.errors import ProxyError
 from ragorder.adapters.proxy.headers import Headers, end_to_end
+from ragorder.adapters.proxy.leftovers import has_leftovers
 
 __all__ = ["Timeouts", "Upstream"]
 
@@ -28,10 +29,11 @@ _KEPT = 128
 @dataclass(frozen=True, slots=True)
 class Timeouts:
     """How long the server may take, in seconds: to accept a connection, and from one byte to the next (to take one of
-    the request, to give one of the answer)."""
+    the request, to give one of the answer); and how long a client may take to send 256 KiB of a body."""
 
     connect_s: float = 10.0
     read_s: float = 600.0
+    client_s: float = 30.0
 
 
 class Upstream:
@@ -63,7 +65,7 @@ class Upstream:
 
     @asynccontextmanager
     async def send(
-        self, method: str, target: bytes, headers: Headers, content: bytes | AsyncIterator[bytes] | None
+        self, method: str, target: bytes, headers: Headers, content: AsyncIterator[bytes] | None
     ) -> AsyncIterator[httpx.Response]:
         """The answer to a request for `target` (path and query), whose body is still to come. Raises ProxyError, here
         and where the body is read, if the server does not answer in time or in HTTP."""
@@ -73,7 +75,8 @@ class Upstream:
             method, self._url, headers=sent, content=content, extensions={"timeout": self._timeout, "target": target}
         )
         try:
-            async with self._lanes.lane() as transport:
+            # There are servers that send a body after HEAD, and it may come late.
+            async with self._lanes.lane(once=method == "HEAD") as transport:
                 response = await transport.handle_async_request(request)
                 try:
                     yield response
@@ -100,6 +103,8 @@ class _Lanes:
 
     The connection pool in a transport looks at all of its connections, several times, for each request: with a thousand
     of them it does nothing else. So each transport has one connection.
+
+    A connection on which a server sent more than its answer is closed: the rest would be the answer to the next client.
     """
 
     def __init__(self, make: Callable[[], httpx.AsyncBaseTransport]) -> None:
@@ -107,12 +112,16 @@ class _Lanes:
         self._idle: deque[tuple[float, httpx.AsyncBaseTransport]] = deque()
 
     @asynccontextmanager
-    async def lane(self) -> AsyncIterator[httpx.AsyncBaseTransport]:
+    async def lane(self, *, once: bool = False) -> AsyncIterator[httpx.AsyncBaseTransport]:
         transport = self._idle.pop()[1] if self._idle else self._make()
         try:
             yield transport
         finally:
-            self._idle.append((time.monotonic(), transport))
+            if once or has_leftovers(transport):
+                with anyio.CancelScope(shield=True):
+                    await transport.aclose()
+            else:
+                self._idle.append((time.monotonic(), transport))
             await self._close_surplus()
 
     async def aclose(self) -> None:

@@ -88,7 +88,9 @@ class HostCopyWorker(OffloadingWorker):  # type: ignore[misc]
         return True
 
     @override
-    def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec) -> bool:
+    def submit_load(
+        self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec, expedited: bool = False
+    ) -> bool:
         self._jobs[job_id] = self._thread.submit(self._run, job_id, dst_spec, src_spec, False)
         return True
 

@@ -24,10 +24,11 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
-from ragorder.adapters.vllm_tiers.disk_identity import UnknownWeightsError, disk_identity
+from ragorder.adapters.vllm_tiers.disk_identity import disk_identity
 from ragorder.adapters.vllm_tiers.disk_jobs import Job, JobThreads
 from ragorder.adapters.vllm_tiers.metrics import TierCounts, metric_definitions
 from ragorder.adapters.vllm_tiers.paths import path_of
+from ragorder.adapters.vllm_tiers.weights import UnknownWeightsError
 from ragorder.trie.stores import ChunkStore, StoreRefusedError
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ class DiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typed
             lambda: ChunkStore(
                 folder,
                 bytes,
-                disk_identity(offloading_spec, self.block_size_bytes),
+                disk_identity(offloading_spec, self.block_size_bytes, Path(path)),
                 policy=policy,
                 history=history,
                 removed=self._removed if self._wants_events else None,

@@ -74,7 +74,8 @@ class HostPolicy(CachePolicy):  # type: ignore[misc]
         return self._chunks.get(key)
 
     @override
-    def insert(self, key: OffloadKey, chunk: ChunkStatus) -> None:
+    def insert(self, key: OffloadKey, chunk: ChunkStatus, req_context: ReqContext | None = None) -> None:
+        # From 0.33 on vLLM names the request; `serve` has named it before.
         path = self._path if self._path is not None and key in self._path else None
         self._tier.insert(key, 1, path.parent_of(key) if path is not None else None)
         self._chunks[key] = chunk

@@ -68,6 +68,12 @@ class TierSpec(TieringOffloadingSpec):  # type: ignore[misc]
         if self._worker is None:
             if self.config.canonical_layout:
                 raise ValueError("canonical_layout is not for CPUs: take it out of kv_connector_extra_config")
+            if int(self.config.extra_config.get("sync_load_budget_bytes") or 0):
+                # From 0.33 on; off unless it is asked for.
+                raise ValueError(
+                    "sync_load_budget_bytes is not for CPUs, where a load may fail and its request must be able to "
+                    "compute it: take it out of kv_connector_extra_config"
+                )
             region = SharedOffloadRegion(
                 engine_id=self._engine_id,
                 num_chunks=self.num_chunks,

@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 __all__ = ["SUPPORTED_VLLM", "UnsupportedVLLMError", "check_vllm", "vllm_version"]
 
-SUPPORTED_VLLM = ("0.32",)
+SUPPORTED_VLLM = ("0.32", "0.33")
 """Minor versions. vLLM calls the interfaces of offloading experimental, and changes them with the minor version."""
 
 # The same code, built for GPUs and for CPUs.

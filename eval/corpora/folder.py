@@ -39,6 +39,10 @@ class _Line:
             raise self.error(f"{field!r} must be a string, got {_kind(value)}: put it in quotes")
         return value
 
+    def text(self, field: str) -> str:
+        """A string that may be missing or null: then it is empty."""
+        return "" if self.fields.get(field) is None else self.string(field)
+
     def identifier(self, field: str) -> str:
         value = self.string(field)
         if not value:
@@ -63,7 +67,7 @@ class _Chunks:
 def load_folder(folder: Path, *, retriever: Retriever | None = None, top_k: int = 20) -> Corpus:
     """The corpus in `folder`, its questions in file order, with at most `top_k` documents per question.
 
-    Files, each `.jsonl` or `.jsonl.gz`: `documents` (id, title, text), `questions` (id, question), optionally
+    Files, each `.jsonl` or `.jsonl.gz`: `documents` (id, text, perhaps title), `questions` (id, question), optionally
     `chunks` (cid, doc, start, end in characters of the document's text, tokens) and `run_*` (id of a question, chunks:
     chunk ids best first). Without `chunks` each document is one chunk whose id is the document's. Without a retriever
     the folder's run gives the rankings.
@@ -90,14 +94,14 @@ def load_folder(folder: Path, *, retriever: Retriever | None = None, top_k: int 
 
 def _whole(sources: Mapping[str, _Line]) -> _Chunks:
     documents = [
-        Document(f"{id}#0", line.string("text"), metadata={"source": id, "title": line.string("title")})
+        Document(f"{id}#0", line.string("text"), metadata={"source": id, "title": line.text("title")})
         for id, line in sources.items()
     ]
     return _Chunks(documents, {id: position for position, id in enumerate(sources)})
 
 
 def _cut(sources: Mapping[str, _Line], path: Path) -> _Chunks:
-    texts = {id: (line.string("text"), line.string("title")) for id, line in sources.items()}
+    texts = {id: (line.string("text"), line.text("title")) for id, line in sources.items()}
     documents: list[Document] = []
     positions: dict[str | int, int] = {}
     counts = dict.fromkeys(sources, 0)

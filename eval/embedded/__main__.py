@@ -33,16 +33,11 @@ _ORDERS = ("retrieval", "sorted", "greedy", "best", "auto")
 _FAILURES = (EngineError, StoreError, ImportError, OSError, ValueError)
 
 
-class _Seeds(click.ParamType[list[int]]):
-    name = "integers"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[int]:
-        if not isinstance(value, str):
-            return list(value)
-        try:
-            return sorted({int(seed) for seed in value.split(",")})
-        except ValueError:
-            self.fail(f"{value!r}: give integers with commas between them, such as 0,1,2", param, ctx)
+def _seeds(context: click.Context, option: click.Parameter, value: str) -> list[int]:
+    try:
+        return sorted({int(seed) for seed in value.split(",")})
+    except ValueError:
+        raise click.BadParameter(f"{value!r}: give integers with commas between them, such as 0,1,2") from None
 
 
 def _common(command: Callable[..., None]) -> Callable[..., None]:
@@ -65,7 +60,12 @@ def _common(command: Callable[..., None]) -> Callable[..., None]:
             help="Of the model, whose weights are random. Those of 7B need a GPU.",
         ),
         click.option(
-            "--seeds", type=_Seeds(), default="0,1,2", show_default=True, help="Of what is drawn, with commas."
+            "--seeds",
+            callback=_seeds,
+            default="0,1,2",
+            show_default=True,
+            metavar="INTEGERS",
+            help="Of what is drawn, with commas.",
         ),
         click.option(
             "--block-size", default=16, show_default=True, type=click.IntRange(min=1), help="Tokens of a KV block."

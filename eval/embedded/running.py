@@ -100,7 +100,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
         for raw in file:
             try:
                 line = json.loads(raw)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
             if isinstance(line, dict):
                 yield line

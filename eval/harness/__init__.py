@@ -1,6 +1,7 @@
 """The evaluation harness: suites, each a table or figure, run and kept so that a run can be resumed."""
 
 from ragorder.eval.harness.cells import Cell, SuiteError
+from ragorder.eval.harness.corpora import corpora_in
 from ragorder.eval.harness.options import HarnessError, Options
 from ragorder.eval.harness.plan import Job, Missing
 from ragorder.eval.harness.run import Outcome, plan_run, run_suites
@@ -23,6 +24,7 @@ __all__ = [
     "Suite",
     "SuiteError",
     "choose_suites",
+    "corpora_in",
     "load_suite",
     "load_suites",
     "plan_run",

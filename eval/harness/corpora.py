@@ -8,7 +8,12 @@ from ragorder.eval.bench import PYDOCS
 from ragorder.eval.cache import cache_folder
 from ragorder.eval.corpora import Corpus, CorpusError, load_folder, load_pydocs
 
-__all__ = ["Shelf"]
+__all__ = ["Shelf", "corpora_in"]
+
+
+def corpora_in(folder: Path) -> list[str]:
+    """The names of the corpora in a folder: of its folders that hold documents."""
+    return sorted({path.parent.name for kind in ("", ".gz") for path in folder.glob(f"*/documents.jsonl{kind}")})
 
 
 class Shelf:

@@ -146,7 +146,7 @@ def _lines(file: IO[bytes]) -> Iterator[tuple[int, Line]]:
     for raw in file:
         try:
             line = json.loads(raw) if raw.endswith(b"\n") else None
-        except ValueError:
+        except (ValueError, RecursionError):
             line = None
         if isinstance(line, dict):
             yield place, line

@@ -17,6 +17,7 @@ from ragorder.eval.harness.pipelining_cells import PIPELINE_POLICIES, Pipelining
 from ragorder.eval.harness.quality_cells import QualityCell, check_orders
 from ragorder.eval.harness.replacement_cells import ReplacementCell
 from ragorder.eval.harness.tiering_cells import TieringCell
+from ragorder.eval.names import unknown
 from ragorder.eval.policies import POLICIES
 from ragorder.eval.replacement import REPLACEMENT_POLICIES
 from ragorder.eval.tiering import ARMS
@@ -85,7 +86,8 @@ class Suite(BaseModel):
     """A suite. Its cells are the product of what is swept, each with what `cell` says, and those of each of `extra`.
 
     `warmup` requests at the beginning of each run are in no figure; `requests` are served in each run, fewer if a
-    corpus has fewer questions. `needs` says why a suite cannot be run yet. `reduced` is what its short form has
+    corpus has fewer questions. `needs` says why a suite cannot be run yet. One that `takes_corpora` sweeps those of
+    --corpora besides its own. `reduced` is what its short form has
     otherwise.
     """
 
@@ -97,6 +99,7 @@ class Suite(BaseModel):
     says: str
     kind: Literal["serve", "quality", "pipelining", "replacement", "tiering"] = "serve"
     needs: str = ""
+    takes_corpora: bool = False
     policies: tuple[str, ...] = ()
     baseline: str = "retrieval"
     warmup: int = Field(5, ge=0)
@@ -162,6 +165,14 @@ class Suite(BaseModel):
     def cells(self) -> list[Cell]:
         """The cells of a suite that serves. Raises SuiteError."""
         return [Cell.read(point, f"{self.name}.toml: cell {_short(point)}") for point in self.points]
+
+    def with_corpora(self, names: Iterable[str]) -> Suite:
+        """The same with corpora of the user's own behind its own, if it takes any."""
+        swept = self.sweep.get("corpus", ())
+        added = tuple(name for name in names if name not in swept)
+        if not self.takes_corpora or not added:
+            return self
+        return self.model_copy(update={"sweep": {**self.sweep, "corpus": (*swept, *added)}})
 
     @property
     def short_form(self) -> Suite | None:
@@ -253,7 +264,7 @@ def _named(name: str, known: Mapping[str, Suite]) -> Iterable[Suite]:
         return [known[name]]
     if name.endswith(".toml"):
         return [load_suite(Path(name))]
-    raise SuiteError(f"unknown suite {name!r}: choose from {', '.join([*known, *GROUPS])}, or give a TOML file")
+    raise SuiteError(f"{unknown('suite', name, [*known, *GROUPS])}, or give a TOML file")
 
 
 def _place(suite: Suite) -> tuple[bool, bool, int, str]:

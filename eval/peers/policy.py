@@ -62,9 +62,9 @@ class PeerPolicy:
         return next(self.order_batch([documents]))
 
     def order_batch(
-        self, requests: Sequence[list[Document]], *, suffix_tokens: int | None = None
+        self, requests: Sequence[list[Document]], *, suffix_tokens: int | None = None, max_wait: int | None = None
     ) -> Iterator[Ordering[Document]]:
-        """All requests at once, in the order in which the peer wants them served."""
+        """All requests at once, in the order in which the peer wants them served: it knows of no bound on waiting."""
         numbered = [[self._number(document) for document in documents] for documents in requests]
         answer = self._worker.order(self._run, numbered)
         self._spent_ns += int(answer.get("ns", 0))

@@ -9,7 +9,7 @@ from typing import Any
 from ragorder.adapters.pipelined import Question, ordered_pipeline
 from ragorder.document import Document
 from ragorder.eval.pipelining.server import MeasuredServer
-from ragorder.orderer import Orders
+from ragorder.orders import Orders
 from ragorder.pipelining import Pipeline, Retrieval
 from ragorder.prompt import PromptBuilder
 

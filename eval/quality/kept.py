@@ -45,7 +45,7 @@ def _lines(path: Path) -> Iterator[Line]:
                 continue
             try:
                 line = json.loads(text)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
             if isinstance(line, dict):
                 yield line

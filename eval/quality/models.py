@@ -52,6 +52,6 @@ def _count(folder: Path) -> int | None:
                 length = int.from_bytes(file.read(8), "little")
                 header = json.loads(file.read(length)) if length < _LONGEST_HEADER else {}
             total += sum(math.prod(each["shape"]) for name, each in header.items() if name != "__metadata__")
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return None
     return total or None

@@ -148,7 +148,7 @@ def _from_hub(dataset: Dataset, *, streaming: bool) -> Iterator[Record]:
         datasets: Any = import_module("datasets")
     except ImportError as error:
         raise ImportError(
-            f"loading {dataset.name} from the Hub needs the package datasets: pip install datasets, or {_FILE}",
+            f"loading {dataset.name} from the Hub needs datasets: pip install 'ragorder[quality]', or {_FILE}",
             name="datasets",
         ) from error
     where = f"{dataset.hub} ({', '.join(filter(None, (dataset.config, dataset.split)))})"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 from ragorder.eval.arrivals import Arrival
@@ -36,6 +36,8 @@ class Log:
     prefix_tokens: array[int]
     tenants: int = 1
     out_of_order: int = 0
+    passed_over: Mapping[str, int] = field(default_factory=dict)
+    """Fields that a replay has no use for, and in how many lines each stood."""
 
     def __len__(self) -> int:
         return len(self.at_s)
@@ -128,7 +130,7 @@ class LogBuilder:
         self._suffix_tokens.append(suffix_tokens)
         self._output_tokens.append(output_tokens)
 
-    def build(self, name: str) -> Log:
+    def build(self, name: str, passed_over: Mapping[str, int] | None = None) -> Log:
         """The log, in order of time; what came at the same time stays in the order in which it was added."""
         times, starts = self._times, self._starts
         first = min(times, default=0.0)
@@ -158,6 +160,7 @@ class LogBuilder:
             self._prefix_tokens,
             len({tenant for tenant, _ in self._scopes}),
             out_of_order,
+            dict(passed_over or {}),
         )
 
     def _version(self, scope: int, id: Hashable, length: int) -> int:

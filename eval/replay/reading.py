@@ -1,4 +1,4 @@
-"""Reading a log of requests: JSON lines, strictly.
+"""Reading a log of requests: JSON lines; strict about what a replay needs.
 
 A line is {"time", "tenant", "documents", "tokens", "prefix_tokens", "suffix_tokens", "prompt_tokens", "output_tokens"};
 only time and documents must be there. Plain or gzipped.
@@ -11,28 +11,31 @@ only time and documents must be there. Plain or gzipped.
 - `prefix_tokens`: the length of what stands in front of the documents, `suffix_tokens` of what stands behind (question
   and template, at least 1), `output_tokens` of the answer. `prompt_tokens` is that of the whole prompt: in place of
   `suffix_tokens`, which is then what prefix and documents leave of it.
+
+Other fields, of a line or of a document, are passed over, and counted in `Log.passed_over`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NoReturn
 
+from ragorder.adapters._server import printable
 from ragorder.eval.replay.lines import name_of, numbered_lines
 from ragorder.eval.replay.log import Log, LogBuilder, LogError
 
 if TYPE_CHECKING:
     from ragorder.eval.bench import Progress
 
-__all__ = ["Lengths", "read_log"]
+__all__ = ["FIELDS", "Lengths", "read_log"]
 
 _EXAMPLE = '{"time": 12.5, "documents": ["a", "b"], "tokens": [210, 190]}'
-_FIELDS = (
+FIELDS = (
     "time",
     "tenant",
     "documents",
@@ -42,6 +45,8 @@ _FIELDS = (
     "prompt_tokens",
     "output_tokens",
 )
+_MOST_NAMES = 100
+_LONGEST_NAME = 40
 _MAX_TOKENS = 10_000_000
 _MAX_TIME_S = 1e11
 
@@ -92,7 +97,7 @@ def read_log(
                 break
     if not len(read.builder):
         raise LogError(f"{name}: no requests in it: a line looks like {_EXAMPLE}")
-    return read.builder.build(Path(name).name)
+    return read.builder.build(Path(name).name, read.passed_over)
 
 
 class _LineError(ValueError):
@@ -104,13 +109,17 @@ class _Reader:
 
     def __init__(self, lengths: Lengths, top_k: int | None) -> None:
         self.builder = LogBuilder()
+        self.passed_over: dict[str, int] = {}
         self._lengths = lengths
         self._top_k = top_k
 
     def line(self, line: bytes) -> None:
         """Raises _LineError."""
         fields, default = _fields(line), self._lengths
-        ids, tokens = _documents(fields, default.document_tokens)
+        for name in fields:
+            if name not in FIELDS:
+                self._pass_over(name)
+        ids, tokens = _documents(fields, default.document_tokens, self._pass_over)
         prefix_tokens = _length(fields, "prefix_tokens", 0, default.prefix_tokens)
         output_tokens = _length(fields, "output_tokens", 0, default.output_tokens)
         suffix_tokens = _length(fields, "suffix_tokens", 1, default.suffix_tokens)
@@ -136,6 +145,12 @@ class _Reader:
             output_tokens=output_tokens,
         )
 
+    def _pass_over(self, name: str) -> None:
+        """A log of another kind may have a field of its own in every line: only so many are kept apart."""
+        name = printable(name)[:_LONGEST_NAME]
+        if name in self.passed_over or len(self.passed_over) < _MOST_NAMES:
+            self.passed_over[name] = self.passed_over.get(name, 0) + 1
+
 
 def _fields(line: bytes) -> dict[str, Any]:
     try:
@@ -150,13 +165,12 @@ def _fields(line: bytes) -> dict[str, Any]:
         _fail("a number in it cannot be read (NaN, Infinity or too many digits): write finite numbers")
     if not isinstance(fields, dict):
         _fail(f"{_kind(fields)} instead of an object: a line looks like {_EXAMPLE}")
-    for place, field in enumerate(fields, 1):
-        if field not in _FIELDS:
-            _fail(f"its field number {place} is unknown: leave it out; known are {', '.join(_FIELDS)}")
     return fields
 
 
-def _documents(fields: dict[str, Any], default_tokens: int) -> tuple[list[Hashable], list[int]]:
+def _documents(
+    fields: dict[str, Any], default_tokens: int, pass_over: Callable[[str], None]
+) -> tuple[list[Hashable], list[int]]:
     """Ids and lengths."""
     entries, tokens = fields.get("documents"), fields.get("tokens")
     if not isinstance(entries, list):
@@ -171,17 +185,21 @@ def _documents(fields: dict[str, Any], default_tokens: int) -> tuple[list[Hashab
     else:
         known = [_length(fields, "tokens", 0, default_tokens)] * len(entries)
     ids: list[Hashable] = []
+    others: dict[str, None] = {}
     for place, entry in enumerate(entries):
         if isinstance(entry, dict):
             if tokens is not None:
                 _fail('give the lengths in "tokens" or in the documents, not in both')
             known[place] = _length(entry, "tokens", 0, default_tokens, f'"documents"[{place}].')
-            if not entry.keys() <= {"id", "tokens"}:
-                _fail(f'"documents"[{place}] must have "id" and "tokens" and nothing else')
+            for name in entry:
+                if name not in ("id", "tokens"):
+                    others[f"documents[].{name}"] = None
             entry = entry.get("id")
         if type(entry) is not str and type(entry) is not int:
             _fail(f'"documents"[{place}] must be an id (a string or an integer) or {{"id", "tokens"}}: {_kind(entry)}')
         ids.append(entry)
+    for name in others:
+        pass_over(name)
     return ids, known
 
 

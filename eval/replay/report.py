@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from difflib import get_close_matches
 from typing import Any, Literal
 
 from ragorder.eval.environment import describe_environment
 from ragorder.eval.replay.overlap import Overlap
+from ragorder.eval.replay.reading import FIELDS
 from ragorder.eval.replay.runs import RETRIEVAL, Figures
 
 __all__ = ["CapacityInfo", "LogInfo", "ReplayReport", "Saving", "Verdict"]
 
 _SCHEMA = 1
 _A_LITTLE = 0.05
+_SHOWN_FIELDS = 8
 
 Verdict = Literal["helps", "helps a little", "not worth it", "costs"]
 _ANSWERS: dict[Verdict, str] = {"helps": "Yes", "helps a little": "A little", "not worth it": "No", "costs": "No"}
@@ -35,6 +38,7 @@ class LogInfo:
     prompt_tokens_mean: float
     longest_tokens: int
     out_of_order: int
+    passed_over: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +105,11 @@ class ReplayReport:
         log, notes = self.log, []
         if log.out_of_order:
             notes.append(f"lines earlier than the line before them: {log.out_of_order:,}; sorted by time")
+        if log.passed_over:
+            shown = [_field(name, count) for name, count in list(log.passed_over.items())[:_SHOWN_FIELDS]]
+            more = len(log.passed_over) - len(shown)
+            shown += [f"and {more:,} more"] if more else []
+            notes.append(f"fields that a replay has no use for were passed over: {', '.join(shown)}")
         if self.left_out:
             longest = f"the longest prompt with its answer takes {log.longest_tokens:,} tokens"
             notes.append(f"caches of {', '.join(self.left_out)} were left out: {longest}")
@@ -216,3 +225,10 @@ class ReplayReport:
 
 def _ends(values: Sequence[float]) -> list[float]:
     return [values[0], values[-1]] if len(values) > 1 else list(values)
+
+
+def _field(name: str, count: int) -> str:
+    """The field, in how many lines it stood, and which one may have been meant."""
+    near = get_close_matches(name, FIELDS, n=1, cutoff=0.8)
+    meant = f"; was {near[0]} meant?" if near else ""
+    return f"{name} ({count:,} line{'s' * (count != 1)}{meant})"

@@ -10,6 +10,7 @@ from typing import IO, TYPE_CHECKING
 
 from ragorder.eval.capacity import Capacity
 from ragorder.eval.load import ServiceTimes
+from ragorder.eval.names import choices
 from ragorder.eval.policies import PolicyError
 from ragorder.eval.replay.jobs import Job, run_jobs
 from ragorder.eval.replay.log import Log
@@ -58,7 +59,7 @@ def replay(
     policies = list(dict.fromkeys([RETRIEVAL, *policies]))
     for policy in policies:
         if policy not in REPLAY_POLICIES:
-            raise PolicyError(f"policy {policy!r} cannot be replayed: choose from {', '.join(REPLAY_POLICIES)}")
+            raise PolicyError(f"policy {policy!r} cannot be replayed: {choices(policy, REPLAY_POLICIES)}")
     if block_size < 1:
         raise ValueError(f"a block has at least one token, not {block_size}")
     asked = [each if isinstance(each, Capacity) else Capacity.parse(str(each)) for each in capacities]
@@ -138,4 +139,5 @@ def _describe(log: Log, prompt_tokens: int) -> LogInfo:
         prompt_tokens_mean=round(prompt_tokens / len(log), 1),
         longest_tokens=log.longest_tokens,
         out_of_order=log.out_of_order,
+        passed_over=log.passed_over,
     )

@@ -181,14 +181,14 @@ def _take(line: str, results: Results, seen: set[object]) -> str:
     """Put a line where it belongs. Returns why it was passed over, or nothing."""
     try:
         entry = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return "a torn line (an interrupted run) was passed over"
     if not isinstance(entry, dict):
         return "a line that is no JSON object was passed over"
     kind = entry.get("type")
     try:
         return _READERS[kind](entry, results, seen) if kind in _READERS else f"a line of unknown type {kind!r}"
-    except (KeyError, TypeError, ValueError, AttributeError):
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError):
         return f"a line of type {kind!r} without all it must say was passed over"
 
 

@@ -95,7 +95,8 @@ class TieredEngine:
             history=settings.history,
             profile=LINEAR if settings.profile is None else PrefillProfile.from_file(settings.profile),
             device=model.device,
-            identity=identity(model.model, shape),
+            # Reads all weights: only for KV that outlives the process.
+            identity="" if settings.disk_path is None else identity(model.model, shape),
             replicate_nodes=settings.replicate_nodes,
         )
         self._scheduler = Scheduler(self._cache, shape.block_size, settings.max_batch_tokens, settings.max_requests)

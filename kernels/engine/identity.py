@@ -1,61 +1,166 @@
-"""Whose KV it is: what must be the same for KV on a disk to be this model's."""
+"""The identity of a model: what must be the same for KV on a disk to be this model's."""
 
 from __future__ import annotations
 
-import hashlib
-import json
+from collections.abc import Iterator, Mapping, Sequence, Set
+from concurrent.futures import Executor
+from enum import Enum
+from functools import partial
+from hashlib import sha256
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
+import transformers
 
-from ragorder.kernels.engine.support import text_config
 from ragorder.kernels.paging import KVShape
+from ragorder.trie.stores.pieces import digest_in_pieces, digest_threads
 
 __all__ = ["identity"]
 
-_FORMAT = 1
-_SAMPLES = 1024
-# What a configuration says about files, software and generation, but not about KV.
-_BESIDE = frozenset(
-    {
-        "_attn_implementation",
-        "_experts_implementation",
-        "_name_or_path",
-        "architectures",
-        "bos_token_id",
-        "dtype",
-        "eos_token_id",
-        "output_attentions",
-        "output_hidden_states",
-        "pad_token_id",
-        "return_dict",
-        "torch_dtype",
-        "transformers_version",
-        "use_cache",
-    }
-)
+# To be raised whenever our own computation changes what stands in a KV block.
+_FORMAT = 2
+_SCALARS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+# Entries of a configuration that say where a model is from, not what it computes.
+_ORIGIN = frozenset({"_name_or_path", "_commit_hash", "transformers_version"})
+# What a module knows that is told in another way, or changes nothing.
+_TOLD_OTHERWISE = frozenset({"_parameters", "_buffers", "_modules", "config", "generation_config", "training"})
+_WITHOUT_EFFECT = frozenset({"name_or_path", "warnings_issued", "_is_hf_initialized"})
 
 
 def identity(model: Any, shape: KVShape) -> str:
-    """A digest of configuration, KV layout and weights. Of each parameter and buffer the name, the shape and values at
-    even distances count, not all values: reading a model twice would double what loading it takes."""
-    digest = hashlib.sha256()
-    config = text_config(model).to_dict()
-    facts = {
-        "format": _FORMAT,
-        "config": {key: value for key, value in config.items() if key not in _BESIDE},
-        "kv": [shape.layers, shape.kv_heads, shape.head_dim, shape.block_size, str(shape.dtype)],
-    }
-    digest.update(json.dumps(facts, sort_keys=True, default=str).encode())
-    named = sorted([*model.named_parameters(), *model.named_buffers()], key=lambda pair: pair[0])
-    for name, tensor in named:
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        digest.update(_sampled(tensor))
+    """A digest of all that the KV of a token depends on: every byte of every parameter and buffer, what modules keep
+    beside them (the scale of an adapter, an epsilon), the configuration, the layout of KV, the device, and the versions
+    of torch and transformers.
+
+    Takes about a second per GB and thread. Raises ValueError for weights whose bytes cannot be read.
+    """
+    with digest_threads() as threads:
+        teller = _Teller(threads)
+        facts = {
+            "format": _FORMAT,
+            "versions": [torch.__version__, transformers.__version__],
+            "device": _device(torch.device(model.device)),
+            "precision": torch.get_float32_matmul_precision(),
+            "kv": [shape.layers, shape.kv_heads, shape.head_dim, shape.block_size, shape.dtype],
+            "config": model.config,
+            # A shared module or tensor counts under each of its names: which ones share it matters.
+            "modules": {name: _kept_by(module) for name, module in model.named_modules(remove_duplicate=False)},
+            "parameters": dict(model.named_parameters(remove_duplicate=False)),
+            "buffers": dict(model.named_buffers(remove_duplicate=False)),
+        }
+        digest = sha256()
+        for part in teller.tell(facts):
+            digest.update(f"{len(part)} {part}".encode("utf-8", "surrogatepass"))
     return digest.hexdigest()
 
 
-def _sampled(tensor: torch.Tensor) -> bytes:
-    flat = tensor.detach().reshape(-1)
-    step = max(1, flat.numel() // _SAMPLES)
-    sample: torch.Tensor = flat[::step].contiguous().cpu()
-    return bytes(sample.view(torch.uint8).numpy().tobytes())
+class _Teller:
+    """Writes values down so that different values are written differently, and equal ones alike in every process.
+    Tensors are told by the digest of their bytes, functions by their names and what they were made with."""
+
+    def __init__(self, threads: Executor) -> None:
+        self._threads = threads
+        # With what it is the digest of: as long as that is here, nothing else has its id.
+        self._digests: dict[int, tuple[torch.Tensor, str]] = {}
+        self._objects: dict[int, tuple[object, int]] = {}
+        self._above: set[int] = set()
+
+    def tell(self, value: Any) -> Iterator[str]:
+        if isinstance(value, _SCALARS):
+            yield f"{type(value).__name__} {value!r}"
+        elif id(value) in self._above:
+            yield "something that this is a part of"
+        else:
+            self._above.add(id(value))
+            yield f"{type(value).__module__}.{type(value).__qualname__}"
+            yield from self._tell(value)
+            self._above.discard(id(value))
+
+    def _tell(self, value: Any) -> Iterator[str]:
+        if isinstance(value, torch.Tensor):
+            yield from self._tensor(value)
+        elif isinstance(value, torch.nn.Module):
+            # It is among the named modules if it takes part at all.
+            return
+        elif isinstance(value, Mapping):
+            yield str(len(value))
+            for key, entry in sorted(value.items(), key=lambda item: repr(item[0])):
+                yield repr(key)
+                yield from self.tell(entry)
+        elif isinstance(value, Set):
+            yield str(len(value))
+            yield from sorted(map(repr, value))
+        elif isinstance(value, Sequence):
+            yield str(len(value))
+            for entry in value:
+                yield from self.tell(entry)
+        elif isinstance(value, type):
+            yield f"{value.__module__}.{value.__qualname__}"
+        elif isinstance(value, Enum):
+            yield value.name
+        elif id(value) in self._objects:
+            yield f"object {self._objects[id(value)][1]}"
+        else:
+            self._objects[id(value)] = value, len(self._objects)
+            yield from self.tell(_made_of(value))
+
+    def _tensor(self, tensor: torch.Tensor) -> Iterator[str]:
+        yield f"{tuple(tensor.shape)} {tensor.dtype}"
+        # Quantised weights keep their scales beside them.
+        yield from self.tell({name: entry for name, entry in vars(tensor).items() if name not in _WITHOUT_EFFECT})
+        if hasattr(tensor, "__tensor_flatten__"):
+            names, context = tensor.__tensor_flatten__()
+            yield from self.tell([context, {name: getattr(tensor, name) for name in names}])
+            return
+        if id(tensor) not in self._digests:
+            self._digests[id(tensor)] = tensor, self._digest(tensor)
+        yield self._digests[id(tensor)][1]
+
+    def _digest(self, tensor: torch.Tensor) -> str:
+        try:
+            numbers = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+            return digest_in_pieces(lambda start, end: numbers[start:end].cpu().numpy(), len(numbers), self._threads)
+        except (NotImplementedError, RuntimeError, TypeError) as error:
+            raise ValueError(
+                f"a disk tier needs to know whose KV it keeps, and weights on {tensor.device} ({tensor.layout}) cannot "
+                "be read: load the whole model into memory, or leave disk_path out"
+            ) from error
+
+
+def _made_of(value: Any) -> Any:
+    """What makes an object, or a function with what is bound to it, another one than its like."""
+    if isinstance(value, transformers.PretrainedConfig):
+        return {name: entry for name, entry in value.to_dict().items() if name not in _ORIGIN}
+    if isinstance(value, partial):
+        return [value.func, value.args, value.keywords]
+    if isinstance(value, MethodType):
+        return [value.__func__, value.__self__]
+    if isinstance(value, FunctionType):
+        return [value.__module__, value.__qualname__, value.__defaults__, value.__kwdefaults__, _bound(value)]
+    return getattr(value, "__dict__", None)
+
+
+def _bound(function: FunctionType) -> list[Any]:
+    try:
+        return [cell.cell_contents for cell in function.__closure__ or ()]
+    except ValueError:
+        # Something that is not made yet.
+        return []
+
+
+def _kept_by(module: torch.nn.Module) -> list[Any]:
+    """The kind of a module, and what it keeps beside parameters, buffers and other modules."""
+    kept = {}
+    for name, entry in vars(module).items():
+        if name.endswith("_hooks"):
+            # Their keys count all hooks of the process.
+            kept[name] = list(entry.values())
+        elif "_hooks_" not in name and name not in _TOLD_OTHERWISE | _WITHOUT_EFFECT:
+            kept[name] = entry
+    return [type(module), kept]
+
+
+def _device(device: torch.device) -> str:
+    """What rounds alike."""
+    return str(torch.cuda.get_device_name(device)) if device.type == "cuda" else device.type

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import try_to_load_from_cache
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from ragorder.kernels.engine.settings import EngineSettings
 from ragorder.kernels.engine.support import UnsupportedModelError
 
-__all__ = ["ModelLoadError", "load_model", "load_tokenizer", "pick_device"]
+__all__ = ["ModelLoadError", "load_model", "load_tokenizer", "may_be_on_hub", "pick_device"]
 
 _logger = logging.getLogger("ragorder.kernels.engine")
 
+_OLD_HUB_NAME = re.compile(r"\w[\w.-]*")
+_HUB_NAME = re.compile(rf"{_OLD_HUB_NAME.pattern}/{_OLD_HUB_NAME.pattern}")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "tekken.json")
 
 
@@ -50,10 +54,18 @@ def load_model(name: str | Path, settings: EngineSettings) -> Any:
     folder = Path(name)
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise ModelLoadError(f"{folder} is no model: it has no config.json")
+    if not folder.is_dir() and not may_be_on_hub(str(name)):
+        raise ModelLoadError(
+            f"there is no folder {name}: give the folder of a model, or its whole name on the Hugging Face Hub "
+            "(organisation/name)"
+        )
     try:
         config = AutoConfig.from_pretrained(name)
     except (OSError, ValueError) as error:
-        raise ModelLoadError(f"{name}: its configuration cannot be read: {_first_line(error)}") from error
+        why = _first_line(error)
+        if not folder.is_dir():
+            raise ModelLoadError(f"there is no folder {name}, and it cannot be had from the Hub: {why}") from error
+        raise ModelLoadError(f"{name}: its configuration cannot be read: {why}") from error
     if type(config) not in AutoModelForCausalLM._model_mapping:
         raise UnsupportedModelError(f"{name} ({config.model_type}) is no causal language model of transformers")
     try:
@@ -86,6 +98,14 @@ def load_tokenizer(name: str | Path) -> Any | None:
         return AutoTokenizer.from_pretrained(name)
     except Exception as error:
         raise ModelLoadError(f"{name}: its tokenizer cannot be read: {_first_line(error)}") from error
+
+
+def may_be_on_hub(name: str) -> bool:
+    """Whether it is worth asking: where there is no network, that takes a minute. Names without an organisation are
+    old ones, which are good for what was downloaded already."""
+    if _HUB_NAME.fullmatch(name):
+        return True
+    return _OLD_HUB_NAME.fullmatch(name) is not None and isinstance(try_to_load_from_cache(name, "config.json"), str)
 
 
 def _first_line(error: BaseException) -> str:

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-import click
+import sys
 
-from ragorder.cli.bench import bench
-from ragorder.cli.demo import demo
-from ragorder.cli.doctor import doctor
-from ragorder.cli.eval import eval as evaluation
-from ragorder.cli.order import order
-from ragorder.cli.profile import profile
-from ragorder.cli.replay import replay
-from ragorder.cli.serve import serve
-from ragorder.cli.stats import stats
-from ragorder.cli.tiers import tiers
+try:
+    import click
+
+    from ragorder.cli.bench import bench
+    from ragorder.cli.demo import demo
+    from ragorder.cli.doctor import doctor
+    from ragorder.cli.eval import eval as evaluation
+    from ragorder.cli.group import MainGroup
+    from ragorder.cli.order import order
+    from ragorder.cli.profile import profile
+    from ragorder.cli.replay import replay
+    from ragorder.cli.serve import serve
+    from ragorder.cli.stats import stats
+    from ragorder.cli.tiers import tiers
+except KeyboardInterrupt:
+    # click, which says so otherwise, is not there yet.
+    sys.exit("Aborted!")
 
 __all__ = ["main"]
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.group(cls=MainGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(package_name="ragorder", prog_name="ragorder")
 def main() -> None:
     """Orders retrieved documents so that a serving engine reuses more of its prefix cache."""

@@ -9,14 +9,16 @@ from typing import IO, Any
 import click
 
 from ragorder.cli.measuring import Seeds, embedding_model, events_options, server_options
+from ragorder.cli.param_type import ParamType
 from ragorder.cli.progress import progress_bar
+from ragorder.cli.stream import Stream
 
 __all__ = ["bench"]
 
 _DELAY_MS = 50.0
 
 
-class _Capacity(click.ParamType[Any]):
+class _Capacity(ParamType[Any]):
     name = "tokens|percent|unlimited"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
@@ -34,16 +36,18 @@ class _Capacity(click.ParamType[Any]):
     "workloads",
     multiple=True,
     metavar="NAME",
-    help="Synthetic trace: paper, paper-shuf, ov0.0 to ov0.8, mix8, zipf10, zipf10-X (popularity exponent X), geo, "
-    "disjoint and unique (neighbours, or no two requests, share a document); or pydocs. Repeatable. "
-    "[default: paper-shuf]",
+    help="Synthetic trace: paper (RAGCache++'s: neighbours share documents, in their places), paper-shuf (the same, "
+    "with ranks shuffled), ov0.0 to ov0.8 (neighbours share that part more), mix8 (eight streams at once), zipf10 (ten "
+    "documents by popularity), zipf10-X (popularity exponent X), geo (places near each other), disjoint and unique "
+    "(neighbours, or no two requests, share a document); or pydocs. Repeatable. [default: paper-shuf]",
 )
 @click.option(
     "--corpus",
     "corpora",
     multiple=True,
     metavar="DIR",
-    help="Folder with documents, questions and a retrieval run; or pydocs. Repeatable.",
+    help="Folder with documents.jsonl (id, text, perhaps title), questions.jsonl (id, question) and run_NAME.jsonl (id "
+    "of a question, chunks: ids of documents, best first), each plain or .gz (docs/corpora.md); or pydocs. Repeatable.",
 )
 @click.option(
     "--order",
@@ -101,8 +105,8 @@ class _Capacity(click.ParamType[Any]):
     "--capacity-tokens",
     "capacity",
     type=_Capacity(),
-    help="The engine's cache: tokens, a share of the corpus (5%), or unlimited. [default: 100000; openai: what the "
-    "server's /metrics say]",
+    help="The engine's cache: tokens (10k is 10,000), a share of the corpus (5%), or unlimited. "
+    "[default: 100000; openai: what the server's /metrics say]",
 )
 @click.option(
     "--block-size",
@@ -128,6 +132,12 @@ class _Capacity(click.ParamType[Any]):
     help="So many of the next requests already wait when one is ordered.",
 )
 @click.option("--batch", is_flag=True, help="Plan the whole run at once: requests are reordered, too.")
+@click.option(
+    "--max-wait",
+    type=click.IntRange(min=0),
+    metavar="PLACES",
+    help="With --batch: a request is served at most so many places late. [default: any number]",
+)
 @click.option(
     "--concurrency",
     type=click.IntRange(min=1),
@@ -190,7 +200,7 @@ class _Capacity(click.ParamType[Any]):
 @click.option(
     "--json",
     "output",
-    type=click.File("w", encoding="utf-8", lazy=False),
+    type=Stream("w", encoding="utf-8", lazy=False),
     metavar="FILE|-",
     help="Write the results as JSON; with - the table goes to standard error.",
 )
@@ -214,10 +224,13 @@ def bench(
     **options: Any,
 ) -> None:
     """Serve a trace under several ordering policies, interleaved, each on a fresh engine, and compare what the prefix
-    cache saved.
+    cache saved. Policy auto is ragorder's default.
 
     The simulated engine counts cached tokens exactly and has no clock; the others measure time to first token as
     well. With --concurrency or --arrivals a second table shows how the run went along, tenth by tenth.
+
+    In the table, "moved" is how far a document stands from its retrieval rank, in places, on average; "foretold" is the
+    share of requests of which the policy predicted the cached tokens to within one block.
     """
     from ragorder.eval.arrivals import Arrivals
     from ragorder.eval.bench import DEFAULT_POLICIES, PYDOCS, Bench, EventsAddress, as_json, run_bench
@@ -265,13 +278,16 @@ def bench(
             return
         with progress_bar() as progress:
             results = run_bench(wanted, progress)
-    except (CorpusError, EngineError, PolicyError, WorkloadError, ImportError, OSError, ValueError) as error:
+    except (PolicyError, WorkloadError) as error:
+        raise click.UsageError(str(error)) from None
+    except (CorpusError, EngineError, ImportError, OSError, ValueError) as error:
         raise click.ClickException(str(error)) from None
     to_stdout = output is not None and output.name == "<stdout>"
     print_results(results, stderr=to_stdout)
     if output is not None:
         json.dump(as_json(wanted, results), output, indent=1)
         output.write("\n")
+        output.flush()  # click closes the file without a word if the disk is full
 
 
 def _bench_pipelines(bench: Any, pipeline: str, delay_ms: float, output: IO[str] | None) -> None:
@@ -286,6 +302,7 @@ def _bench_pipelines(bench: Any, pipeline: str, delay_ms: float, output: IO[str]
     if output is not None:
         json.dump(as_json(bench, []) | {"runs": [result.as_json() for result in results]}, output, indent=1)
         output.write("\n")
+        output.flush()  # click closes the file without a word if the disk is full
 
 
 def _given(options: dict[str, Any]) -> dict[str, Any]:

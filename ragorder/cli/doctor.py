@@ -140,11 +140,15 @@ def _print(findings: Sequence[Finding]) -> None:
         table.add_row(Text(mark, colour), Text(finding.check), Text(finding.found))
     console.print(table)
     # Not in the table: what is to be copied must not be broken into lines.
+    said: set[str] = set()
     for finding in findings:
         if finding.advice:
             mark, colour = _MARKS[finding.verdict]
-            line = Text.assemble("\n", (f"{mark} {finding.check}: ", f"bold {colour}"), finding.advice)
-            console.print(line, soft_wrap=True)
+            # What several findings advise is long, and said once.
+            new = [part for part in finding.advice.split("; ") if part not in said]
+            said.update(new)
+            advice = "; ".join(new) or "as above"
+            console.print(Text.assemble("\n", (f"{mark} {finding.check}: ", f"bold {colour}"), advice), soft_wrap=True)
 
 
 def _read(path: Path) -> PromptSample:

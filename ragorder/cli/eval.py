@@ -100,7 +100,8 @@ def list_suites() -> None:
     "--corpora",
     type=click.Path(path_type=Path, file_okay=False, exists=True),
     metavar="DIR",
-    help="Folder with a folder for each real corpus (documents, questions and a retrieval run).",
+    help="Folder with a folder for each real corpus, yours as well: see `ragorder bench --help` for the files. "
+    "Suite corpora takes all of them.",
 )
 @click.option(
     "--questions",
@@ -131,14 +132,28 @@ def run(
     from ragorder.eval.bench import EventsAddress
     from ragorder.eval.corpora import CorpusError
     from ragorder.eval.engines.base import EngineError
-    from ragorder.eval.harness import HarnessError, Options, Store, StoreError, SuiteError, choose_suites, run_suites
+    from ragorder.eval.harness import (
+        HarnessError,
+        Options,
+        Store,
+        StoreError,
+        SuiteError,
+        choose_suites,
+        corpora_in,
+        run_suites,
+    )
 
     if events_endpoint is None and (replay_endpoint, events_topic) != (None, None):
         raise click.UsageError("--replay-endpoint and --events-topic go with --events-endpoint")
     events = EventsAddress(events_endpoint, replay_endpoint, events_topic or "") if events_endpoint else None
     try:
         chosen = choose_suites(suites)
-        _check_policies(policies, chosen)
+    except SuiteError as error:
+        raise click.UsageError(str(error)) from None
+    if options["corpora"] is not None:
+        chosen = [suite.with_corpora(corpora_in(options["corpora"])) for suite in chosen]
+    _check_policies(policies, chosen)
+    try:
         wanted = Options(policies=policies or None, events=events, **options)
         if wanted.dry_run:
             if any(suite.kind == "serve" for suite in chosen):
@@ -168,7 +183,9 @@ def _check_policies(policies: tuple[str, ...], suites: list[Suite]) -> None:
     known = dict.fromkeys(policy for suite in suites for policy in suite.policies)
     unknown = [policy for policy in policies if policy not in known]
     if unknown:
-        raise click.ClickException(f"no suite here has a policy {unknown[0]!r}: choose from {', '.join(known)}")
+        from ragorder.eval.names import choices
+
+        raise click.UsageError(f"no suite here has a policy {unknown[0]!r}: {choices(unknown[0], known)}")
 
 
 def _say_plan(suites: list[Suite], options: Options, folder: Path) -> None:

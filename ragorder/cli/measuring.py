@@ -7,6 +7,8 @@ from typing import Any
 
 import click
 
+from ragorder.cli.param_type import ParamType
+
 __all__ = ["Seeds", "embedding_model", "events_options", "only_server_options", "server_options"]
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -16,7 +18,7 @@ embedding_model = click.option(
 )
 
 
-class Seeds(click.ParamType[list[int]]):
+class Seeds(ParamType[list[int]]):
     name = "integers"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:

@@ -12,6 +12,8 @@ from typing import IO, Any
 import click
 from pydantic import ValidationError
 
+from ragorder.cli.complaint import complaint
+from ragorder.cli.stream import Stream
 from ragorder.document import Document
 from ragorder.orderer import Orderer
 from ragorder.ordering import Ordering
@@ -35,11 +37,13 @@ class _Request:
 
 
 @click.command()
-@click.argument("requests", type=click.File("rb"), default="-")
+@click.argument("requests", type=Stream("rb"), default="-")
 @click.option(
-    "-o", "--output", type=click.File("w", encoding="utf-8"), default="-", help="Where the orders go. [default: -]"
+    "-o", "--output", type=Stream("w", encoding="utf-8"), default="-", help="Where the orders go. [default: -]"
 )
-@click.option("--capacity-tokens", help="Tokens that the engine's KV cache holds, or unlimited.")
+@click.option(
+    "--capacity-tokens", help="Tokens that the engine's KV cache holds (10k is 10,000, 10K 10,240), or unlimited."
+)
 @click.option("--block-size", type=int, help="Tokens in one KV block of the engine.")
 @click.option("--prefix-tokens", type=int, help="Tokens of the prompt in front of the first document.")
 @click.option("--suffix-tokens", type=int, help="Tokens of question and answer.")
@@ -94,9 +98,7 @@ def order(
     try:
         settings = Settings(**{name: value for name, value in options.items() if value is not None})
     except ValidationError as error:
-        problem = error.errors()[0]
-        field = ".".join(str(part) for part in problem["loc"])
-        raise click.UsageError(f"--{field.replace('_', '-')}: {problem['msg']}" if field else problem["msg"]) from None
+        raise click.UsageError(complaint(error)) from None
     orderer = Orderer(settings)
     read = _read(requests, document_tokens)
     ordered = _in_batches(orderer, read, max_wait) if batch else _one_by_one(orderer, read, waiting)

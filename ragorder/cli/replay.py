@@ -10,6 +10,7 @@ from typing import IO
 import click
 
 from ragorder.cli.progress import progress_bar
+from ragorder.cli.stream import Stream
 
 __all__ = ["replay"]
 
@@ -17,7 +18,7 @@ _PROCESSES_FROM = 5_000
 
 
 @click.command()
-@click.argument("log", type=click.File("rb"))
+@click.argument("log", type=Stream("rb"))
 @click.option(
     "--policy",
     "policies",
@@ -31,7 +32,8 @@ _PROCESSES_FROM = 5_000
     "capacities",
     multiple=True,
     metavar="TOKENS|PERCENT|unlimited",
-    help="Your engine's cache: tokens, a share of the length of all distinct documents (5%), or unlimited. Repeatable.",
+    help="Your engine's cache: tokens (10k is 10,000), a share of the length of all distinct documents (5%), or "
+    "unlimited. Repeatable.",
 )
 @click.option(
     "--sweep/--no-sweep",
@@ -92,7 +94,7 @@ _PROCESSES_FROM = 5_000
 @click.option(
     "--json",
     "output",
-    type=click.File("w", encoding="utf-8", lazy=False),
+    type=Stream("w", encoding="utf-8", lazy=False),
     metavar="FILE|-",
     help="Write everything as JSON; with - the tables go to standard error.",
 )
@@ -133,7 +135,7 @@ def replay(
     objects {"id", "tokens"}. Only these two must be there. "tokens" may also be one number for all documents; the same
     id with another length is another document. "tenant": tenants share the cache, but none of its blocks. Also known
     are "prefix_tokens", "suffix_tokens" and "output_tokens", as in the options below, and "prompt_tokens" in place of
-    "suffix_tokens".
+    "suffix_tokens". Other fields are passed over, and named once.
 
     Requests are served one at a time, in order of time. With --prefill-rate or --decode-rate they come at their
     recorded times to a model of an engine: prompts are prefilled one after another, answers are decoded side by side,
@@ -172,12 +174,15 @@ def replay(
             )
         if plot is not None:
             plot_report(report, plot)
-    except (LogError, PolicyError, ReplayError, ImportError, OSError, ValueError) as error:
+    except PolicyError as error:
+        raise click.UsageError(str(error)) from None
+    except (LogError, ReplayError, ImportError, OSError, ValueError) as error:
         raise click.ClickException(str(error)) from None
     print_report(report, stderr=output is not None and output.name == "<stdout>")
     if output is not None:
         json.dump({**report.as_json(), "arguments": arguments}, output, indent=1)
         output.write("\n")
+        output.flush()  # click closes the file without a word if the disk is full
 
 
 def _cores() -> int:

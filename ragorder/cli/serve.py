@@ -11,7 +11,11 @@ from typing import Any
 import click
 from pydantic import ValidationError
 
+from ragorder.cli.complaint import complaint
+from ragorder.cli.param_type import ParamType
 from ragorder.cli.serve_engine import ENGINE_OPTIONS, Behind, check_engine, embedded, engine_options
+from ragorder.cli.serve_limits import check_keys, limit_options
+from ragorder.cli.serve_start import announce, settings_of_server, warn
 from ragorder.orderer import Orderer
 from ragorder.prompt import PromptBuilder
 from ragorder.settings import Settings
@@ -21,7 +25,7 @@ __all__ = ["serve"]
 _ESCAPES = {"n": "\n", "t": "\t", "\\": "\\"}
 
 
-class _Text(click.ParamType[str]):
+class _Text(ParamType[str]):
     """A text in which \\n, \\t and \\\\ are escapes, or what is in a file."""
 
     name = "TEXT|@FILE"
@@ -72,6 +76,12 @@ class _Text(click.ParamType[str]):
     type=_Text(),
     help="How one document stands in a message that is not tagged, with {text} and, if wanted, {id} and {title}, such "
     "as '<document id=\"{id}\">\\n{text}\\n</document>': the first message with two or more in a row is ordered.",
+)
+@click.option(
+    "--number-by-place",
+    is_flag=True,
+    help="Show as a document's {id} the number of its place in the prompt, from 1: for ids that are ranks, with which "
+    "nothing is found in the cache. The answer's header x-ragorder-permutation says which document that is.",
 )
 @click.option(
     "--document-template",
@@ -133,38 +143,7 @@ class _Text(click.ParamType[str]):
     help="With --max-in-flight or --engine torch: so many requests may wait, the next one is answered with 503. "
     "[default: 1000]",
 )
-@click.option(
-    "--body-limit",
-    type=click.FloatRange(min=0, min_open=True),
-    default=32.0,
-    show_default=True,
-    metavar="MIB",
-    help="Longest body of a request, in MiB.",
-)
-@click.option(
-    "--connect-timeout",
-    type=click.FloatRange(min=0, min_open=True),
-    default=10.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="How long the server may take to accept a connection.",
-)
-@click.option(
-    "--read-timeout",
-    type=click.FloatRange(min=0, min_open=True),
-    default=600.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="How long it may take from one byte of an answer to the next.",
-)
-@click.option(
-    "--grace",
-    type=click.IntRange(min=0),
-    default=30,
-    show_default=True,
-    metavar="SECONDS",
-    help="How long requests in flight may take to end when the proxy is stopped (SIGTERM, SIGINT).",
-)
+@limit_options
 @click.pass_context
 def serve(
     context: click.Context,
@@ -176,6 +155,7 @@ def serve(
     api_key: str | None,
     upstream_api_key: str | None,
     template: str | None,
+    number_by_place: bool,
     document_template: str | None,
     question_template: str | None,
     tokenizer: str | None,
@@ -184,9 +164,13 @@ def serve(
     max_in_flight: int | None,
     reorder_window: int | None,
     max_waiting: int | None,
+    allow_host: tuple[str, ...],
     body_limit: float,
+    bodies_limit: float,
     connect_timeout: float,
     read_timeout: float,
+    client_timeout: float,
+    max_connections: int,
     grace: int,
     **options: Any,
 ) -> None:
@@ -197,8 +181,8 @@ def serve(
     client sends as extra_body; or they stand in a message by --template. Everything else is passed on as it is, and
     answers are, byte by byte as they come. What the server had in its cache is read from the usage in an answer, which
     a stream has only if its client asks for it (stream_options.include_usage). GET /ragorder/openapi.json gives the
-    schema, GET /ragorder/health is for probes. What was saved is at /ragorder (a page), /ragorder/stats (JSON, see
-    `ragorder stats`) and /metrics.
+    schema; GET /ragorder/health is for probes, and GET /ragorder/ready asks the server behind as well. What was saved
+    is at /ragorder (a page), /ragorder/stats (JSON, see `ragorder stats`) and /metrics.
 
     With --engine torch there is no other server: the model runs in this process, and keeps documents' KV on the device,
     in host memory and on disk (see `ragorder tiers stats`).
@@ -212,14 +196,16 @@ def serve(
         from ragorder.adapters.metrics import Metrics
         from ragorder.adapters.observe import ObservedOrderer
         from ragorder.adapters.proxy import DocumentTemplate, TemplateError, Timeouts, Turns, make_app
+        from ragorder.adapters.proxy.hosts import THIS_MACHINE
         from ragorder.adapters.proxy.pages import stats_routes
-        from ragorder.cli.listening import is_loopback, listen, run_server
+        from ragorder.cli.listening import address_of, is_loopback, listen, run_server
     except ImportError as error:
         raise click.ClickException(f"serving needs {error.name}: pip install 'ragorder[proxy]'") from None
     from ragorder.adapters._server import AddressError
 
-    if api_key is not None and not api_key.strip():
-        raise click.UsageError("--api-key: the key is empty")
+    check_keys(context)
+    if allow_host and api_key is not None:
+        raise click.UsageError("--allow-host goes without --api-key: whatever brings the key may come from anywhere")
     queue = _given(reorder_window=reorder_window, max_waiting=max_waiting)
     if max_in_flight is None and (stray := [name for name in queue if name != "max_waiting" or not in_process]):
         raise click.UsageError(f"--{stray[0].replace('_', '-')} goes with --max-in-flight")
@@ -231,6 +217,8 @@ def serve(
         found = None if template is None else DocumentTemplate(template)
     except TemplateError as error:
         raise click.UsageError(f"--template: {error}") from None
+    if number_by_place and found is not None and not found.shows_id:
+        raise click.UsageError("--number-by-place: --template shows no {id} that could be numbered")
     limit = int(body_limit * (1 << 20))
     metrics = Metrics()
     turns = None if max_in_flight is None else Turns(max_in_flight, registry=metrics.registry, **queue)
@@ -243,17 +231,21 @@ def serve(
                     embedded(engine_settings, settings, metrics.registry, max_waiting=max_waiting, body_limit=limit)
                 )
             else:
-                known = _of_server(settings, str(upstream), upstream_api_key)
+                known, source = settings_of_server(settings, str(upstream), upstream_api_key)
                 how = {"upstream": upstream, "upstream_api_key": upstream_api_key, "send_facts": tiers}
-                behind = Behind(known, loaded, how)
+                behind = Behind(known, loaded, how, source)
             app = make_app(
                 ObservedOrderer(Orderer(behind.settings), [metrics], shadow=shadow),
                 builder=_builder(behind.tokenizer, **templates),
                 tokenizer=behind.tokenizer,
                 template=found,
+                number_by_place=number_by_place,
+                on_passed=metrics.passed,
                 api_key=api_key,
+                hosts=THIS_MACHINE.union(allow_host, [host]) if is_loopback(host) or allow_host else None,
                 body_limit=limit,
-                timeouts=Timeouts(connect_timeout, read_timeout),
+                bodies_limit=int(bodies_limit * (1 << 20)),
+                timeouts=Timeouts(connect_timeout, read_timeout, client_timeout),
                 turns=turns,
                 routes=stats_routes(metrics, turns),
                 **behind.options,
@@ -261,9 +253,10 @@ def serve(
         except AddressError as error:
             raise click.UsageError(f"--upstream: {error}") from None
         if api_key is None and not is_loopback(host):
-            _warn(f"everybody who reaches {host} can use the server behind: give --api-key")
+            warn(f"everybody who reaches {host} can use the server behind: give --api-key")
+        announce(address_of(listening), behind.settings, settings, behind.source, shadow=shadow)
         logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-        run_server(behind.wrap(app), listening, grace_s=grace)
+        run_server(behind.wrap(app), listening, grace_s=grace, client_s=client_timeout, connections=max_connections)
 
 
 def _given(**options: Any) -> dict[str, Any]:
@@ -275,9 +268,7 @@ def _settings(options: dict[str, Any]) -> Settings:
     try:
         return Settings(**_given(**options))
     except ValidationError as error:
-        problem = error.errors()[0]
-        field = ".".join(str(part) for part in problem["loc"])
-        raise click.UsageError(f"--{field.replace('_', '-')}: {problem['msg']}" if field else problem["msg"]) from None
+        raise click.UsageError(complaint(error)) from None
 
 
 def _builder(tokenizer: Any, **templates: str | None) -> PromptBuilder:
@@ -287,32 +278,6 @@ def _builder(tokenizer: Any, **templates: str | None) -> PromptBuilder:
         raise click.UsageError(re.sub(r"^(\w+)_template", r"--\1-template", str(error))) from None
 
 
-def _of_server(settings: Settings, upstream: str, api_key: str | None) -> Settings:
-    """The settings, with what the server says of its cache in the place of what nobody has said.
-
-    Raises AddressError for an address that is none.
-    """
-    from ragorder.adapters._server import AddressError
-    from ragorder.adapters.vllm import ServerError, read_cache_config
-
-    unknown = {"capacity_tokens", "block_size"} - settings.model_fields_set
-    if not unknown:
-        return settings
-    try:
-        cache = read_cache_config(upstream, api_key=api_key)
-    except AddressError:
-        raise
-    except (ServerError, ImportError) as error:
-        options = " and ".join(f"--{name.replace('_', '-')}" for name in sorted(unknown, reverse=True))
-        _warn(f"the size of the server's cache is not known, give {options} ({error})")
-        return settings
-    if cache.prefix_caching is False:
-        _warn("the server reuses nothing: start it with --enable-prefix-caching")
-    if cache.engines > 1:
-        _warn(f"the server has {cache.engines} engines with a cache each: route a tenant to one of them")
-    return settings.model_copy(update={name: getattr(cache, name) for name in unknown})
-
-
 def _load(tokenizer: str) -> Any:
     from ragorder.eval.serving import load_tokenizer
 
@@ -320,7 +285,3 @@ def _load(tokenizer: str) -> Any:
         return load_tokenizer(tokenizer)
     except (ImportError, OSError, ValueError) as error:
         raise click.ClickException(f"--tokenizer: {error}") from None
-
-
-def _warn(message: str) -> None:
-    click.echo(f"Warning: {message}", err=True)

@@ -28,14 +28,16 @@ __all__ = ["ENGINE_OPTIONS", "Behind", "check_engine", "embedded", "engine_optio
 F = TypeVar("F", bound=Callable[..., Any])
 
 _MAX_WAITING = 1000
+_RANDOM = "random"
 # Nothing is looked up under this name, and nothing listens.
 _NOWHERE = "http://embedded"
 
 _OPTIONS = (
     click.option(
         "--model",
-        metavar="FOLDER|NAME",
-        help="With --engine torch: the causal language model, by folder or name on the Hub, safetensors and tokenizer.",
+        metavar="FOLDER|NAME|random",
+        help="With --engine torch: the causal language model, by folder or name on the Hub, safetensors and tokenizer; "
+        "random: one with random weights, made on the spot, to try the server without a download.",
     ),
     click.option(
         "--device-tokens",
@@ -124,7 +126,7 @@ def check_engine(context: click.Context) -> str:
     if engine is None and params["upstream"] is not None:
         engine = "upstream"
     if engine is None:
-        raise click.UsageError("give --upstream URL, or --engine torch with --model FOLDER|NAME")
+        raise click.UsageError("give --upstream URL, or --engine torch with --model FOLDER|NAME|random")
     needed, other, foreign = "model", "upstream", _UPSTREAM_OPTIONS
     if engine == "upstream":
         needed, other, foreign = "upstream", "torch", ENGINE_OPTIONS
@@ -139,12 +141,13 @@ def check_engine(context: click.Context) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Behind:
-    """What is behind the proxy: what is known of it, `options` of `make_app` that lead to it, and how the proxy's
-    application is to be wrapped."""
+    """What is behind the proxy: what is known of it, `options` of `make_app` that lead to it, where its sizes are from,
+    and how the proxy's application is to be wrapped."""
 
     settings: Settings
     tokenizer: Any
     options: Mapping[str, Any]
+    source: str
     wrap: Callable[[ASGIApp], ASGIApp] = lambda app: app
 
 
@@ -177,6 +180,7 @@ def embedded(
             _with_sizes(settings, worker),
             deepcopy(engine.tokenizer),
             {"upstream": _NOWHERE, "send_facts": True, "make_transport": lambda: AppTransport(app)},
+            "device and host memory",
             lambda proxy: hosted(proxy, worker),
         )
     finally:
@@ -185,12 +189,18 @@ def embedded(
 
 def _load(options: Mapping[str, Any], settings: Settings) -> TieredEngine:
     from ragorder.kernels.engine import EngineSettings, TieredEngine
+    from ragorder.kernels.engine.loading import may_be_on_hub
 
     given = {_FIELDS.get(name, name): value for name, value in options.items() if value is not None}
     model = given.pop("model")
+    if model != _RANDOM and not Path(model).is_dir() and may_be_on_hub(model):
+        click.echo(f"There is no folder {model}: it is looked for on the Hugging Face Hub.", err=True)
     if "block_size" in settings.model_fields_set:
         given["block_size"] = settings.block_size
     try:
+        if model == _RANDOM:
+            model, dtype = _random_model()
+            given.setdefault("dtype", dtype)
         return TieredEngine.load(model, EngineSettings(**given))
     except ValidationError as error:
         raise click.UsageError(_complaint(error)) from None
@@ -198,6 +208,14 @@ def _load(options: Mapping[str, Any], settings: Settings) -> TieredEngine:
         raise click.ClickException(_missing(error)) from None
     except (OSError, ValueError, RuntimeError, MemoryError) as error:
         raise click.ClickException(f"--model {model}: {error}") from None
+
+
+def _random_model() -> tuple[str, str]:
+    """Its folder in the cache of this user, and the dtype that this machine computes fast."""
+    from ragorder.eval.engines.vllm import has_fast_bfloat16
+    from ragorder.eval.serving import random_model
+
+    return str(random_model()), "bfloat16" if has_fast_bfloat16() else "float32"
 
 
 def _with_sizes(settings: Settings, worker: EngineWorker) -> Settings:

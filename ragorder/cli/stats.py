@@ -17,6 +17,13 @@ if TYPE_CHECKING:
 
 __all__ = ["stats"]
 
+_PASSED = {
+    "no_documents": "in which no documents were found: does --template match the prompts?",
+    "one_document": "with one document, which has no other order",
+    "other_route": "of routes whose bodies are not read",
+    "unreadable": "whose body is none that can be read",
+}
+
 
 @click.command()
 @click.argument("url")
@@ -70,15 +77,28 @@ def _table(read: Stats, prefill_rate: float | None) -> Group:
     table.add_column(style="dim", overflow="fold")
     table.add_row("requests", f"{read.served:,}", f"{read.discarded:,} failed, {read.documents:,} documents")
     table.add_row("prompt tokens", f"{read.prompt_tokens:,}", "")
-    known = "reported by the engine" if read.reports == read.served else "foretold: the engine reports nothing"
-    if 0 < read.reports < read.served:
-        known = f"reported for {read.reports:,} requests, else foretold"
+    for reason, requests in sorted(read.passed.items()):
+        table.add_row("passed unordered", f"{requests:,}", _PASSED.get(reason, reason))
+    if not read.served:
+        known = "no request yet"
+    elif read.reports == read.served:
+        known = "reported by the engine"
+    elif read.reports:
+        known = f"reported for {read.reports:,} requests, else predicted"
+    else:
+        known = "predicted: the engine reports nothing"
     table.add_row(f"cached, {served}", f"{100 * read.cached_share:.1f} %", f"served; {known}")
     if read.other_cached_share is not None:
-        table.add_row(f"cached, {other}", f"{100 * read.other_cached_share:.1f} %", "foretold for the same requests")
+        share = f"{100 * read.other_cached_share:.1f} %"
+        table.add_row(f"cached, {other}", share, "predicted for the same requests, corrected by the reports")
+    elif read.predicted_other_share is not None and read.served and not read.reports:
+        share = f"{100 * read.predicted_other_share:.1f} %"
+        table.add_row(f"cached, {other}", share, "predicted for the same requests: nothing bears it out")
+    elif read.predicted_other_share is not None and read.served:
+        table.add_row(f"cached, {other}", "–", "cannot be said")
     if read.prediction_error_tokens is not None:
         bias = f"bias {read.prediction_bias_tokens:+,.1f}"
-        table.add_row("forecasts off by", f"{read.prediction_error_tokens:,.1f}", f"tokens a request, {bias}")
+        table.add_row("predictions off by", f"{read.prediction_error_tokens:,.1f}", f"tokens a request, {bias}")
     times = f"p99 {read.order_us['p99']:,.0f}"
     table.add_row("order time", f"{read.order_us['p50']:,.0f} µs", f"p50; {times}")
     table.add_row("documents moved by", f"{read.displacement_mean:.2f}", "positions, mean")
@@ -89,11 +109,14 @@ def _table(read: Stats, prefill_rate: float | None) -> Group:
 
 
 def _verdict(read: Stats, prefill_rate: float | None) -> Text:
-    if not read.served:
-        return Text("No request has ended yet.", "yellow")
+    if not read.served and read.passed:
+        return Text(f"Nothing was ordered: {sum(read.passed.values()):,} requests passed as they came.", "bold yellow")
     if read.saved_tokens is None or read.saved_share is None:
-        return Text("Nothing to compare with: the orderer was told not to.", "yellow")
+        said = read.cannot_compare or ""
+        hint = "" if not read.served or read.reports else " (vLLM: --enable-prompt-tokens-details)"
+        return Text(f"{said[:1].upper()}{said[1:]}{hint}.", "yellow")
     mode = "Shadow mode: ragorder would have saved" if read.shadow else "ragorder saved"
     seconds = f", {read.saved_tokens / prefill_rate:,.1f} s" if prefill_rate else ""
     text = f"{mode} {read.saved_tokens:,} tokens of prefill{seconds} ({100 * read.saved_share:.1f} % of it)"
+    text += f", give or take {read.error_tokens:,}"
     return Text(text, "bold green" if read.saved_tokens > 0 else "bold yellow")

@@ -11,6 +11,7 @@ import click
 from rich.console import Console
 from rich.text import Text
 
+from ragorder.cli.param_type import ParamType
 from ragorder.cli.tiers_stats import stats
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ _UNITS |= {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _SPELLED = {unit.lower(): size for unit, size in _UNITS.items()}
 
 
-class Size(click.ParamType[int]):
+class Size(ParamType[int]):
     """Bytes: a number, with a unit or without."""
 
     name = "size"

@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from ragorder.trie.tree import Node
+from ragorder.trie.tree import Key, Node
 
-__all__ = ["Lease", "Residency", "TokenIds"]
+__all__ = ["Lease", "Residency", "Sought", "TokenIds"]
 
 TokenIds = Sequence[int]
+
+
+class Sought(Protocol):
+    """The documents of a request that the tree is about to be searched for, in rank order; `token_ids` are empty where
+    they are not known."""
+
+    @property
+    def keys(self) -> Sequence[Key]: ...
+
+    @property
+    def tokens(self) -> Sequence[int]: ...
+
+    @property
+    def token_ids(self) -> Sequence[TokenIds]: ...
 
 
 class Lease:
@@ -50,6 +64,18 @@ class Lease:
         self.previous_stamp = previous_stamp
         self.open = True
 
+    def copy(self, copies: Mapping[Node, Node]) -> Lease:
+        """The same lease on the copies of its nodes."""
+        return Lease(
+            [copies[node] for node in self.path],
+            self.stamp,
+            self.suffix_blocks,
+            self.partial_blocks,
+            self.cached_documents,
+            self.cached_tokens,
+            self.previous_stamp,
+        )
+
 
 class Residency(Protocol):
     """Marks on the tree's nodes what the engine holds, and takes out of the tree what it no longer does.
@@ -58,17 +84,24 @@ class Residency(Protocol):
     served once newer requests need its room. Ending a lease a second time does nothing.
     """
 
-    def refresh(self) -> None:
-        """Take in what was learnt of the engine since the last call. Called before the tree is searched."""
+    def refresh(self, sought: Sought | None = None) -> None:
+        """Take in what was learnt of the engine since the last call, and where it holds the documents that are sought.
+        Called before the tree is searched."""
 
     def lease(self, path: Sequence[Node], suffix_tokens: int, token_ids: Sequence[TokenIds] = ()) -> Lease:
         """A request with these documents starts, `suffix_tokens` (question and answer) follow them. What it computes
         counts as held at once; `Lease.cached_tokens` and `cached_documents` say how much of it was held before.
         `token_ids` are those of each document of the path, if they are known."""
 
-    def release(self, lease: Lease, cached_tokens: float | None = None, total_tokens: float | None = None) -> None:
-        """The request is served. `cached_tokens` is what the engine says it reused, and `total_tokens` the length of
-        prompt and answer, if it says."""
+    def release(
+        self,
+        lease: Lease,
+        cached_tokens: float | None = None,
+        total_tokens: float | None = None,
+        prompt_tokens: float | None = None,
+    ) -> None:
+        """The request is served. `cached_tokens` is what the engine says it reused, `total_tokens` the length of prompt
+        and answer, and `prompt_tokens` that of the prompt, if it says."""
 
     def cancel(self, lease: Lease) -> None:
         """The request failed: what only it would have computed is not held."""

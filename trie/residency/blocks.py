@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from array import array
+from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Sequence
 from hashlib import blake2b
 from threading import Lock
 from typing import Any, NamedTuple, Protocol
 
-__all__ = ["Content", "EngineBlocks", "Watcher", "chain_root", "follow"]
+__all__ = ["Content", "EngineBlocks", "PathContents", "Watcher", "chain_root", "follow", "packed"]
 
 Content = bytes
 """A digest of a block's tokens and of all that stands before them, whatever hash the engine gives the block."""
+
+_TOKEN_BYTES = array("q").itemsize
 
 
 class Watcher(Protocol):
@@ -25,14 +28,51 @@ def chain_root(salt: str | None = None) -> Content:
     return _keyed((salt,)) if salt else b""
 
 
+def packed(token_ids: Sequence[int]) -> bytes:
+    """Token ids as the bytes that contents are made of. Raises TypeError for what is no token id, OverflowError for one
+    of more than 63 bits."""
+    return array("q", token_ids).tobytes()
+
+
 def follow(parent: Content, token_ids: Sequence[int]) -> Content:
-    """The content of the block with these tokens behind `parent`. Token ids have up to 63 bits."""
-    return blake2b(parent + array("q", token_ids).tobytes(), digest_size=16).digest()
+    """The content of the block with these tokens behind `parent`. Raises as `packed` does."""
+    return _digest(parent, packed(token_ids))
+
+
+def _digest(parent: Content, tokens: bytes) -> Content:
+    return blake2b(parent + tokens, digest_size=16).digest()
 
 
 def _keyed(extra_keys: Iterable[Any] | None) -> Content:
     """The root for what an engine hashes besides tokens: salt, adapter, images."""
     return repr(tuple(extra_keys)).encode("utf-8", "backslashreplace") if extra_keys else b""
+
+
+class PathContents:
+    """What the last part of a path fills: the contents of its `blocks`, the content of the `last` block before its end,
+    and the tokens behind that, `packed`, which a block shares with whatever follows."""
+
+    __slots__ = ("blocks", "last", "rest")
+
+    def __init__(self, last: Content = b"", blocks: tuple[Content, ...] = (), rest: bytes = b"") -> None:
+        self.blocks = blocks
+        self.last = last
+        self.rest = rest
+
+    def first_behind(self, tokens: bytes, block_size: int) -> Content | None:
+        """The content of the first block that these tokens would fill behind the path (None: they fill none)."""
+        missing = block_size * _TOKEN_BYTES - len(self.rest)
+        return _digest(self.last, self.rest + tokens[:missing]) if len(tokens) >= missing else None
+
+    def behind(self, tokens: bytes, block_size: int) -> PathContents:
+        """What these tokens fill behind the path."""
+        tokens = self.rest + tokens
+        content, size = self.last, block_size * _TOKEN_BYTES
+        blocks = []
+        for start in range(0, len(tokens) - size + 1, size):
+            content = _digest(content, tokens[start : start + size])
+            blocks.append(content)
+        return PathContents(content, tuple(blocks), tokens[len(blocks) * size :])
 
 
 class _Held(NamedTuple):
@@ -58,7 +98,8 @@ class EngineBlocks:
         self.orphans = 0
         self._lock = Lock()
         # What an engine's hash stands for never changes: it is remembered beyond the block's own life.
-        self._contents: dict[Hashable, Content] = {}
+        # A dict whose oldest entries are deleted walks over all their gaps to find the next one.
+        self._contents: OrderedDict[Hashable, Content] = OrderedDict()
         self._held: dict[Content, _Held] = {}
         self._watchers: dict[Content, Watcher] = {}
 
@@ -157,8 +198,7 @@ class EngineBlocks:
     def _forget_oldest(self) -> None:
         """Spare what is held, unless that is more than half."""
         while len(self._contents) > self.max_blocks:
-            oldest = next(iter(self._contents))
-            content = self._contents.pop(oldest)
+            oldest, content = self._contents.popitem(last=False)
             held = self._held.get(content)
             if held is None or held.hash in self._contents:
                 continue

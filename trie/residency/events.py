@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ragorder.trie.residency.base import Lease, TokenIds
-from ragorder.trie.residency.blocks import Content, EngineBlocks, chain_root, follow
+from ragorder.trie.residency.base import Lease, Sought, TokenIds
+from ragorder.trie.residency.blocks import Content, EngineBlocks, PathContents, chain_root, packed
+from ragorder.trie.residency.discovery import discover
 from ragorder.trie.residency.lru import LRUResidency, _Use
 from ragorder.trie.tree import KnowledgeTree, Node
 
@@ -14,17 +15,6 @@ __all__ = ["EventsResidency"]
 
 
 _MAX_PENDING = 1024
-
-
-class _Contents:
-    """The contents of a node's blocks, that of the last block before the node's end, and the tokens behind that."""
-
-    __slots__ = ("blocks", "last", "rest")
-
-    def __init__(self, blocks: tuple[Content, ...], last: Content, rest: TokenIds) -> None:
-        self.blocks = blocks
-        self.last = last
-        self.rest = rest
 
 
 class _Pending(NamedTuple):
@@ -63,7 +53,7 @@ class EventsResidency(LRUResidency):
         self._epoch = blocks.epoch
         self._heard = self._closed = False
         self._nominal_capacity_blocks = self.capacity_blocks
-        self._contents: dict[Node, _Contents] = {}
+        self._contents: dict[Node, PathContents] = {}
         self._watched: dict[Content, Node] = {}
         # Nodes that requests in flight will displace, with their stamps: they stay in the tree until the engine has.
         self._doomed: dict[Node, int] = {}
@@ -73,9 +63,15 @@ class EventsResidency(LRUResidency):
         self._remove = self._remove_watched
         root = tree.root
         if len(prefix_ids) == root.end:
-            self._learn(root, _Contents((), chain_root(salt), ()), prefix_ids)
+            self._learn(root, PathContents(chain_root(salt)).behind(packed(prefix_ids), tree.block_size))
 
-    def refresh(self) -> None:
+    def refresh(self, sought: Sought | None = None) -> None:
+        self._hear()
+        if sought is not None and sought.token_ids:
+            for served in list(discover(self.tree, self._blocks, self._contents, self._watched, sought)):
+                self._adopt(self.tree.insert(sought.keys, sought.tokens, served.ranks), served.contents)
+
+    def _hear(self) -> None:
         if self._generation != self._blocks.generation:
             self._start_over()
         changed = self.changed
@@ -94,7 +90,7 @@ class EventsResidency(LRUResidency):
         contents = self._contents
         for node, ids in zip(path[1:], token_ids, strict=False):
             if node not in contents and node.parent in contents and len(ids) == node.end - node.parent.end:
-                self._learn(node, contents[node.parent], ids)
+                self._learn(node, contents[node.parent].behind(packed(ids), self.tree.block_size))
         for node in path:
             if node.missing or not node.stamp:
                 if node.stamp or node in self._doomed or node not in contents:
@@ -115,7 +111,13 @@ class EventsResidency(LRUResidency):
             self._await(lease, marker)
         return lease
 
-    def release(self, lease: Lease, cached_tokens: float | None = None, total_tokens: float | None = None) -> None:
+    def release(
+        self,
+        lease: Lease,
+        cached_tokens: float | None = None,
+        total_tokens: float | None = None,
+        prompt_tokens: float | None = None,
+    ) -> None:
         evicted_blocks = self.evicted_blocks
         super().release(lease, cached_tokens, total_tokens)
         self._closed = True
@@ -153,28 +155,50 @@ class EventsResidency(LRUResidency):
             return self._held_blocks(node) == node.blocks
         return super().holds(node)
 
-    def correct(self, lease: Lease) -> None:
+    def correct(self, lease: Lease) -> int | None:
         """Only where the events are silent about the request: else they know better."""
-        if not any(node in self._contents and self._held_blocks(node) for node in lease.path):
-            super().correct(lease)
+        if any(node in self._contents and self._held_blocks(node) for node in lease.path):
+            return None
+        return super().correct(lease)
 
     def close(self) -> None:
         """Stop watching the engine's blocks."""
         for content in self._watched:
             self._blocks.unwatch(content, self)
 
-    def _learn(self, node: Node, above: _Contents, token_ids: TokenIds) -> None:
-        """Compute the contents of a node's blocks and watch them."""
-        size = self.tree.block_size
-        ids = [*above.rest, *token_ids]
-        content = above.last
-        blocks = []
-        for start in range(0, len(ids) - size + 1, size):
-            content = follow(content, ids[start : start + size])
-            blocks.append(content)
+    def _learn(self, node: Node, contents: PathContents) -> None:
+        """Watch the blocks of a node."""
+        self._contents[node] = contents
+        for content in contents.blocks:
             self._watched[content] = node
             self._blocks.watch(content, self)
-        self._contents[node] = _Contents(tuple(blocks), content, ids[len(blocks) * size :])
+
+    def _adopt(self, path: Sequence[Node], contents: Sequence[PathContents]) -> None:
+        """A path that others had computed becomes one of ours. It counts as used just now, and what stands in front of
+        it as used since."""
+        for node, known in zip(path[1:], contents, strict=True):
+            if node not in self._contents:
+                self._learn(node, known)
+        stamp = next(self._clock)
+        used_blocks = self.used_blocks
+        end = path[0]
+        for end in path:
+            self._doomed.pop(end, None)
+            if not end.leases:
+                self.find(end, self._held_blocks(end))
+                end.stamp = stamp
+            if end.missing:
+                break
+        self._append(end, stamp, 0)
+        # What went while we looked, and is not there at all.
+        for node in reversed(path):
+            if not (node.stamp or node.children):
+                self._remove(node)
+        # It stands where blocks had gone that were ours.
+        room = self.capacity_blocks + self.used_blocks - used_blocks
+        self.capacity_blocks = max(self.capacity_blocks, min(room, self._nominal_capacity_blocks))
+        if self.tree.size > self.max_nodes:
+            self._make_room()
 
     def _held_blocks(self, node: Node) -> int:
         """How many blocks of the node, from the first, the engine holds."""

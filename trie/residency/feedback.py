@@ -4,36 +4,101 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ragorder.trie.residency.base import Lease, TokenIds
+from ragorder.trie.residency.base import Lease, Sought, TokenIds
+from ragorder.trie.residency.events import EventsResidency
+from ragorder.trie.residency.learning import LearnedLengths, ScopeLengths
 from ragorder.trie.residency.lru import LRUResidency
 from ragorder.trie.tree import Node
 
 __all__ = ["FeedbackResidency"]
+
+_ESTIMATES_EXCEED = 4 / 3
+_MAX_TOKENS = 1 << 32
 
 
 class FeedbackResidency:
     """Corrects another residency from the cached tokens that an engine reports.
 
     An engine evicts in order of use: if a request found a block gone, whatever was last used before it is gone as well.
-    Less than a block of difference says nothing, nor does a block that another request was about to fill.
+    Less than a block of difference says nothing, nor does a block that another request was about to fill; of lengths
+    that are estimated only a report that contradicts them clearly does.
+
+    From the same reports `lengths` learns how long prefix and documents are, and the mirror follows, wherever it is
+    told of: several that share them (one for each order of the same requests) are corrected by the reports of one.
     """
 
-    def __init__(self, mirror: LRUResidency) -> None:
+    def __init__(self, mirror: LRUResidency, lengths: ScopeLengths | None = None) -> None:
         self.mirror = mirror
         self.tree = mirror.tree
         self.corrections = 0
+        self.lengths = LearnedLengths().of(None) if lengths is None else lengths
+        # Events know the lengths by the tokens themselves.
+        self._learns = not isinstance(mirror, EventsResidency)
+        self._ratio = self.lengths.ratio
+        self._losses = self.lengths.losses
+        self._version = -1
+        self._capacity_blocks = mirror.capacity_blocks
 
-    def refresh(self) -> None:
-        self.mirror.refresh()
+    def refresh(self, sought: Sought | None = None) -> None:
+        if self._version != self.lengths.version:
+            self._follow()
+        self.mirror.refresh(sought)
+        if not self._learns and self.mirror.capacity_blocks != self._capacity_blocks:
+            self._pass_on()
+
+    def _follow(self) -> None:
+        lengths, root = self.lengths, self.tree.root
+        self._version = lengths.version
+        if self._learns and (lengths.prefix_tokens not in (None, root.end) or lengths.ratio != self._ratio):
+            prefix_tokens = root.end if lengths.prefix_tokens is None else lengths.prefix_tokens
+            self.mirror.resize(prefix_tokens, lengths.ratio / self._ratio)
+            self._ratio = lengths.ratio
+        if lengths.losses != self._losses:
+            self._losses = lengths.losses
+            self.mirror.keep(lengths.kept_blocks)
+
+    def _pass_on(self) -> None:
+        """Events told the mirror that others have taken room, or given it back."""
+        if self.mirror.capacity_blocks < self._capacity_blocks:
+            self.lengths.learn_loss(self.mirror.used_blocks)
+            self._losses = self.lengths.losses
+        self._capacity_blocks = self.mirror.capacity_blocks
 
     def lease(self, path: Sequence[Node], suffix_tokens: int, token_ids: Sequence[TokenIds] = ()) -> Lease:
         return self.mirror.lease(path, suffix_tokens, token_ids)
 
-    def release(self, lease: Lease, cached_tokens: float | None = None, total_tokens: float | None = None) -> None:
-        if cached_tokens is not None and cached_tokens <= lease.cached_tokens - self.tree.block_size and lease.open:
-            self.corrections += 1
-            self.mirror.correct(lease)
+    def release(
+        self,
+        lease: Lease,
+        cached_tokens: float | None = None,
+        total_tokens: float | None = None,
+        prompt_tokens: float | None = None,
+    ) -> None:
+        if lease.open:
+            if self._learns and prompt_tokens is not None and 0 <= prompt_tokens < _MAX_TOKENS:
+                self.lengths.learn_prompt(lease.path[-1].end - self.tree.root.end, prompt_tokens)
+            if cached_tokens is not None:
+                self._learn(lease, cached_tokens)
         self.mirror.release(lease, None, total_tokens)
 
     def cancel(self, lease: Lease) -> None:
         self.mirror.cancel(lease)
+
+    def _learn(self, lease: Lease, cached_tokens: float) -> None:
+        lengths, root, size = self.lengths, self.tree.root, self.tree.block_size
+        last = lease.path[lease.cached_documents]
+        # Where the engine holds part of a document, the mirror may be wrong about which.
+        certain = last is not lease.path[-1] and lease.cached_tokens == last.end // size * size
+        if self._learns and certain and 0 <= cached_tokens < _MAX_TOKENS:
+            lengths.learn_hit(root.end, last.end - root.end, cached_tokens, size)
+        likely_tokens = cached_tokens * (_ESTIMATES_EXCEED if lengths.estimated else 1)
+        # A prefix that was learnt may be wrong by some tokens, and these by a block.
+        if likely_tokens > lease.cached_tokens - (size if lengths.prefix_tokens is None else 2 * size):
+            return
+        # Every request uses the prefix: less of it is a shorter one, and not a loss.
+        if (last is root and cached_tokens > 0) or lengths.prefix_tokens not in (None, root.end):
+            return
+        self.corrections += 1
+        if (kept_blocks := self.mirror.correct(lease)) is not None:
+            lengths.learn_loss(kept_blocks)
+            self._losses = lengths.losses

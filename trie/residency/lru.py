@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import count
 from sys import maxsize
 from typing import Self
 
-from ragorder.trie.residency.base import Lease, TokenIds
+from ragorder.trie.residency.base import Lease, Sought, TokenIds
 from ragorder.trie.tree import KnowledgeTree, Node
 
 __all__ = ["LRUResidency"]
@@ -43,6 +44,8 @@ class LRUResidency:
 
     The order of use is a log with one entry a served request, oldest first. A node that was used again since bears a
     newer stamp than the entry, and is passed over.
+
+    Stamps come from `clock`: mirrors of one engine that share it know which of them used what first.
     """
 
     def __init__(
@@ -51,6 +54,7 @@ class LRUResidency:
         capacity_tokens: int | None,
         max_nodes: int = 1_000_000,
         partial_blocks_first: bool = True,
+        clock: Iterator[int] | None = None,
     ) -> None:
         self.tree = tree
         self.capacity_blocks = maxsize if capacity_tokens is None else capacity_tokens // tree.block_size
@@ -59,17 +63,31 @@ class LRUResidency:
         self.used_blocks = 0
         self.evicted_blocks = 0
         self._remove = self._evict = tree.remove
-        self._clock = 0
+        self._clock = count(1) if clock is None else clock
         self._log: deque[_Use] = deque()
         self._log_limit = 1024
         self._in_flight: deque[Lease] = deque()
 
-    def refresh(self) -> None:
+    def copy(self) -> LRUResidency:
+        """A mirror with a tree of its own that continues from here: it shows what a plan would find, and leaves this
+        one alone."""
+        tree, copies = self.tree.copy()
+        mirror = LRUResidency(tree, None, self.max_nodes, self.partial_blocks_first)
+        mirror.capacity_blocks, mirror.used_blocks = self.capacity_blocks, self.used_blocks
+        mirror._clock = self._clock
+        # A node that has left the tree has no copy: of its request only the suffix is held.
+        mirror._log = deque(
+            _Use(copies.get(use.standing().node, tree.root), use.stamp, use.suffix_blocks) for use in self._log
+        )
+        mirror._in_flight = deque(lease.copy(copies) for lease in self._in_flight if lease.open)
+        return mirror
+
+    def refresh(self, sought: Sought | None = None) -> None:
         """Nothing is learnt behind the mirror's back."""
 
     def lease(self, path: Sequence[Node], suffix_tokens: int, token_ids: Sequence[TokenIds] = ()) -> Lease:
         block_size = self.tree.block_size
-        self._clock = stamp = self._clock + 1
+        stamp = next(self._clock)
         documents_end = path[-1].end
         documents_blocks = documents_end // block_size
         held_end = documents_blocks * block_size
@@ -99,12 +117,18 @@ class LRUResidency:
         while not in_flight[0].open:
             in_flight.popleft()
         if len(in_flight) > _MAX_IN_FLIGHT:
-            self._finish_oldest()
+            self.finish_oldest()
         if self.used_blocks > self.capacity_blocks or self.tree.size > self.max_nodes:
             self._make_room()
         return lease
 
-    def release(self, lease: Lease, cached_tokens: float | None = None, total_tokens: float | None = None) -> None:
+    def release(
+        self,
+        lease: Lease,
+        cached_tokens: float | None = None,
+        total_tokens: float | None = None,
+        prompt_tokens: float | None = None,
+    ) -> None:
         if not lease.open:
             return
         lease.open = False
@@ -112,7 +136,7 @@ class LRUResidency:
             self._correct_suffix(lease, total_tokens)
             if self.used_blocks > self.capacity_blocks:
                 self._make_room()
-        self._clock = stamp = self._clock + 1
+        stamp = next(self._clock)
         path = lease.path
         for node in path:
             node.leases -= 1
@@ -142,7 +166,7 @@ class LRUResidency:
         if not lease.open:
             return
         lease.open = False
-        self._clock = stamp = self._clock + 1
+        stamp = next(self._clock)
         self.used_blocks -= lease.suffix_blocks + lease.partial_blocks
         path = lease.path
         for node in path:
@@ -160,8 +184,8 @@ class LRUResidency:
         """Whether the engine holds the node whole, or a request in flight fills it."""
         return not node.blocks or (bool(node.stamp) and not node.missing)
 
-    def correct(self, lease: Lease) -> None:
-        """The request found less than was foretold: others have used the engine.
+    def correct(self, lease: Lease) -> int | None:
+        """The request found less than was foretold: others have used the engine. How many blocks are left of ours.
 
         Whatever was used before what it missed is gone as well. Its room is theirs: blocks that were used just now, and
         grow old like ours.
@@ -169,11 +193,47 @@ class LRUResidency:
         used_blocks = self.used_blocks
         while self._log and self._log[0].stamp <= lease.previous_stamp:
             self._evict_oldest(maxsize)
-        theirs = used_blocks - self.used_blocks
-        if theirs and self.capacity_blocks != maxsize:
-            self._clock += 1
-            self._log.append(_Use(self.tree.root, self._clock, theirs))
-            self.used_blocks = used_blocks
+        kept_blocks = self.used_blocks
+        self._lend(used_blocks - kept_blocks)
+        return kept_blocks
+
+    def keep(self, blocks: int) -> None:
+        """Others have used all room but so many blocks just now."""
+        used_blocks = self.used_blocks
+        while self._log and self.used_blocks > blocks:
+            self._evict_oldest(self.used_blocks - blocks)
+        self._lend(used_blocks - self.used_blocks)
+
+    def _lend(self, blocks: int) -> None:
+        if blocks and self.capacity_blocks != maxsize:
+            self._log.append(_Use(self.tree.root, next(self._clock), blocks))
+            self.used_blocks += blocks
+
+    def resize(self, prefix_tokens: int, ratio: float) -> None:
+        """The prefix has so many tokens, and every document `ratio` times as many as was thought. What was held whole
+        is, and of a node that was held in part the same blocks are."""
+        size, root = self.tree.block_size, self.tree.root
+        ends = {node: node.end for node in self.tree.walk()}
+        held_ends = [(lease, ends[lease.path[lease.cached_documents]]) for lease in self._in_flight if lease.open]
+        for node, end in ends.items():
+            start = 0 if node.parent is None else node.parent.end
+            length = 0 if node.parent is None else end - ends[node.parent]
+            node.end = prefix_tokens if node is root else start + round(ratio * length)
+            blocks, held = node.end // size - start // size, node.blocks - node.missing
+            whole = not node.missing and node.stamp
+            filling = node.provisional
+            node.provisional = blocks if filling and filling == node.blocks else min(filling, blocks)
+            node.missing = 0 if whole else max(0, blocks - held) if held else blocks
+            node.blocks = blocks
+            self.used_blocks += blocks - node.missing - held
+        for lease, end in held_ends:
+            moved = lease.path[lease.cached_documents].end // size - end // size
+            lease.cached_tokens += moved * size if lease.cached_tokens else 0
+        if self.used_blocks > self.capacity_blocks:
+            self._make_room()
+        if (excess := self.used_blocks - self.capacity_blocks) > 0 and not root.leases:
+            # A prefix that had filled no block may be left without a use by which it could be evicted.
+            self._give_up(root, min(excess, root.blocks - root.missing))
 
     def lose(self, node: Node, kept_blocks: int) -> None:
         """The engine holds only the first `kept_blocks` of a node that no request uses, and nothing below it."""
@@ -215,6 +275,15 @@ class LRUResidency:
             elif not self._overflow():
                 return
 
+    @property
+    def oldest(self) -> int | None:
+        """When the least recently used of what could be given up was used."""
+        return self._log[0].stamp if self._log else None
+
+    def give_up(self, blocks: int) -> None:
+        """The engine needed room for others: at most so many blocks of the least recently used request are gone."""
+        self._evict_oldest(blocks)
+
     def _evict_oldest(self, blocks: int) -> None:
         """Give up at most so many blocks of the least recently used request, from its tail."""
         use = self._log[0].standing()
@@ -247,9 +316,10 @@ class LRUResidency:
 
     def _overflow(self) -> bool:
         """Only requests in flight are left, and they are too large together; whether that could be helped."""
-        return self._finish_oldest()
+        return self.finish_oldest()
 
-    def _finish_oldest(self) -> bool:
+    def finish_oldest(self) -> bool:
+        """Count the oldest request in flight as served; False if there is none."""
         while self._in_flight:
             lease = self._in_flight.popleft()
             if lease.open:

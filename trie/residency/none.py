@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from ragorder.trie.residency.lru import LRUResidency
 from ragorder.trie.tree import KnowledgeTree
 
@@ -11,5 +13,5 @@ __all__ = ["NoResidency"]
 class NoResidency(LRUResidency):
     """An engine that never evicts; only `max_nodes` bounds the tree, least recently used sequences first."""
 
-    def __init__(self, tree: KnowledgeTree, max_nodes: int = 100_000) -> None:
-        super().__init__(tree, None, max_nodes)
+    def __init__(self, tree: KnowledgeTree, max_nodes: int = 100_000, clock: Iterator[int] | None = None) -> None:
+        super().__init__(tree, None, max_nodes, clock=clock)

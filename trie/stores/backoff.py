@@ -32,6 +32,11 @@ class BackOff:
         """Whether to leave it alone now."""
         return self._in_a_row >= self._failures and self._clock() < self._until
 
+    @property
+    def trying(self) -> bool:
+        """Whether what comes next finds out how it is: nothing has failed since the last success or pause."""
+        return self._in_a_row == 0 or self._in_a_row >= self._failures
+
     def failed(self) -> float:
         """Something failed: the seconds of the pause that begins, 0 if none does."""
         if self.pausing:

@@ -20,7 +20,8 @@ from typing import NamedTuple
 
 __all__ = ["LONGEST_HEADER", "MAX_KEY_BYTES", "VERSION", "BadHeaderError", "Header", "digest"]
 
-VERSION = 1
+# 2: identities are over all bytes of a model's weights.
+VERSION = 2
 MAX_KEY_BYTES = 1024
 
 _MAGIC = b"\x89ragKV\r\n"

@@ -76,12 +76,15 @@ class ChunkIndex:
         self.other_bytes += max(bytes_on_disk, sum(chunk.bytes_on_disk for chunk in going.values()))
         return going
 
-    def shrink(self) -> list[StoredChunk]:
-        """Give up what is above the capacity, as far as that can be. Their files are in `other_bytes`."""
-        surplus = min(self.used_bytes - self.capacity_bytes, self.tier.used)
-        going = [self.chunks.pop(victim) for victim in self._evict(surplus) or ()]
-        self.other_bytes += sum(chunk.bytes_on_disk for chunk in going)
+    def give_up(self, bytes_on_disk: int, protected: Container[bytes] = ()) -> dict[bytes, StoredChunk]:
+        """Give up so much, or nothing if that cannot be. The files are in `other_bytes` until they are removed."""
+        going = {victim: self.chunks.pop(victim) for victim in self._evict(bytes_on_disk, protected) or ()}
+        self.other_bytes += sum(chunk.bytes_on_disk for chunk in going.values())
         return going
+
+    def shrink(self) -> dict[bytes, StoredChunk]:
+        """Give up what is above the capacity, as far as that can be."""
+        return self.give_up(min(self.used_bytes - self.capacity_bytes, self.tier.used))
 
     def hold(self, keys: Iterable[bytes]) -> None:
         for key in keys:

@@ -22,6 +22,8 @@ __all__ = ["ChunkStore"]
 
 _logger = logging.getLogger("ragorder")
 
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+
 
 class ChunkStore:
     """Chunks of bytes by their keys (1 to 1024 bytes each), in a folder of which at most `capacity_bytes` are used:
@@ -40,9 +42,10 @@ class ChunkStore:
 
     A process has the folder alone. One that comes while another has it waits up to `patience_s`, as that may be ending.
 
-    Nothing that happens to the disk raises from `read`, `write` or `use`: it is counted, and the answer is no. After
-    some failed writes in a row nothing is written for a while (`BackOff`), and read on. A chunk that could not be read
-    is out of the store, so that nobody asks for it again and again.
+    Nothing that happens to the disk raises from `read`, `write` or `use`: it is counted, and the answer is no. Where
+    others have filled the disk, older chunks make room for newer ones, as in a full store. After some failed writes in
+    a row nothing is written for a while (`BackOff`), and read on. A chunk that could not be read is out of the store,
+    so that nobody asks for it again and again.
 
     Thread-safe: `in` is a look-up in a dictionary, and reads and writes of different threads run side by side.
     `removed` is told of the keys that leave the store, on whichever thread that happens.
@@ -189,7 +192,7 @@ class ChunkStore:
         self.counters.restored = len(index.chunks)
         going = index.shrink()
         self.counters.evicted += len(going)
-        self._clean(going)
+        self._clean(going.values())
         return found.serial
 
     def _fill(self, key: bytes, chunk: StoredChunk, into: bytearray | memoryview) -> None:
@@ -251,7 +254,7 @@ class ChunkStore:
         try:
             try:
                 self._make_way(going, size)
-                self._put(name, header._replace(payload_digest=digest(payload)), payload)
+                self._put(name, header._replace(payload_digest=digest(payload)), payload, protected)
             except OSError as error:
                 failed = error
             with self._lock:
@@ -291,8 +294,17 @@ class ChunkStore:
         if stuck:
             raise OSError(errno.EIO, "what was given up cannot be removed")
 
-    def _put(self, name: ChunkName, header: Header, payload: memoryview) -> None:
-        """Raises OSError; if half a file stays, it goes on counting."""
+    def _put(self, name: ChunkName, header: Header, payload: memoryview, protected: Container[bytes]) -> None:
+        """On a disk that others have filled, in the place of older chunks. Raises OSError; if half a file stays, it
+        goes on counting."""
+        try:
+            self._put_once(name, header, payload)
+        except OSError as error:
+            if error.errno not in _FULL or not self._give_way(self._folder.size_on_disk(header.file_bytes), protected):
+                raise
+            self._put_once(name, header, payload)
+
+    def _put_once(self, name: ChunkName, header: Header, payload: memoryview) -> None:
         try:
             self._folder.write(name, header.pack(), payload)
         except OSError:
@@ -300,6 +312,16 @@ class ChunkStore:
                 with self._lock:
                     self._index.other_bytes += self._folder.size_on_disk(header.file_bytes)
             raise
+
+    def _give_way(self, size: int, protected: Container[bytes]) -> bool:
+        """Whether so much room was made below the capacity. Where that did not help the last time, others take what
+        comes free: then it is tried once after each pause."""
+        with self._lock:
+            going = self._index.give_up(size, protected) if self._back_off.trying else {}
+            self.counters.evicted += len(going)
+        self._tell(list(going))
+        self._clean(going.values())
+        return bool(going)
 
     def _count_use(self, key: bytes, cost: float | None, used: bool) -> None:
         if used:

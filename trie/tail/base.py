@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Protocol, Self
 
 from ragorder.trie.tree import Key
 
@@ -25,6 +25,9 @@ class Tail(Protocol):
 
     def observing(self, keys: Sequence[Key]) -> AbstractContextManager[None]:
         """A block in which the request counts as observed, and behind which it does not."""
+
+    def copy(self) -> Self:
+        """A policy that has observed the same requests, and observes others of its own from now on."""
 
     def arrange(self, keys: Sequence[Key], prefix: Sequence[int], rest: list[int], waiting: Waiting) -> list[int]:
         """The ranks in `rest` (in rank order) in the order in which they are to follow `prefix`."""

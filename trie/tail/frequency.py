@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy as shallow_copy
+from typing import Self
 
 from ragorder.trie.tail.base import Waiting
 from ragorder.trie.tree import Key
@@ -53,6 +55,11 @@ class FrequencyTail:
                     del counts[key]
                 else:
                     counts[key] = count
+
+    def copy(self) -> Self:
+        copy = shallow_copy(self)
+        copy._counts = dict(self._counts)
+        return copy
 
     def arrange(self, keys: Sequence[Key], prefix: Sequence[int], rest: list[int], waiting: Waiting) -> list[int]:
         counts = self._counts

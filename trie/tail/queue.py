@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from copy import copy as shallow_copy
+from typing import Self
 
 from ragorder.trie.tail.base import Tail, Waiting
 from ragorder.trie.tree import Key
@@ -25,6 +27,11 @@ class QueueTail:
 
     def observing(self, keys: Sequence[Key]) -> AbstractContextManager[None]:
         return self.fallback.observing(keys)
+
+    def copy(self) -> Self:
+        copy = shallow_copy(self)
+        copy.fallback = self.fallback.copy()
+        return copy
 
     def arrange(self, keys: Sequence[Key], prefix: Sequence[int], rest: list[int], waiting: Waiting) -> list[int]:
         rest = self.fallback.arrange(keys, prefix, rest, waiting)

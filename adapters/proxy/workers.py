@@ -1,0 +1,93 @@
+"""Threads for the work on bodies, so that the event loop is never held up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import SimpleQueue
+from threading import Lock, Thread
+from typing import Any, TypeVar
+
+__all__ = ["Workers"]
+
+T = TypeVar("T")
+
+# Up to here, in bytes, a body takes less time on the event loop than the way to a thread and back.
+_SHORT = 1 << 14
+# From here on a body may take so long that ordinary ones must not stand behind it.
+_LONG = 1 << 18
+_THREADS = 2
+
+
+class Workers:
+    """Does the work on bodies: on short ones at once, on ordinary ones in one of two threads, on long ones in a third,
+    one after the other, so that the memory for the copies is taken once. `always`: short ones go to a thread as well.
+
+    The threads start when they are needed and never keep the process from ending. `close` ends them.
+    """
+
+    def __init__(self, *, always: bool = False) -> None:
+        self._always = always
+        self._ordinary = _Threads(_THREADS)
+        self._long = _Threads(1)
+
+    async def run(self, work: Callable[[], T], length: int, *, abandoned: Callable[[], None] = lambda: None) -> T:
+        """What `work` gives, for a body of so many bytes. The wait ends if it is cancelled: then work that has not
+        begun is dropped, and `abandoned` is called when there is no more of it, perhaps from another thread."""
+        if length <= _SHORT and not self._always:
+            return work()
+        future = (self._long if length > _LONG else self._ordinary).submit(work)
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            future.add_done_callback(lambda _: abandoned())
+            raise
+
+    def close(self) -> None:
+        """Let the threads end once they have done what they are at."""
+        self._ordinary.close()
+        self._long.close()
+
+
+class _Threads:
+    """Up to `count` threads and what they are to do, first come, first served. The threads of a ThreadPoolExecutor
+    would be waited for when the process ends: these are daemons."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._started = 0
+        self._lock = Lock()
+        self._tasks: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+
+    def submit(self, work: Callable[[], T]) -> Future[T]:
+        future: Future[T] = Future()
+        self._tasks.put((future, work))
+        with self._lock:
+            if self._started < self._count:
+                self._started += 1
+                Thread(target=self._run, name="ragorder-bodies", daemon=True).start()
+        return future
+
+    def close(self) -> None:
+        with self._lock:
+            for _ in range(self._started):
+                self._tasks.put(None)
+            self._started = 0
+
+    def _run(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            _do(*task)
+            # A body is not to be kept until the next one comes.
+            del task
+
+
+def _do(future: Future[Any], work: Callable[[], Any]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        result = work()
+    except BaseException as error:
+        future.set_exception(error)
+    else:
+        future.set_result(result)

@@ -1,0 +1,21 @@
+"""Messages about names that do not exist."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+__all__ = ["choices", "unknown"]
+
+
+def unknown(kind: str, name: str, known: Iterable[str]) -> str:
+    """That there is no `kind` called `name`, and which there are."""
+    return f"unknown {kind} {name!r}: {choices(name, known)}"
+
+
+def choices(name: str, known: Iterable[str]) -> str:
+    """The nearest of the known names first, then all of them."""
+    known = list(known)
+    near = get_close_matches(name, known, n=1)
+    meant = f"did you mean {near[0]!r}? " if near else ""
+    return f"{meant}choose from {', '.join(known)}"

@@ -1,0 +1,67 @@
+#!/usr/bin/env bash
+# Tries ragorder at one end of the versions that pyproject.toml allows, in environments of its own that are made anew:
+# try.sh PYTHON FOLDER lowest|newest [core|langchain|llama-index …]
+#
+# core: commands, proxy, clients and events with requirements/lowest.txt. The frameworks have an environment each: their
+# lowest versions do not go together. No engine is installed.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+python=$1 folder=$2 end=$3
+shift 3
+[ $# -gt 0 ] || set -- core langchain llama-index
+tools=('hypothesis>=6.100' jsonschema 'pytest>=8.2,<9' 'pytest-asyncio>=1' 'pytest-timeout>=2.3' 'pytest-xdist>=3.6')
+
+# make NAME PACKAGE…: an environment with these packages.
+make() {
+    bin=$folder/$1/bin
+    echo "Installing into $folder/$1 (a minute or two, silently)"
+    "$python" -m venv --clear "$folder/$1"
+    "$bin/python" -m pip --disable-pip-version-check --quiet --no-input install "${tools[@]}" "${@:2}"
+    "$bin/python" -m pip --disable-pip-version-check check
+}
+
+# tests NAME…: those of tests/test_NAME.py that need no engine, as far as there are such files.
+tests() {
+    files=()
+    for name in "$@"; do
+        [ -e "tests/test_$name.py" ] && files+=("tests/test_$name.py")
+    done
+    HF_HUB_OFFLINE=1 "$bin/python" -m pytest -q -p no:cacheprovider -n "${WORKERS:-2}" -m "not vllm" "${files[@]}"
+}
+
+try_core() {
+    constraints=()
+    [ "$end" = newest ] || constraints=(-c requirements/lowest.txt)
+    make core -e '.[bm25,live,eval,otel,proxy]' "${constraints[@]}"
+    "$bin/ragorder" --help >/dev/null
+    for command in order bench eval replay serve stats tiers profile demo doctor; do
+        "$bin/ragorder" "$command" --help >/dev/null
+    done
+    echo '{"documents": ["a", "b"]}' | "$bin/ragorder" order | grep -q '"documents": \["a", "b"\]'
+    "$bin/ragorder" bench --workload paper-shuf --limit 50 >/dev/null
+    # test_proxy starts `ragorder serve` as a process of its own.
+    tests cli cli_failures corpora dependencies doctor document guards kv_events observe openai orderer prompt proxy \
+        proxy_queue replay report request_facts settings statistics
+}
+
+try_langchain() {
+    if [ "$end" = newest ]; then
+        make langchain -e '.[langchain]' langchain-classic langgraph langchain-tests
+    else
+        make langchain -e '.[langchain]' langchain-core==0.3.73 'langchain<0.4' 'langgraph>=0.6,<0.7' 'langchain-tests<0.4'
+    fi
+    tests langchain langchain_composed
+}
+
+try_llama-index() {
+    if [ "$end" = newest ]; then
+        make llama-index -e '.[llama-index]'
+    else
+        make llama-index -e '.[llama-index]' llama-index-core==0.12.0
+    fi
+    tests llama_index
+}
+
+for part in "$@"; do
+    "try_$part"
+done

@@ -1,0 +1,507 @@
+"""Where documents may stand in a body, what is told of those that are not found, and what of an order is told."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ragorder import Orderer, PromptBuilder
+
+pytest.importorskip("starlette")
+
+import httpx
+
+from ragorder.adapters.proxy import DocumentTemplate, TemplateError, make_app
+from ragorder.adapters.proxy.body import BOUNDARY
+from ragorder.adapters.proxy.lengths import Lengths
+from ragorder.adapters.proxy.ordering import BodyOrderer, ReadBody
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+TEMPLATE = '<document id="{id}">\n{text}\n</document>'
+TEXTS = {name: f"{name} is a document about {name}. " * 20 for name in "abcdefgh"}
+
+
+def document(name: str, id: object = None) -> str:
+    return TEMPLATE.format(id=name if id is None else id, text=TEXTS[name])
+
+
+def written(names: str, ids: Sequence[object] | None = None) -> str:
+    """Documents as an application writes them into a message; ids are their names, or else these."""
+    return "\n".join(map(document, names, ids or names))
+
+
+def user(content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def assistant(content: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": content}
+
+
+def part(text: str, **fields: Any) -> dict[str, Any]:
+    return {"type": "text", "text": text, **fields}
+
+
+def tagged(names: str, ids: Sequence[object] | None = None) -> dict[str, Any]:
+    documents = [{"id": str(id), "text": TEXTS[name]} for name, id in zip(names, ids or names, strict=True)]
+    return {"model": "m", "messages": [], "ragorder": {"documents": documents, "query": "Which?"}}
+
+
+class Bodies(BodyOrderer):
+    """What `make_app` makes of the bodies, without the network."""
+
+    def __init__(
+        self,
+        template: str | None = TEMPLATE,
+        tokenizer: Any = None,
+        builder: PromptBuilder | None = None,
+        orderer: Orderer | None = None,
+        **options: Any,
+    ) -> None:
+        self.orderer = orderer or Orderer(block_size=16, strict=True)
+        self.told: list[str] = []
+        builder = builder or PromptBuilder("", tokenizer=tokenizer)
+        found = None if template is None else DocumentTemplate(template)
+        lengths = Lengths(builder, tokenizer)
+        super().__init__(self.orderer, builder, lengths, found, on_passed=self.told.append, **options)
+
+    def found(self, body: dict[str, Any], route: Any = "chat") -> ReadBody:
+        read = self.read(route, json.dumps(body).encode())
+        assert read is not None
+        return read
+
+    def served(self, body: dict[str, Any], route: Any = "chat") -> dict[str, Any]:
+        """The body that goes on; its answer came."""
+        content = json.dumps(body).encode()
+        read, request = self.read(route, content), self.request()
+        if read is not None:
+            content = self.order(read, request)
+            assert request.ordering is not None
+            request.ordering.confirm()
+        served: dict[str, Any] = json.loads(content)
+        return served
+
+
+class TestBehindTheDocuments:
+    """Defect 1: what stands behind the documents takes room in the cache, and displaces others there."""
+
+    DOCUMENTS = user(written("ab") + "\nWhich?")
+
+    def behind(self, *messages: Any, tokenizer: Any = None, **fields: Any) -> int:
+        return Bodies(tokenizer=tokenizer).found({"messages": list(messages), **fields}).behind_tokens
+
+    def test_d1_later_messages_count(self) -> None:
+        alone = self.behind(self.DOCUMENTS)
+        assert alone == 2
+        history = [assistant("x" * 398), user("y" * 798)]
+        assert self.behind(self.DOCUMENTS, *history) == alone + 300
+        # Those in front of them are in front.
+        assert self.behind(*history, self.DOCUMENTS) == alone
+
+    def test_d1_documents_in_each_turn_count(self) -> None:
+        later = user(written("cdef") + "\nAnd now?")
+        assert self.behind(self.DOCUMENTS, assistant("So."), later) > len(written("cdef")) // 4
+
+    def test_d1_documents_in_the_system_message_have_the_history_behind_them(self) -> None:
+        system = {"role": "system", "content": written("ab")}
+        history = [user("x" * 398), assistant("y" * 398)]
+        assert self.behind(system, *history) == 200
+
+    def test_d1_later_parts_count(self) -> None:
+        parts = [part("See:"), part(written("ab")), part("x" * 398), {"type": "image_url"}, part("y" * 398)]
+        assert self.behind(user(parts)) == 200
+
+    def test_d1_calls_of_tools_count(self) -> None:
+        calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "x" * 400}}]
+        assert self.behind(self.DOCUMENTS, {"role": "assistant", "content": None, "tool_calls": calls}) > 100
+
+    def test_d1_parts_of_later_messages_count(self) -> None:
+        assert self.behind(self.DOCUMENTS, user([part("x" * 398), {"type": "image_url"}, part("y" * 398)])) == 202
+
+    def test_d1_with_a_tokenizer_too(self, tokenizers: dict[str, Any]) -> None:
+        tokenizer = tokenizers["chatml"]
+        alone = self.behind(self.DOCUMENTS, tokenizer=tokenizer)
+        assert alone == len(tokenizer.encode("\nWhich?", add_special_tokens=False))
+        assert self.behind(self.DOCUMENTS, assistant("x" * 398), tokenizer=tokenizer) == alone + 100
+
+    def test_d1_what_cannot_be_read_counts_nothing(self) -> None:
+        assert self.behind(self.DOCUMENTS, 3, None, [], {"content": 3}, {"content": [3, {}]}, {"content": {}}) == 2
+
+    def test_d1_the_orderer_is_told(self) -> None:
+        """The mirror holds what the engine holds: long histories leave room for few conversations."""
+        orderer = Orderer(block_size=16, capacity_tokens=4096, strict=True)
+        bodies = Bodies(orderer=orderer)
+        for number in range(8):
+            history = [assistant(f"{number}" * 2000), user("Which?")]
+            bodies.served({"messages": [user(written("ab")), *history], "max_tokens": 1})
+            bodies.served({"messages": [user(written("cd")), *history], "max_tokens": 1})
+        # Eight such requests of about 750 tokens are more than the cache; without history nothing would be displaced.
+        assert orderer.evicted_blocks > 8 * 2000 // 4 // 16
+
+
+class TestDocumentsInParts:
+    """Defect 10: one content part for each document."""
+
+    def parts(self, names: str, *, image: int | None = None) -> dict[str, Any]:
+        made = [part("See:"), *(part(document(name), number=1.50) for name in names), part("Which?")]
+        if image is not None:
+            made.insert(image, {"type": "image_url", "image_url": {"url": "data:,"}})
+        return {"messages": [{"role": "system", "content": "s"}, user(made)], "seed": 1}
+
+    def texts(self, body: dict[str, Any]) -> str:
+        return "".join(
+            each["text"][14] for each in body["messages"][-1]["content"] if "document" in each.get("text", "")
+        )
+
+    def test_d10_they_are_put_in_order_and_the_parts_stay(self) -> None:
+        bodies = Bodies()
+        assert bodies.served(self.parts("abc")) == self.parts("abc")
+        assert bodies.served(self.parts("dcba")) == self.parts("abcd")
+
+    def test_d10_bytes_elsewhere_stay(self) -> None:
+        bodies = Bodies()
+        bodies.served(self.parts("abc"))
+        content = json.dumps(self.parts("acb")).encode()
+        read = bodies.read("chat", content)
+        assert read is not None
+        went_on = bodies.order(read, bodies.request())
+        assert went_on.count(b"1.5") == 3
+        # Documents that stay where they are stay as they were written.
+        assert json.dumps(part(document("a"), number=1.50)).encode() in went_on
+
+    @pytest.mark.parametrize("image", [0, 1, 4, 5])
+    def test_d10_an_image_around_them_does_not_matter(self, image: int) -> None:
+        bodies = Bodies()
+        bodies.served(self.parts("abc", image=image))
+        assert bodies.served(self.parts("cab", image=image)) == self.parts("abc", image=image)
+
+    def test_d10_an_image_between_them_separates(self) -> None:
+        bodies = Bodies()
+        body = self.parts("dabc", image=2)
+        bodies.served(body)
+        assert self.texts(bodies.served(self.parts("dcba", image=2))) == "dabc"
+        assert len(bodies.found(body).documents) == 3
+
+    def test_d10_several_in_a_part_and_a_text_around_them(self) -> None:
+        def body(names: str) -> dict[str, Any]:
+            first, second, third = names
+            return {
+                "messages": [
+                    user([part(f"See: {document(first)}"), part(f"{document(second)}\n{document(third)} Hm?")])
+                ]
+            }
+
+        bodies = Bodies()
+        bodies.served(body("abc"))
+        assert bodies.served(body("bca")) == body("abc")
+
+    def test_d10_text_between_them_separates(self) -> None:
+        parts = [part(document("a") + "and"), part(document("b"))]
+        assert Bodies().read("chat", json.dumps({"messages": [user(parts)]}).encode()) is None
+
+    def test_d10_a_document_over_two_parts_is_none(self) -> None:
+        one = document("a")
+        parts = [part(one[:30]), part(one[30:]), part(document("b")), part(document("c"))]
+        read = Bodies().found({"messages": [user(parts)]})
+        assert [each.text for each in read.documents] == [document("b"), document("c")]
+
+    def test_d10_what_stands_in_front_of_them_separates(self) -> None:
+        bodies = Bodies()
+
+        def scope(front: Iterable[str]) -> bytes:
+            return bodies.found(
+                {"messages": [user([*map(part, front), part(document("a")), part(document("b"))])]}
+            ).scope
+
+        assert len({scope(front) for front in (["x"], ["x", "y"], ["xy"], [])}) == 4
+
+    def test_d10_with_a_tokenizer_they_are_as_long_as_elsewhere(self, tokenizers: dict[str, Any]) -> None:
+        tokenizer = tokenizers["chatml"]
+        read = Bodies(tokenizer=tokenizer, send_facts=True).found(self.parts("abc"))
+        for name, each in zip("abc", read.documents, strict=True):
+            assert each.tokens == len(tokenizer.encode(document(name), add_special_tokens=False))
+        assert len(read.gaps) == 2
+
+    @given(
+        st.lists(st.lists(st.sampled_from(["<d>x</d>", "<d>y</d>", "<d>", "</d>", " ", "z"]), max_size=4), max_size=6)
+    )
+    def test_d10_any_parts_are_cut_up_without_loss(self, texts: list[list[str]]) -> None:
+        text = BOUNDARY.join(map("".join, texts))
+        run = DocumentTemplate("<d>{text}</d>").find(text)
+        if run is not None:
+            assert "".join(run.pieces) == text
+            assert all(BOUNDARY not in each for each in run.documents)
+            turned = run.filled(list(run.documents)[::-1])
+            assert turned.count(BOUNDARY) == text.count(BOUNDARY)
+            assert sorted(turned) == sorted(text)
+
+
+class TestWithoutDocuments:
+    """Defect 5: the proxy says what it has not done."""
+
+    @pytest.mark.parametrize(
+        ("body", "reason"),
+        [
+            ({"messages": [user("Hello")]}, "no_documents"),
+            ({"messages": []}, "no_documents"),
+            ({"messages": [user(document("a"))]}, "one_document"),
+            ({"messages": [user(document("a")), user(document("b"))]}, "one_document"),
+            ({"messages": [user(written("ab"))], "cache_salt": 7}, "unreadable"),
+            ({"messages": [user("".join(['<document id="1">\n\n</document>'] * 1025))]}, "unreadable"),
+            ([], "unreadable"),
+        ],
+    )
+    def test_d5_each_is_counted_with_its_reason(self, body: Any, reason: str) -> None:
+        bodies = Bodies()
+        assert bodies.read("chat", json.dumps(body).encode()) is None
+        assert bodies.told == [reason]
+
+    def test_d5_those_with_documents_are_not(self) -> None:
+        bodies = Bodies()
+        bodies.served({"messages": [user(written("ab"))]})
+        bodies.served(tagged("a"))
+        assert bodies.told == []
+
+    def test_d5_a_counter_that_fails_costs_no_request(self) -> None:
+        builder = PromptBuilder("")
+        broken: dict[str, Callable[[str], None]] = {}
+        bodies = BodyOrderer(
+            Orderer(), builder, Lengths(builder), None, on_passed=lambda reason: broken[reason](reason)
+        )
+        assert bodies.read("chat", b"{}") is None
+
+    def test_d5_other_routes_and_no_json_are_counted(self) -> None:
+        bodies = Bodies()
+        for route, content in (("other", b'{"input": "x"}'), ("other", b"{"), ("chat", b"{")):
+            assert bodies.read(route, content) is None
+        assert bodies.told == ["other_route", "other_route", "unreadable"]
+
+    @pytest.mark.parametrize(("template", "said"), [(TEMPLATE, "--template"), (None, "--template")])
+    def test_d5_a_template_that_never_matches_is_said_once(
+        self, template: str | None, said: str, caplog: pytest.LogCaptureFixture, recwarn: pytest.WarningsRecorder
+    ) -> None:
+        bodies = Bodies(template)
+        secret = {"messages": [user("<doc>secret</doc><doc>secret</doc>")]}
+        with caplog.at_level(logging.WARNING, "ragorder"):
+            for _ in range(19):
+                bodies.served(secret)
+            assert complaints(caplog, recwarn) == []
+            for _ in range(40):
+                bodies.served(secret)
+        (complaint,) = complaints(caplog, recwarn)
+        assert said in complaint
+        assert "secret" not in complaint
+        assert bodies.told == ["no_documents"] * 59
+
+    def test_d5_one_that_matched_once_is_right(
+        self, caplog: pytest.LogCaptureFixture, recwarn: pytest.WarningsRecorder
+    ) -> None:
+        bodies = Bodies()
+        with caplog.at_level(logging.WARNING, "ragorder"):
+            bodies.served({"messages": [user(written("ab"))]})
+            for _ in range(40):
+                bodies.served({"messages": [user("Hello")]})
+        assert complaints(caplog, recwarn) == []
+
+
+def complaints(caplog: pytest.LogCaptureFixture, recwarn: pytest.WarningsRecorder) -> list[str]:
+    """What was said, in the log or as a warning."""
+    return [record.getMessage() for record in caplog.records] + [
+        str(each.message) for each in recwarn if each.category.__name__ == "DegradedWarning"
+    ]
+
+
+RANKS = [("abc", "123"), ("cab", "123"), ("dcba", "1234")]
+
+
+class TestIdsThatAreRanks:
+    """Defect 7: an id that changes with the order stands in front of its text, which is then not found again."""
+
+    def rankings(self) -> list[str]:
+        return ["abcd", "bcda", "cdab", "dabc", "badc", "abdc", "acbd", "dcba"] * 2
+
+    @pytest.mark.parametrize("mode", ["tagged", "template"])
+    @pytest.mark.parametrize("ranks", [True, False], ids=["ranks", "names"])
+    def test_d7_they_are_noticed_and_said_once(
+        self, mode: str, ranks: bool, caplog: pytest.LogCaptureFixture, recwarn: pytest.WarningsRecorder
+    ) -> None:
+        bodies = Bodies()
+        with caplog.at_level(logging.WARNING, "ragorder"):
+            for names in self.rankings():
+                ids = [1, 2, 3, 4] if ranks else None
+                bodies.served(tagged(names, ids) if mode == "tagged" else {"messages": [user(written(names, ids))]})
+        said = complaints(caplog, recwarn)
+        assert len(said) == ranks
+        assert all("--number-by-place" in each and "document about" not in each for each in said)
+
+    def test_d7_new_documents_under_old_ids_are_no_ranks(
+        self, caplog: pytest.LogCaptureFixture, recwarn: pytest.WarningsRecorder
+    ) -> None:
+        bodies = Bodies()
+        with caplog.at_level(logging.WARNING, "ragorder"):
+            for number in range(100):
+                documents = [{"id": str(rank), "text": f"{number} {rank}"} for rank in range(3)]
+                bodies.served({"messages": [], "ragorder": {"documents": documents, "query": ""}})
+        assert complaints(caplog, recwarn) == []
+
+    @pytest.mark.parametrize("mode", ["tagged", "template"])
+    def test_d7_numbers_by_place_begin_as_those_before(self, mode: str) -> None:
+        bodies = Bodies(number_by_place=True)
+
+        def prompt(names: str, ids: str) -> str:
+            body = tagged(names, ids) if mode == "tagged" else {"messages": [user(written(names, ids))]}
+            content: str = bodies.served(body)["messages"][-1]["content"]
+            return content
+
+        first, second, third = (prompt(names, ids) for names, ids in RANKS)
+        shared = len(written("abc")) if mode == "template" else first.index("Question")
+        assert first[:shared] == second[:shared] == third[:shared]
+        ids = [first.index(f'id="{place}"' if mode == "template" else f"[{place}]") for place in (1, 2, 3)]
+        assert ids == sorted(ids)
+
+    def test_d7_without_that_each_keeps_its_own(self) -> None:
+        bodies = Bodies()
+        for names, ids in RANKS:
+            body = {"messages": [user(written(names, ids))]}
+            content = bodies.served(body)["messages"][0]["content"]
+            assert sorted(content.split("\n")) == sorted(body["messages"][0]["content"].split("\n"))
+
+    def test_d7_an_id_that_is_not_shown_is_no_part_of_the_key(self) -> None:
+        bodies = Bodies(builder=PromptBuilder("", document_template="{text}\n\n"))
+        prompts = [bodies.served(tagged(names, ids))["messages"][-1]["content"] for names, ids in RANKS]
+        shared = prompts[0].index("Question")
+        assert len({prompt[:shared] for prompt in prompts}) == 1
+
+    def test_d7_a_title_that_is_shown_is_part_of_the_key(self) -> None:
+        bodies = Bodies(builder=PromptBuilder("", document_template="{title}: {text}\n\n"))
+
+        def keys(title: str) -> list[str]:
+            document = {"id": "1", "text": "text", "title": title}
+            read = bodies.found({"messages": [], "ragorder": {"documents": [document], "query": ""}})
+            return [each.key for each in read.documents]
+
+        assert keys("one") != keys("two")
+
+    def test_d7_a_template_without_an_id_has_none_to_number(self) -> None:
+        with pytest.raises(TemplateError, match=r"need \{id}"):
+            make_app(
+                Orderer(), upstream="http://far.end", template=DocumentTemplate("<d>{text}</d>"), number_by_place=True
+            )
+
+    @pytest.mark.parametrize(
+        ("template", "fields", "before", "after"),
+        [
+            (TEMPLATE, {"id": "7", "text": 'x">\ny'}, '<document id="', '">\nx">\ny\n</document>'),
+            ("<d>{text}\nSource: {id}</d>", {"id": "7", "text": "a\nSource: 3"}, "<d>a\nSource: 3\nSource: ", "</d>"),
+            ("<d>{title}|{id}|{text}</d>", {"id": "7", "title": "t", "text": "a|b"}, "<d>t|", "|a|b</d>"),
+            ("<d>{text}|{title}|{id}</d>", {"id": "7", "title": "t", "text": "a|b"}, "<d>a|b|t|", "</d>"),
+            ("<d>{text}|{id}|{title}</d>", {"id": "7", "title": "t", "text": "a|b"}, "<d>a|b|", "|t</d>"),
+            ("<d>{title}|{text}|{id}</d>", {"id": "", "title": "", "text": ""}, "<d>||", "</d>"),
+        ],
+    )
+    def test_d7_nothing_of_a_text_is_taken_for_its_id(
+        self, template: str, fields: dict[str, str], before: str, after: str
+    ) -> None:
+        named = DocumentTemplate(template).named(template.format(**fields))
+        assert named == (before, fields["id"], after)
+        assert named.under("12") == f"{before}12{after}"
+
+
+async def echo(scope: Any, receive: Any, send: Any) -> None:
+    """The server behind: answers with what it got."""
+    body, more = b"", True
+    while more:
+        message = await receive()
+        body += message.get("body", b"")
+        more = message.get("more_body", False)
+    own = [(b"content-type", b"application/json"), (b"x-own", b"1")]
+    await send({"type": "http.response.start", "status": 200, "headers": own})
+    await send({"type": "http.response.body", "body": body})
+
+
+Post = Callable[..., httpx.Response]
+
+
+@pytest.fixture
+def post() -> Post:
+    """Sends bodies through a proxy in front of `echo`."""
+    app = make_app(
+        Orderer(block_size=16, strict=True),
+        upstream="http://far.end",
+        template=DocumentTemplate(TEMPLATE),
+        make_transport=lambda: httpx.ASGITransport(echo),
+    )
+
+    def post(body: Any, path: str = CHAT, **headers: str) -> httpx.Response:
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+
+        async def ask() -> httpx.Response:
+            async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://proxy") as client:
+                return await client.post(path, content=content, headers={"content-type": "application/json"} | headers)
+
+        return asyncio.run(ask())
+
+    return post
+
+
+class TestOtherRoutes:
+    """Defect 6: documents that a route would ignore are refused."""
+
+    @pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages", "/v1/embeddings", "/chat/completions", "/x"])
+    def test_d6_a_tagged_body_is_refused(self, path: str, post: Post) -> None:
+        response = post(tagged("ab"), path)
+        error = response.json()["error"]
+        assert (response.status_code, error["code"], error["param"]) == (400, "no_documents_here", "ragorder")
+        assert CHAT in error["message"]
+        assert "document about" not in response.text
+
+    def test_d6_so_is_one_that_only_others_can_read(self, post: Post) -> None:
+        body = json.dumps(tagged("ab") | {"temperature": float("nan")}).encode()
+        assert post(body, "/v1/responses").status_code == 400
+
+    @pytest.mark.parametrize(
+        "body", [b'{"input": "ragorder"}', b"{", b"", b"[1]", b'{"input": {"ragorder": 1}, "x": 1.50}'], ids=repr
+    )
+    def test_d6_all_others_go_on_byte_for_byte(self, body: bytes, post: Post) -> None:
+        response = post(body, "/v1/responses")
+        assert (response.status_code, response.content) == (200, body)
+
+    def test_d6_what_is_no_json_is_not_read(self, post: Post) -> None:
+        body = json.dumps(tagged("ab")).encode()
+        response = post(body, "/v1/audio/transcriptions", **{"content-type": "multipart/form-data; boundary=x"})
+        assert (response.status_code, response.content) == (200, body)
+
+
+class TestTheOrderThatWasServed:
+    def test_the_answer_says_which_document_stands_where(self, post: Post) -> None:
+        assert post(tagged("abc")).headers["x-ragorder-permutation"] == "0,1,2"
+        second = post(tagged("cab"))
+        assert second.headers["x-ragorder-permutation"] == "1,2,0"
+        assert int(second.headers["x-ragorder-predicted-cached-tokens"]) > 0
+        assert second.headers["x-own"] == "1"
+        content = second.json()["messages"][-1]["content"]
+        assert [content[content.index(f"[{name}]") :] for name in "abc"] == sorted(
+            (content[content.index(f"[{name}]") :] for name in "abc"), key=len, reverse=True
+        )
+
+    def test_in_a_message_too(self, post: Post) -> None:
+        for names in ("abc", "bca"):
+            response = post({"messages": [user(written(names))]})
+        assert response.headers["x-ragorder-permutation"] == "2,0,1"
+
+    @pytest.mark.parametrize("body", [{"messages": [user("Hello")]}, tagged("")], ids=["untagged", "empty"])
+    def test_without_documents_nothing_is_said(self, body: Any, post: Post) -> None:
+        assert not any(name.startswith("x-ragorder") for name in post(body).headers)
+
+    def test_a_long_one_is_left_out(self, post: Post) -> None:
+        documents = [{"id": str(number), "text": "x"} for number in range(500)]
+        headers = post({"messages": [], "ragorder": {"documents": documents, "query": ""}}).headers
+        assert "x-ragorder-permutation" not in headers
+        assert headers["x-ragorder-predicted-cached-tokens"] == "0"

@@ -1,0 +1,78 @@
+"""Paths that the engine holds and the tree does not know: others had them computed."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Mapping
+from typing import NamedTuple
+
+from ragorder.trie.residency.base import Sought
+from ragorder.trie.residency.blocks import Content, EngineBlocks, PathContents, packed
+from ragorder.trie.tree import KnowledgeTree, Node
+
+__all__ = ["ServedPath", "discover"]
+
+_BUDGET = 256
+
+
+class ServedPath(NamedTuple):
+    """The ranks of documents, each behind the one before, and what each fills there; the engine holds the last one at
+    least in part, and all others whole."""
+
+    ranks: tuple[int, ...] = ()
+    contents: tuple[PathContents, ...] = ()
+
+
+def discover(
+    tree: KnowledgeTree,
+    blocks: EngineBlocks,
+    known: Mapping[Node, PathContents],
+    taken: Container[Content],
+    sought: Sought,
+) -> Iterator[ServedPath]:
+    """The paths of a request's documents that the engine holds beyond those of the tree, of which `known` are the
+    contents, and whose blocks are `taken`.
+
+    Behind a path each document would fill a first block of its own content, and the engine's table says whether it is
+    there: at most `_BUDGET` of them are looked up, depth first, in rank order. Only documents of the request are tried,
+    and only behind the tree's own prefix and salt, so that nothing of another tenant can be found.
+    """
+    top = known.get(tree.root)
+    if top is None or (top.blocks and not blocks.holds(top.last)):
+        return
+    size, keys = tree.block_size, sought.keys
+    heads = {
+        rank: packed(ids[:size])
+        for rank, (ids, length) in enumerate(zip(sought.token_ids, sought.tokens, strict=True))
+        # An empty document fills nothing, wherever it stands.
+        if len(ids) == length > 0
+    }
+    budget = _BUDGET
+    stack: list[tuple[ServedPath, PathContents, Node | None]] = [(ServedPath(), top, tree.root)]
+    while stack and budget > 0:
+        path, end, node = stack.pop()
+        children = node.children or {} if node is not None else {}
+        further: list[tuple[ServedPath, PathContents, Node | None]] = []
+        for rank, head in heads.items():
+            if rank in path.ranks:
+                continue
+            child = children.get(keys[rank])
+            if child is not None:
+                if child in known and not child.missing:
+                    further.append((_extend(path, rank, known[child]), known[child], child))
+                continue
+            budget -= 1
+            first = end.first_behind(head, size)
+            # Two documents of the same tokens are one to the engine, and the tree has it already.
+            if first is not None and (first in taken or not blocks.holds(first)):
+                continue
+            behind = end.behind(packed(sought.token_ids[rank]), size)
+            longer = _extend(path, rank, behind)
+            if first is not None:
+                yield longer
+            if all(map(blocks.holds, behind.blocks)):
+                further.append((longer, behind, None))
+        stack += reversed(further)
+
+
+def _extend(path: ServedPath, rank: int, contents: PathContents) -> ServedPath:
+    return ServedPath((*path.ranks, rank), (*path.contents, contents))
