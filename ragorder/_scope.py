@@ -80,7 +80,7 @@ class Owner(Protocol):
 class Scope:
     """What one (model, template, tenant) has in the engine's cache.
 
-    The caller serialises all calls but `settle` and `settle_roughly`, which hand it what ends the lease.
+    The caller serialises all calls but `settle`, which hands it what ends the lease.
     """
 
     def __init__(

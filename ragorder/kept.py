@@ -8,6 +8,8 @@ from collections.abc import Hashable
 from threading import Lock
 from typing import Generic, TypeVar
 
+from ragorder import _fork
+
 __all__ = ["Kept"]
 
 V = TypeVar("V")
@@ -26,9 +28,15 @@ class Kept(Generic[V]):
         self._used = 0
         self._values: OrderedDict[Hashable, tuple[V, int]] = OrderedDict()
         self._lock = Lock()
+        _fork.follow(self)
 
     def __len__(self) -> int:
         return len(self._values)
+
+    def after_fork(self) -> None:
+        """Start empty: another thread may have been in the middle of `put`."""
+        self._lock = Lock()
+        self._values, self._used = OrderedDict(), 0
 
     @property
     def used(self) -> int:

@@ -18,7 +18,7 @@ from ragorder.kernels.engine import EngineSettings, Request, Sampling, TieredEng
 from ragorder.kernels.engine.identity import identity
 from ragorder.kernels.engine.loading import load_model
 from ragorder.kernels.paging import KVShape
-from ragorder.trie.stores import pieces
+from ragorder.trie.stores import hashing
 
 VOCABULARY = 3000
 SHAPE = KVShape(2, 2, 16, 16, torch.float32)
@@ -220,7 +220,7 @@ class TestH4OneValueMakesAnotherModel:
         assert identity(strided, SHAPE) != before
 
     def test_h4_a_tensor_in_many_pieces(self, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(pieces, "_PIECE_BYTES", 1000)
+        monkeypatch.setattr(hashing, "_PIECE_BYTES", 1000)
         before = identity(model, SHAPE)
         assert identity(model, SHAPE) == before
         weights = model.model.embed_tokens.weight.data.view(-1)

@@ -191,7 +191,9 @@ class Stage:
         self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
         headers: dict[str, Any] = {"server_header": False, "date_header": False}
         # The parser that `ragorder serve` has, whatever is installed.
-        config = uvicorn.Config(self, http="h11", log_config=None, access_log=False, ws="none", lifespan="off", **headers)
+        config = uvicorn.Config(
+            self, http="h11", log_config=None, access_log=False, ws="none", lifespan="off", **headers
+        )
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [listening]}, daemon=True)
         self._thread.start()

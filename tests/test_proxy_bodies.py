@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import json
+import os
+import signal
 import time
 import tracemalloc
 from collections.abc import Callable, Mapping, Sequence
@@ -350,6 +352,20 @@ class TestKept:
         kept: Kept[int] = Kept(0)
         kept.put("a", 1)
         assert (kept.get("a"), len(kept)) == (None, 0)
+
+    @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+    @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+    def test_l2_a_child_does_not_wait_for_a_thread_of_its_parent(self) -> None:
+        kept: Kept[int] = Kept(2)
+        kept.put("a", 1)
+        with kept._lock:
+            child = os.fork()
+            if child == 0:
+                signal.alarm(20)
+                kept.put("b", 2)
+                os._exit(0 if (kept.get("a"), kept.get("b")) == (None, 2) else 1)
+            assert os.waitpid(child, 0)[1] == 0
+        assert kept.get("a") == 1
 
 
 HOSTILE = {

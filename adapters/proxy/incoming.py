@@ -65,8 +65,8 @@ class Incoming:
             chunks.clear()
 
     async def stream(self) -> AsyncIterator[bytes] | None:
-        """The body as it comes, None for a request without. Raises ProxyError for two lengths, and if it is too long, at
-        once if it says so, else when it has become so."""
+        """The body as it comes, None for a request without. Raises ProxyError for two lengths, and for a body that is
+        too long: at once if it says so, else when it has become so."""
         self._check_declared()
         if self.chunked or (self._declared or b"0").strip(b"0"):
             return self._pieces()
