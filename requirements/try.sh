@@ -46,9 +46,9 @@ try_core() {
 
 try_langchain() {
     if [ "$end" = newest ]; then
-        make langchain -e '.[langchain]' langchain-classic langgraph langchain-tests
+        make langchain -e '.[langchain]' numpy langchain-classic langgraph langchain-tests
     else
-        make langchain -e '.[langchain]' langchain-core==0.3.73 'langchain<0.4' 'langgraph>=0.6,<0.7' 'langchain-tests<0.4'
+        make langchain -e '.[langchain]' numpy langchain-core==0.3.73 'langchain<0.4' 'langgraph>=0.6,<0.7' 'langchain-tests<0.4'
     fi
     tests langchain langchain_composed
 }

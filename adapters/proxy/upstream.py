@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import ssl
 import time
 from base64 import b64encode
@@ -24,6 +25,9 @@ __all__ = ["Timeouts", "Upstream"]
 # Below the five seconds after which uvicorn, and vLLM with it, closes a connection that is not used.
 _KEEP_ALIVE_S = 3.0
 _KEPT = 128
+# So many bytes of an answer wait in the system at most: the event loop takes all of them at once, and keeps them for as
+# long as the client does not read.
+_RECEIVED = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +142,8 @@ class _Lanes:
 def _transport_factory(*, encrypted: bool) -> Callable[[], httpx.AsyncBaseTransport]:
     certificates: ssl.SSLContext | bool = httpx.create_ssl_context() if encrypted else False
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=_KEEP_ALIVE_S)
-    return lambda: httpx.AsyncHTTPTransport(verify=certificates, limits=limits)
+    options = [(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVED)]
+    return lambda: httpx.AsyncHTTPTransport(verify=certificates, limits=limits, socket_options=options)
 
 
 def _authorization(address: str, api_key: str | None) -> Headers:
