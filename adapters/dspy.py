@@ -12,7 +12,7 @@ try:
 except ImportError as error:
     raise ImportError("ragorder.adapters.dspy needs dspy: pip install 'ragorder[dspy]'") from error
 
-from ragorder.adapters._reorder import Key, Reorder, ScopeOf, Tokens
+from ragorder.adapters.reorder import Key, Reorder, ScopeOf, Tokens
 from ragorder.orders import Orders
 
 __all__ = ["CacheOrderedRetrieve"]

@@ -10,7 +10,7 @@ try:
 except ImportError as error:
     raise ImportError("ragorder.adapters.haystack needs haystack-ai: pip install 'ragorder[haystack]'") from error
 
-from ragorder.adapters._reorder import Key, Reorder, Tokens
+from ragorder.adapters.reorder import Key, Reorder, Tokens
 from ragorder.orderer import Orderer
 from ragorder.orders import Orders
 from ragorder.settings import Settings

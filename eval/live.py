@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack, ExitStack
 from typing import TYPE_CHECKING
 
-from ragorder.adapters.kv_events import KVEventSubscriber
+from ragorder.adapters.vllm.kv_events import KVEventSubscriber
 from ragorder.eval.bench import BenchError, EventsAddress
 from ragorder.eval.engines.base import EngineError
 from ragorder.eval.engines.openai import OpenAIEngine, ServedModel, find_model
@@ -102,7 +102,7 @@ class Servers:
         bench = self._bench
         if bench.block_size is not None and bench.capacity is not None:
             return bench.block_size, None
-        from ragorder.adapters.vllm import ServerError, read_cache_config
+        from ragorder.adapters.vllm.cache_config import ServerError, read_cache_config
 
         try:
             config = read_cache_config(url, api_key=bench.api_key)

@@ -23,7 +23,7 @@ class Decile:
     """A tenth of a run's requests, in the order in which they were sent.
 
     `in_flight_mean` counts the requests that were sent and not yet answered when one was sent, itself included;
-    `prediction_error_blocks_mean` is |foretold - reported|. `rss_mb` (of this process, all policies together) and
+    `prediction_error_blocks_mean` is |predicted - reported|. `rss_mb` (of this process, all policies together) and
     `tree_nodes` were read when the last request of the decile was sent. What there is none of is None.
     """
 
@@ -46,7 +46,7 @@ class Measures:
         self.prompt_tokens = _column("q", requests)
         self.cached_tokens = _column("q", requests)
         self.cached_documents = _column("q", requests)
-        self.foretold_tokens = _column("q", requests)
+        self.predicted_tokens = _column("q", requests)
         self.in_flight = _column("q", requests)
         self.number = _column("q", requests)
         self.build_ns = _column("q", requests)
@@ -79,19 +79,19 @@ class Measures:
         return [row for row in range(*slice(start, stop).indices(self.requests)) if self._state[row] == _SERVED]
 
     def errors_tokens(self, rows: Iterable[int]) -> list[int]:
-        """By how many tokens more was foretold than the engine reported."""
-        return [self.foretold_tokens[row] - self.cached_tokens[row] for row in rows]
+        """By how many tokens more was predicted than the engine reported."""
+        return [self.predicted_tokens[row] - self.cached_tokens[row] for row in rows]
 
-    def deciles(self, block_size: int, *, foretells: bool) -> list[Decile]:
+    def deciles(self, block_size: int, *, predicts: bool) -> list[Decile]:
         """The run in ten parts (fewer if it had fewer requests)."""
         ends = _ends(self.requests)
         return [
-            self._decile(start, stop, sample, block_size, foretells)
+            self._decile(start, stop, sample, block_size, predicts)
             for (start, stop), sample in zip(pairwise((0, *ends)), self._samples, strict=True)
         ]
 
     def _decile(
-        self, start: int, stop: int, sample: tuple[float | None, int | None], block_size: int, foretells: bool
+        self, start: int, stop: int, sample: tuple[float | None, int | None], block_size: int, predicts: bool
     ) -> Decile:
         rows = self.rows(start, stop)
         prompt_tokens = sum(self.prompt_tokens[row] for row in rows)
@@ -102,7 +102,7 @@ class Measures:
             failures=self._state.count(_FAILED, start, stop),
             cached_ratio=round(sum(self.cached_tokens[row] for row in rows) / max(1, prompt_tokens), 6),
             order_us=order_times_us(self.order_ns[start:stop]),
-            prediction_error_blocks_mean=round(fmean(errors), 4) if foretells and errors else None,
+            prediction_error_blocks_mean=round(fmean(errors), 4) if predicts and errors else None,
             in_flight_mean=round(fmean(self.in_flight[start:stop]), 2),
             rss_mb=rss_mb,
             tree_nodes=tree_nodes,

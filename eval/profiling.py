@@ -16,14 +16,14 @@ from pathlib import Path
 from random import Random
 from statistics import median
 
-from ragorder.adapters._server import Server, ServerError
-from ragorder.adapters.vllm import cache_config
+from ragorder.adapters.http_client import Server, ServerError
+from ragorder.adapters.vllm.cache_config import cache_config
 from ragorder.eval.engines.base import Completion, EngineError, RequestError
 from ragorder.eval.engines.openai import OpenAIEngine, find_model
 from ragorder.eval.environment import describe_environment
 from ragorder.eval.serving import longest_prompt, random_model
 from ragorder.eval.vllm_server import VLLMServer
-from ragorder.trie.profile import PrefillProfile
+from ragorder.kernels.profile import PrefillProfile
 
 __all__ = ["Grid", "ProfiledServer", "find_profiled", "measure_profile", "own_server", "plan_grid"]
 

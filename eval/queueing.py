@@ -83,7 +83,7 @@ class _Queue:
         question_tokens = self._prompts.suffix_tokens(request)
 
         def lengths() -> Lengths:
-            cached_tokens, end = self._orderer.foretell(request.documents)
+            cached_tokens, end = self._orderer.predict_cached_tokens(request.documents)
             return Lengths(cached_tokens, end + question_tokens - cached_tokens)
 
         return lengths
@@ -202,7 +202,7 @@ def on_a_server(
 
     Raises EngineError for a server that cannot be measured, ImportError naming the extra to install.
     """
-    from ragorder.adapters.vllm import read_cache_config
+    from ragorder.adapters.vllm.cache_config import read_cache_config
     from ragorder.eval.serving import built_prompts, longest_prompt, random_model
 
     if base_url is None:

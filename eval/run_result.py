@@ -15,9 +15,9 @@ Column = list[int | None] | list[float | None]
 @dataclass(frozen=True, slots=True)
 class RunResult:
     """What one policy did on one trace. Times are None where the engine has no clock. `order_us` is thread CPU time of
-    ordering and confirming one request. Of the cached tokens that the policy foretold (None: it foretells nothing):
+    ordering and confirming one request. Of the cached tokens that the policy predicted (None: it predicts nothing):
     `prediction_within_block` is the share of requests where they were right to within one block,
-    `prediction_error_blocks_mean` the mean of |foretold - reported| and `prediction_bias_blocks` that of foretold -
+    `prediction_error_blocks_mean` the mean of |predicted - reported| and `prediction_bias_blocks` that of predicted -
     reported. `failures` of the requests are in no other figure. In a `batch` no request is
     served more than `max_wait` places late (None: any number). `load` says under which load the run was, and `deciles`
     how it went along; both are None where none was asked for."""
@@ -55,7 +55,7 @@ class RunResult:
 class Columns:
     """What was measured of each request, in the trace's order whatever the order of service, so that the runs of one
     trace can be compared request by request. Of a request that failed everything is None; a whole column is None where
-    the policy foretells nothing, the engine has no clock or prompts are not built.
+    the policy predicts nothing, the engine has no clock or prompts are not built.
 
     `order_us` is thread CPU time of ordering and confirming, `build_us` of building the prompt; `displacement` is the
     mean distance of a document from its rank, in places, and `moved_share` the share of documents that are not there.
@@ -64,7 +64,7 @@ class Columns:
     prompt_tokens: Column
     cached_tokens: Column
     cached_documents: Column
-    foretold_tokens: Column | None
+    predicted_tokens: Column | None
     ttft_ms: Column | None
     order_us: Column
     build_us: Column | None

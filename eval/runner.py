@@ -131,7 +131,7 @@ class Run:
         measures.served(row)
         measures.prompt_tokens[row] = completion.prompt_tokens
         measures.cached_tokens[row] = completion.cached_tokens
-        measures.foretold_tokens[row] = ordering.cached_tokens
+        measures.predicted_tokens[row] = ordering.cached_tokens
         measures.displacement[row] = ordering.displacement
         measures.moved_share[row] = _moved_share(ordering.permutation)
         measures.ttft_s[row] = math.nan if completion.ttft_s is None else completion.ttft_s
@@ -159,12 +159,12 @@ class Run:
             return [None if row is None else rounded[row] for row in rows]
 
         timed = any(not math.isnan(measures.ttft_s[row]) for row in served)
-        foretells = isinstance(self._policy, Orderer)
+        predicts = isinstance(self._policy, Orderer)
         return Columns(
             prompt_tokens=column(measures.prompt_tokens),
             cached_tokens=column(measures.cached_tokens),
             cached_documents=column(measures.cached_documents),
-            foretold_tokens=column(measures.foretold_tokens) if foretells else None,
+            predicted_tokens=column(measures.predicted_tokens) if predicts else None,
             ttft_ms=column([seconds * 1e3 for seconds in measures.ttft_s], 3) if timed else None,
             order_us=column(thread_times_us(measures.order_ns, intervals=2), 1),
             build_us=column(thread_times_us(measures.build_ns), 1) if self._builds else None,
@@ -201,11 +201,11 @@ class Run:
     def result(self) -> RunResult:
         """The figures of all requests that were answered so far."""
         requests, measures, block_size = self.trace.requests, self._measures, self.engine.block_size
-        foretells = isinstance(self._policy, Orderer)
+        predicts = isinstance(self._policy, Orderer)
         rows = measures.rows()
         prompt_tokens = sum(measures.prompt_tokens[row] for row in rows)
         cached_tokens = sum(measures.cached_tokens[row] for row in rows)
-        errors = measures.errors_tokens(rows) if foretells else []
+        errors = measures.errors_tokens(rows) if predicts else []
         ttft_s = [measures.ttft_s[row] for row in rows]
         return RunResult(
             workload=self.trace.name,
@@ -231,7 +231,7 @@ class Run:
             ttft_ms=_milliseconds([seconds for seconds in ttft_s if not math.isnan(seconds)]),
             order_us=order_times_us(measures.order_ns),
             load=self.load,
-            deciles=None if self.load is None else measures.deciles(block_size, foretells=foretells),
+            deciles=None if self.load is None else measures.deciles(block_size, predicts=predicts),
         )
 
     def _one_by_one(self) -> Iterator[tuple[int, Ordering[Document], int]]:

@@ -21,8 +21,8 @@ import click
 
 from ragorder.eval.environment import describe_environment
 from ragorder.eval.measures import percentile
-from ragorder.trie.profile import PrefillProfile
-from ragorder.trie.replacement import POLICIES, History, Tier, make_policy
+from ragorder.kernels.policies import POLICIES, History, Tier, make_policy
+from ragorder.kernels.profile import PrefillProfile
 
 __all__ = ["SchedulingTimes", "main", "measure_scheduling"]
 

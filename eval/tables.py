@@ -15,7 +15,7 @@ __all__ = ["deciles_table", "legend", "print_results", "results_table"]
 
 _COLUMNS = (
     "moved: places between a document and its retrieval rank, on average. "
-    "foretold: requests of which the policy predicted the cached tokens to within one block."
+    "predicted: requests of which the policy predicted the cached tokens to within one block."
 )
 _POLICIES = {
     "none": "no prefix cache",
@@ -49,7 +49,7 @@ def legend(results: Sequence[RunResult]) -> str:
 def results_table(results: Sequence[RunResult]) -> Table:
     """Policies compared on one workload.
 
-    Moved: mean displacement of a document, in places; foretold: requests whose cached tokens the policy predicted to
+    Moved: mean displacement of a document, in places; predicted: requests whose cached tokens the policy predicted to
     within one block; p50 ratio: to the p50 of retrieval order, or of the first policy without it. Failed requests are
     counted in red, and are in no other figure.
     """
@@ -65,7 +65,7 @@ def results_table(results: Sequence[RunResult]) -> Table:
     timed = any(result.ttft_ms is not None for result in results)
     failed = any(result.failures for result in results)
     table.add_column("policy", style="bold", no_wrap=True)
-    headings = ["cached", "moved", "foretold"]
+    headings = ["cached", "moved", "predicted"]
     headings += ["TTFT ms\np50, mean", "p50\nratio"] if timed else []
     headings += ["failed"] * failed
     for heading in [*headings, "order µs\np50, p99"]:
@@ -76,11 +76,11 @@ def results_table(results: Sequence[RunResult]) -> Table:
     best = max(by_policy, key=lambda policy: _cached(by_policy[policy]))
     baseline = by_policy.get("retrieval", next(iter(by_policy.values())))
     for policy, rows in by_policy.items():
-        foretold = [row.prediction_within_block for row in rows if row.prediction_within_block is not None]
+        predicted = [row.prediction_within_block for row in rows if row.prediction_within_block is not None]
         cells = [
             f"{100 * _cached(rows):.1f} %",
             f"{fmean(row.displacement_mean for row in rows):.2f}",
-            f"{100 * fmean(foretold):.1f} %" if foretold else "–",
+            f"{100 * fmean(predicted):.1f} %" if predicted else "–",
         ]
         if timed:
             cells += _times(rows, baseline)
@@ -133,7 +133,7 @@ def _mean(values: Iterable[float | None]) -> float | None:
 def deciles_table(results: Sequence[RunResult]) -> Table:
     """How the runs of one workload went along, tenth by tenth, the seeds' mean in each row.
 
-    Off by: mean of |foretold - reported| cached tokens, in blocks; memory: of this process, all policies together.
+    Off by: mean of |predicted - reported| cached tokens, in blocks; memory: of this process, all policies together.
     """
     table = Table(title=f"{results[0].workload}: the run in tenths")
     headings = ["cached", "order µs\np50, p99", "off by\nblocks", "in flight", "memory\nMB", "tree\nnodes"]

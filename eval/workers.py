@@ -21,8 +21,8 @@ from typing import Any, Literal
 import click
 
 from ragorder import Orderer, PromptBuilder
+from ragorder.adapters.observing.tier_stats import fetch_hits
 from ragorder.adapters.openai import OrderedClient
-from ragorder.adapters.tier_stats import fetch_hits
 from ragorder.eval.cache import cache_folder
 from ragorder.eval.corpora import load_pydocs
 from ragorder.eval.environment import describe_environment
@@ -55,18 +55,18 @@ class _Row:
 
 
 class _Timed(Orderer):
-    """Remembers how long each ordering took, and how many tokens it foretold beside the truth."""
+    """Remembers how long each ordering took, and how many tokens it predicted beside the truth."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.took_ms: list[float] = []
-        self.foretold: list[int] = []
+        self.predicted: list[int] = []
 
     def order(self, *args: Any, **options: Any) -> Any:
         start = perf_counter()
         ordering = super().order(*args, **options)
         self.took_ms.append(1e3 * (perf_counter() - start))
-        self.foretold.append(ordering.cached_tokens)
+        self.predicted.append(ordering.cached_tokens)
         return ordering
 
 
@@ -107,7 +107,7 @@ def _serve(
     prompts: Prompts,
     concurrency: int,
 ) -> tuple[float, int, float]:
-    """The share of prompt tokens that the server found cached, all of them, and how far forecasts were off."""
+    """The share of prompt tokens that the server found cached, all of them, and how far predictions were off."""
     from openai import OpenAI
 
     with OpenAI(base_url=f"{server.base_url}/v1", api_key="none") as openai:
@@ -128,8 +128,10 @@ def _serve(
         hits = fetch_hits(server.base_url) - before
     error = 0.0
     if concurrency == 1:
-        foretold = [orderers[number % len(orderers)].foretold[number // len(orderers)] for number in range(len(cached))]
-        error = fmean(abs(one - other) for one, other in zip(foretold, cached, strict=True))
+        predicted = [
+            orderers[number % len(orderers)].predicted[number // len(orderers)] for number in range(len(cached))
+        ]
+        error = fmean(abs(one - other) for one, other in zip(predicted, cached, strict=True))
     return hits.device / hits.total, hits.total, error
 
 
@@ -196,7 +198,7 @@ def main(
         click.echo(
             f"{count} x {knows:15} {fmean(row.cached_ratio for row in ours):.1%} cached"
             f" ({' '.join(f'{row.cached_ratio:.1%}' for row in ours)}),"
-            f" forecasts off by {fmean(row.error_tokens for row in ours):.1f} tokens a request,"
+            f" predictions off by {fmean(row.error_tokens for row in ours):.1f} tokens a request,"
             f" order p50 {fmean(row.ordering_ms for row in ours):.2f} ms"
         )
     click.echo(", ".join(f"{name}: {value}" for name, value in environment.items()))

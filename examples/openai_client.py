@@ -12,10 +12,10 @@ import sys
 import openai
 
 from ragorder import Document, Orderer, PromptBuilder
-from ragorder.adapters.metrics import Metrics
-from ragorder.adapters.observe import ObservedOrderer
+from ragorder.adapters.observing.observed import ObservedOrderer
+from ragorder.adapters.observing.prometheus import Metrics
+from ragorder.adapters.observing.stats import Stats
 from ragorder.adapters.openai import OrderedClient
-from ragorder.adapters.stats import Stats
 
 DOCUMENTS = {
     name: Document(name, f"{text} " * 4)

@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator
 import openai
 
 from ragorder import Document, Orderer, PromptBuilder
-from ragorder.adapters.pipelined import PipelinedClient, Question
+from ragorder.adapters.openai.pipelined import PipelinedClient, Question
 from ragorder.pipelining import Provisional
 
 TEXTS = {

@@ -44,7 +44,7 @@ class Committed(Protocol[R_co]):
 class Prompts(Protocol[Q_contra, D_contra, R_co]):
     """How a question and its documents, in retrieval order, become a request."""
 
-    def foretell(self, question: Q_contra, documents: Sequence[D_contra], /) -> R_co:
+    def predict_cached_tokens(self, question: Q_contra, documents: Sequence[D_contra], /) -> R_co:
         """The request that `commit` would make now. Nothing is recorded."""
 
     def commit(self, question: Q_contra, documents: Sequence[D_contra], /) -> Committed[R_co]: ...
@@ -201,7 +201,7 @@ class _Course(Generic[Q, D, R]):
         if keys == self._keys:
             return
         try:
-            request = self._pipeline._prompts.foretell(self._question, documents)
+            request = self._pipeline._prompts.predict_cached_tokens(self._question, documents)
         except Exception as error:
             _logger.warning("no speculation: %s", type(error).__name__)
             await self._abort()

@@ -1,4 +1,4 @@
-"""The lock of an orderer, and the settlements that wait for it."""
+"""The lock of an orderer, and the outcomes that wait for it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ReentryError(RuntimeError):
 class Gate:
     """Runs one piece of work at a time.
 
-    A settlement never waits for the lock: it may come from a finaliser, which the collector runs wherever memory is
+    A outcome never waits for the lock: it may come from a finaliser, which the collector runs wherever memory is
     asked for, in the middle of an order as well, in the thread that holds the lock. It joins a queue. The queue is
     worked off at once where the lock is free, else when the lock is given back, and in any case before the next work.
     """
@@ -47,13 +47,13 @@ class Gate:
                     self._work_off()
                 return work(*arguments)
         finally:
-            # Of a settlement that came meanwhile and did not get the lock.
+            # Of a outcome that came meanwhile and did not get the lock.
             if self._waiting or self._errors:
                 self.settle()
 
-    def later(self, settlement: Callable[[], None]) -> None:
-        """Have a settlement done before any other work. Never waits."""
-        self._waiting.append(settlement)
+    def later(self, outcome: Callable[[], None]) -> None:
+        """Have a outcome done before any other work. Never waits."""
+        self._waiting.append(outcome)
         self.settle()
 
     def settle(self) -> None:

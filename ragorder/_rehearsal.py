@@ -111,7 +111,7 @@ def _nearest_first(stage: _Stage, requests: _Requests, window: int) -> None:
     candidates = list(islice(coming, min(window, _MOST_CANDIDATES)))
     for place in range(len(requests)):
         late = place - candidates[0][0] >= window - 1
-        held = [stage.scope.foretell(request)[0] for _, request, _ in candidates[: 1 if late else None]]
+        held = [stage.scope.predict_cached_tokens(request)[0] for _, request, _ in candidates[: 1 if late else None]]
         number, request, _ = candidates.pop(held.index(max(held)))
         stage.order(number, request, [keys for _, _, keys in candidates])
         candidates += islice(coming, 1)

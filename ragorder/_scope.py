@@ -8,7 +8,7 @@ from functools import partial
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from ragorder._collector import when_collected
-from ragorder.ordering import Ordering, Settlement
+from ragorder.ordering import Ordering, RequestOutcome
 from ragorder.settings import Settings
 from ragorder.trie.backlog import CachedPath
 from ragorder.trie.residency import (
@@ -69,7 +69,7 @@ class Owner(Protocol):
 
     clock: Iterator[int]
     later: Callable[[Callable[[], None]], None]
-    """Calls a settlement in its turn."""
+    """Calls a outcome in its turn."""
     report: Callable[[Exception], None]
     """Counts an internal error."""
 
@@ -133,7 +133,7 @@ class Scope:
         with self.tail.observing(request.keys):
             return self._arrange(request, waiting)[0]
 
-    def foretell(self, request: Request[D]) -> tuple[int, int]:
+    def predict_cached_tokens(self, request: Request[D]) -> tuple[int, int]:
         """(cached tokens, tokens up to the end of the documents) of the request if it were ordered now. Nothing is
         recorded."""
         self.residency.refresh(request)
@@ -162,10 +162,10 @@ class Scope:
             planned = self._guards.for_request(len(planned), request.groups).complete((), planned)
         return self._begin(request, planned, 0, suffix_tokens)
 
-    def settle(self, lease: Lease, settlement: Settlement) -> None:
+    def settle(self, lease: Lease, outcome: RequestOutcome) -> None:
         """End a lease, in its turn. Any thread may call this at any time, and never waits."""
         reported: Sequence[float | None]
-        served, *reported = settlement
+        served, *reported = outcome
         wrong = None
         try:
             reported = [None if tokens is None else float(int(tokens + 0.0)) for tokens in reported]
@@ -252,8 +252,8 @@ class _Alone:
         pass
 
 
-def _at_once(settlement: Callable[[], None]) -> None:
-    settlement()
+def _at_once(outcome: Callable[[], None]) -> None:
+    outcome()
 
 
 def _raise(error: Exception) -> None:

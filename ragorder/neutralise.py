@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 
-__all__ = ["make_neutraliser", "repair_unicode"]
+__all__ = ["make_escape", "repair_unicode"]
 
 # The control tokens of the common chat templates, for when the served model's tokenizer is not at hand.
 _COMMON_CONTROL_TOKENS = re.compile(
@@ -30,7 +30,7 @@ def repair_unicode(text: str) -> str:
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-def make_neutraliser(control_tokens: Iterable[str] | None = None) -> Callable[[str], str]:
+def make_escape(control_tokens: Iterable[str] | None = None) -> Callable[[str], str]:
     """A function that breaks control tokens in a text by a space after their first character, or else removes them.
 
     `control_tokens` are those of the served model's tokenizer; None stands for the common ones.

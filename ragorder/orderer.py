@@ -52,8 +52,8 @@ class Orderer:
 
     `Orderer.for_vllm` asks a live server instead. What it does can be done by hand: `token_ids` (a document's tokens in
     the prompt) and `prefix_ids` (the tokens in front of the documents) let the orderer find its documents among the
-    `blocks` of an engine, which somebody keeps up to date (`ragorder.adapters.kv_events`). A scope that is a string is
-    then the `cache_salt` that its requests are sent with, and None is for requests without one.
+    `blocks` of an engine, kept up to date by `ragorder.adapters.vllm.kv_events`. A scope that is a string is then the
+    `cache_salt` that its requests are sent with, and None is for requests without one.
 
     Raises pydantic.ValidationError for settings that are wrong. Ordering raises TypeError for objects that are no
     documents (strings, dictionaries, pairs with a score) where `key` and `tokens` do not say how to read them, and
@@ -119,7 +119,7 @@ class Orderer:
         Raises ImportError naming the extra to install, RuntimeError if no server answers at the address, and ValueError
         for an endpoint that is none, or whose events could not be used.
         """
-        from ragorder.adapters.connect import connect
+        from ragorder.adapters.vllm.connect import connect
 
         if settings is not None and options:
             raise TypeError(f"give either settings or options, not both: {', '.join(sorted(options))}")
@@ -227,10 +227,10 @@ class Orderer:
             return self.fall_back(given, error).documents
         return [given[rank] for rank in permutation]
 
-    def foretell(
+    def predict_cached_tokens(
         self, documents: Iterable[D], *, scope: Hashable = None, prefix_tokens: int | None = None
     ) -> tuple[int, int]:
-        """What `order` would foretell of a request now: its cached tokens, and its tokens up to the end of the last
+        """What `order` would predict of a request now: its cached tokens, and its tokens up to the end of the last
         document. Nothing is recorded, and no order is made: for a request that waits for its turn.
 
         `prefix_tokens` is as for `order`. After an internal error nothing is cached, and documents have no length.
@@ -239,7 +239,7 @@ class Orderer:
         try:
             request = self._read(given)
             prefix = None if prefix_tokens is None else _length(prefix_tokens)
-            return self._look(scope, lambda known: known.foretell(request), prefix)
+            return self._look(scope, lambda known: known.predict_cached_tokens(request), prefix)
         except Exception as error:
             self._refuse(given, error)
             self._report(error)
@@ -309,12 +309,12 @@ class Orderer:
         self._report(error)
         return _unordered(list(documents))
 
-    def twin(self, **changes: Any) -> Orderer:
+    def clone(self, **changes: Any) -> Orderer:
         """An orderer of the same documents with other settings and trees of its own, which nobody tells what the engine
         holds: to compare with. Lengths that the one or the other learns from the engine's reports hold for both."""
-        twin = Orderer(self.settings.model_copy(update=changes), **self._callables)
-        twin._lengths = self._lengths
-        return twin
+        clone = Orderer(self.settings.model_copy(update=changes), **self._callables)
+        clone._lengths = self._lengths
+        return clone
 
     def __getstate__(self) -> dict[str, Any]:
         return {"settings": self.settings, "follows": self._contents is not None, **self._callables}

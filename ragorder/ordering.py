@@ -8,12 +8,12 @@ from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 
 from ragorder._collector import when_collected
 
-__all__ = ["Ordering", "Settlement"]
+__all__ = ["Ordering", "RequestOutcome"]
 
 D = TypeVar("D")
 
 
-class Settlement(NamedTuple):
+class RequestOutcome(NamedTuple):
     """How a request ended: `served` or discarded, and what the engine reported of it, in tokens."""
 
     served: bool
@@ -29,7 +29,7 @@ class Ordering(Generic[D]):
     - `permutation`: for each place, the retrieval rank (from 0) of the document that stands there.
     - `prefix_documents`: how many leading documents the engine is expected to hold.
     - `cached_tokens`: the prompt tokens that the engine is expected to reuse, system prompt included.
-    - `documents_end`: the prompt tokens up to the end of the last document, as far as they were foretold.
+    - `documents_end`: the prompt tokens up to the end of the last document, as far as they were predicted.
     - `guard_cost_tokens`: cached tokens that the quality guards cost this request.
     - `index`: the position of the request in its batch (0 outside a batch).
     - `fallback`: whether an internal error left the documents in retrieval order.
@@ -58,7 +58,7 @@ class Ordering(Generic[D]):
         prefix_documents: int = 0,
         cached_tokens: int = 0,
         guard_cost_tokens: int = 0,
-        settle: Callable[[Any, Settlement], None] | None = None,
+        settle: Callable[[Any, RequestOutcome], None] | None = None,
         lease: object = None,
         documents_end: int = 0,
     ) -> None:
@@ -72,7 +72,7 @@ class Ordering(Generic[D]):
         self.fallback = False
         self._settle = settle
         self._lease = lease
-        self._observers: tuple[Callable[[Settlement], None], ...] = ()
+        self._observers: tuple[Callable[[RequestOutcome], None], ...] = ()
 
     def __repr__(self) -> str:
         return (
@@ -101,13 +101,13 @@ class Ordering(Generic[D]):
     ) -> None:
         """The engine served the request. If it reports them, `cached_tokens` are those that it reused from its cache,
         `total_tokens` those of prompt and answer together, and `prompt_tokens` those of the prompt alone."""
-        self._end(Settlement(True, cached_tokens, total_tokens, prompt_tokens))
+        self._end(RequestOutcome(True, cached_tokens, total_tokens, prompt_tokens))
 
     def discard(self) -> None:
         """The request failed or was never sent: do not count on what it would have left in the cache."""
-        self._end(Settlement(False))
+        self._end(RequestOutcome(False))
 
-    def when_settled(self, observer: Callable[[Settlement], None]) -> None:
+    def add_done_callback(self, observer: Callable[[RequestOutcome], None]) -> None:
         """Have `observer` called once, when the ordering is first confirmed or discarded. It must not raise.
 
         An observer may take locks. Where a finaliser settles the ordering it is therefore called later, by the next
@@ -115,11 +115,11 @@ class Ordering(Generic[D]):
         """
         self._observers += (observer,)
 
-    def _end(self, settlement: Settlement) -> None:
+    def _end(self, outcome: RequestOutcome) -> None:
         observers, self._observers = self._observers, ()
         try:
             if self._settle is not None:
-                self._settle(self._lease, settlement)
+                self._settle(self._lease, outcome)
         finally:
             for observer in observers:
-                when_collected(partial(observer, settlement))
+                when_collected(partial(observer, outcome))

@@ -39,7 +39,7 @@ class Orders(Protocol):
         self, documents: Iterable[D], *, waiting: Sequence[Iterable[D]] = (), scope: Hashable = None
     ) -> list[D]: ...
 
-    def foretell(
+    def predict_cached_tokens(
         self, documents: Iterable[D], *, scope: Hashable = None, prefix_tokens: int | None = None
     ) -> tuple[int, int]: ...
 

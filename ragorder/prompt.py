@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from ragorder.document import Document, content_key, estimate_tokens
 from ragorder.kept import Kept
-from ragorder.neutralise import make_neutraliser
+from ragorder.neutralise import make_escape
 from ragorder.ordering import Ordering
 from ragorder.pieces import pieces
 from ragorder.tokens import Frame, SegmentTokenizer
@@ -102,7 +102,7 @@ class PromptBuilder:
         self._state_ranking = state_ranking
         self._align_to = align_to
         self._tokenizer = SegmentTokenizer(tokenizer) if tokenizer is not None else None
-        self._neutralise = make_neutraliser(self._tokenizer.control_tokens() if self._tokenizer else None)
+        self._neutralise = make_escape(self._tokenizer.control_tokens() if self._tokenizer else None)
         frame = self._tokenizer.frame(system) if self._tokenizer else Frame(f"{system}\n\n", "\n", system_role=True)
         self._head, self._tail, self._system_role = frame
         self.shown = frozenset(_fields(document_template))

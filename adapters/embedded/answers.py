@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ragorder.adapters.proxy.errors import ProxyError
+from ragorder.adapters.http_server.errors import ProxyError
 
 if TYPE_CHECKING:
     from ragorder.kernels.engine import Completion, TokenLogprobs, Update

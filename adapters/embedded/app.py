@@ -24,9 +24,9 @@ from ragorder.adapters.embedded.answers import DONE, Answer, ChatAnswer, Complet
 from ragorder.adapters.embedded.metrics import EngineMetrics
 from ragorder.adapters.embedded.prompts import Asked, Prompts
 from ragorder.adapters.embedded.worker import EngineStoppedError, EngineWorker, TooManyAtOnceError, TooManyWaitingError
+from ragorder.adapters.http_server.errors import ProxyError
+from ragorder.adapters.http_server.request_body import ClientGoneError, Incoming
 from ragorder.adapters.proxy.answering import AnswerErrors
-from ragorder.adapters.proxy.errors import ProxyError
-from ragorder.adapters.proxy.incoming import ClientGoneError, Incoming
 from ragorder.kernels.engine import Completion, RequestRefusedError, Update
 
 __all__ = ["BODY_LIMIT", "hosted", "make_engine_app"]

@@ -9,7 +9,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta
 
-from ragorder.adapters.proxy.errors import ProxyError
+from ragorder.adapters.http_server.errors import ProxyError
 
 __all__ = ["ChatBody", "CommonBody", "CompletionBody", "Message", "TextPart", "TokenizeBody", "read_body"]
 

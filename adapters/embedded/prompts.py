@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from ragorder.adapters._openai_request import checked_salt
-from ragorder.adapters._request_facts import FACTS, PREFIX
 from ragorder.adapters.embedded.bodies import (
     ChatBody,
     CommonBody,
@@ -18,7 +16,9 @@ from ragorder.adapters.embedded.bodies import (
     TokenizeBody,
     read_body,
 )
-from ragorder.adapters.proxy.errors import ProxyError
+from ragorder.adapters.http_server.errors import ProxyError
+from ragorder.adapters.openai.request import checked_salt
+from ragorder.adapters.request_facts import FACTS, PREFIX
 from ragorder.adapters.vllm_tiers.facts import RequestFacts, read_facts
 from ragorder.kernels.engine import Request, Sampling
 

@@ -12,6 +12,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import BaseRoute, Route, Router
 from starlette.types import ASGIApp
 
+from ragorder.adapters.http_server.room import Room
 from ragorder.adapters.proxy.answering import AnswerErrors
 from ragorder.adapters.proxy.auth import RequireKey
 from ragorder.adapters.proxy.forward import Forward
@@ -20,7 +21,6 @@ from ragorder.adapters.proxy.lengths import Lengths
 from ragorder.adapters.proxy.openapi import describe
 from ragorder.adapters.proxy.ordering import BodyOrderer
 from ragorder.adapters.proxy.ready import Ready
-from ragorder.adapters.proxy.room import Room
 from ragorder.adapters.proxy.template import DocumentTemplate, TemplateError
 from ragorder.adapters.proxy.turns import Turns
 from ragorder.adapters.proxy.upstream import Timeouts, Upstream

@@ -7,7 +7,7 @@ from base64 import b64decode
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ragorder.adapters.proxy.errors import ProxyError
+from ragorder.adapters.http_server.errors import ProxyError
 
 __all__ = ["RequireKey"]
 

@@ -9,7 +9,7 @@ from typing import ClassVar, NamedTuple
 import msgspec
 from msgspec import Raw, Struct
 
-from ragorder.adapters.proxy.errors import ProxyError
+from ragorder.adapters.http_server.errors import ProxyError
 from ragorder.adapters.proxy.reading import TooManyError, decode, decode_items
 
 __all__ = ["BOUNDARY", "MAX_MESSAGES", "Behind", "Body", "ChatBody", "CompletionBody", "Fields", "Front", "Passage"]

@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 
-from ragorder.adapters._request_facts import FACTS, FIELD, request_facts
 from ragorder.adapters.proxy.body import Fields
 from ragorder.adapters.proxy.reading import decode
+from ragorder.adapters.request_facts import FACTS, FIELD, request_facts
 
 __all__ = ["add_facts"]
 

@@ -11,11 +11,11 @@ from functools import partial
 import anyio
 from starlette.types import Receive, Scope, Send
 
-from ragorder.adapters.proxy.errors import ProxyError
-from ragorder.adapters.proxy.headers import Headers, end_to_end, header, is_json, without
-from ragorder.adapters.proxy.incoming import ClientGoneError, Incoming
+from ragorder.adapters.http_server.errors import ProxyError
+from ragorder.adapters.http_server.headers import Headers, end_to_end, header, is_json, without
+from ragorder.adapters.http_server.request_body import ClientGoneError, Incoming
+from ragorder.adapters.http_server.room import Held, Room
 from ragorder.adapters.proxy.ordering import BodyOrderer, ReadBody, Route
-from ragorder.adapters.proxy.room import Held, Room
 from ragorder.adapters.proxy.settling import Ordered
 from ragorder.adapters.proxy.target import target_of
 from ragorder.adapters.proxy.turns import Turns
@@ -118,7 +118,7 @@ class Forward:
             read, kept = await self._workers.run(partial(self._read, route, body), length)
             held.keep(kept)
         if turns is not None:
-            lengths = None if read is None else partial(self._bodies.foretell, read)
+            lengths = None if read is None else partial(self._bodies.predict_cached_tokens, read)
             waiting = await until_answered.enter_async_context(turns.take(read, lengths))
         else:
             waiting = []

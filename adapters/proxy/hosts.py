@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ragorder.adapters.proxy.errors import ProxyError
+from ragorder.adapters.http_server.errors import ProxyError
 
 __all__ = ["THIS_MACHINE", "RequireHost"]
 

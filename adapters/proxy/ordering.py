@@ -11,10 +11,10 @@ from typing import Literal
 
 import msgspec
 
-from ragorder.adapters._answer_length import AnswerLength
-from ragorder.adapters._openai_request import checked_salt
+from ragorder.adapters.answer_length import AnswerLength
+from ragorder.adapters.http_server.errors import ProxyError
+from ragorder.adapters.openai.request import checked_salt
 from ragorder.adapters.proxy.body import BOUNDARY, Body, ChatBody, CompletionBody, Fields, Front
-from ragorder.adapters.proxy.errors import ProxyError
 from ragorder.adapters.proxy.facts import add_facts
 from ragorder.adapters.proxy.lengths import Lengths
 from ragorder.adapters.proxy.noticing import Ids, Passed, Reason
@@ -128,11 +128,11 @@ class BodyOrderer:
         request.permutation, request.predicted_tokens = ordering.permutation, ordering.cached_tokens
         return read.write(ordering.permutation)
 
-    def foretell(self, read: ReadBody) -> CachedLengths:
+    def predict_cached_tokens(self, read: ReadBody) -> CachedLengths:
         """What of the prompt the server would find in its cache now, and what it would compute."""
         if read.error is not None:
             return CachedLengths(0, 1)
-        cached_tokens, documents_end = self._orderer.foretell(
+        cached_tokens, documents_end = self._orderer.predict_cached_tokens(
             read.documents, scope=read.scope, prefix_tokens=read.prefix_tokens
         )
         return CachedLengths(cached_tokens, documents_end + read.behind_tokens - cached_tokens)

@@ -13,9 +13,9 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
-from ragorder.adapters.metrics import Metrics
+from ragorder.adapters.observing.prometheus import Metrics
+from ragorder.adapters.observing.stats import Stats
 from ragorder.adapters.proxy.turns import Turns
-from ragorder.adapters.stats import Stats
 
 __all__ = ["stats_routes"]
 

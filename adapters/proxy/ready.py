@@ -8,7 +8,7 @@ import time
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from ragorder.adapters.proxy.errors import ProxyError
+from ragorder.adapters.http_server.errors import ProxyError
 from ragorder.adapters.proxy.upstream import Upstream
 
 __all__ = ["Ready"]

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Raw, Struct
 
-from ragorder.adapters.proxy.errors import ProxyError
+from ragorder.adapters.http_server.errors import ProxyError
 from ragorder.adapters.proxy.reading import TooManyError, decode_items
 from ragorder.document import Document
 

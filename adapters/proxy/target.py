@@ -7,8 +7,8 @@ from urllib.parse import unquote_to_bytes
 
 from starlette.types import Scope
 
-from ragorder.adapters.proxy.errors import ProxyError
-from ragorder.adapters.proxy.headers import header
+from ragorder.adapters.http_server.errors import ProxyError
+from ragorder.adapters.http_server.headers import header
 
 __all__ = ["target_of"]
 

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
-from ragorder.adapters.proxy.errors import ProxyError
+from ragorder.adapters.http_server.errors import ProxyError
 from ragorder.adapters.proxy.ordering import ReadBody
 from ragorder.pipelining.reordering import CacheAwareQueue, Lengths, QueueFullError, ReorderingGate
 

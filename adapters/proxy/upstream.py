@@ -15,9 +15,9 @@ from urllib.parse import unquote_to_bytes
 import anyio
 import httpx
 
-from ragorder.adapters._server import Server
-from ragorder.adapters.proxy.errors import ProxyError
-from ragorder.adapters.proxy.headers import Headers, end_to_end
+from ragorder.adapters.http_client import Server
+from ragorder.adapters.http_server.errors import ProxyError
+from ragorder.adapters.http_server.headers import Headers, end_to_end
 from ragorder.adapters.proxy.leftovers import has_leftovers
 
 __all__ = ["Timeouts", "Upstream"]

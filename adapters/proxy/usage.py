@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from ragorder.adapters.proxy.headers import Headers, header
+from ragorder.adapters.http_server.headers import Headers, header
 
 __all__ = ["AnswerReader", "Usage", "reader_for"]
 

@@ -12,7 +12,7 @@ from ragorder.adapters.vllm_tiers.device_order import DeviceOrder
 from ragorder.adapters.vllm_tiers.facts import RequestFacts, read_facts
 from ragorder.adapters.vllm_tiers.metrics import DEVICE_ORDER, TierCounts
 from ragorder.adapters.vllm_tiers.settings import TierSettings
-from ragorder.trie.replacement import History, Tier, make_policy
+from ragorder.kernels.policies import History, Tier, make_policy
 
 __all__ = ["DeviceOrderConnector", "order_device"]
 

@@ -11,7 +11,7 @@ from itertools import islice
 from typing import Any
 
 from ragorder.adapters.vllm_tiers.device_queue import WatchedQueue
-from ragorder.trie.replacement import Tier
+from ragorder.kernels.policies import Tier
 from ragorder.trie.tree import Key
 
 __all__ = ["DeviceOrder"]

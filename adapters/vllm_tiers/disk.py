@@ -29,7 +29,7 @@ from ragorder.adapters.vllm_tiers.disk_jobs import Job, JobThreads
 from ragorder.adapters.vllm_tiers.metrics import TierCounts, metric_definitions
 from ragorder.adapters.vllm_tiers.paths import path_of
 from ragorder.adapters.vllm_tiers.weights import UnknownWeightsError
-from ragorder.trie.stores import ChunkStore, StoreRefusedError
+from ragorder.kernels.store import ChunkStore, StoreRefusedError
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import OffloadingSpec

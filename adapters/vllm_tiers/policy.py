@@ -1,4 +1,4 @@
-"""What the host tier gives up first: a `CachePolicy` of vLLM on `ragorder.trie.replacement`."""
+"""What the host tier gives up first: a `CachePolicy` of vLLM on `ragorder.kernels.policies`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from vllm.v1.kv_offload.cpu.policies.base import CachePolicy, ChunkStatus
 from ragorder.adapters.vllm_tiers.facts import facts_of
 from ragorder.adapters.vllm_tiers.metrics import TierCounts
 from ragorder.adapters.vllm_tiers.paths import RequestPath, path_of
-from ragorder.trie.profile import LINEAR, PrefillProfile
-from ragorder.trie.replacement import Either, History, Tier, make_policy
+from ragorder.kernels.policies import Either, History, Tier, make_policy
+from ragorder.kernels.profile import LINEAR, PrefillProfile
 
 __all__ = ["HostPolicy"]
 

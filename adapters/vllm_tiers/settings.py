@@ -8,8 +8,8 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from ragorder.trie.profile import LINEAR, PrefillProfile
-from ragorder.trie.replacement import POLICIES
+from ragorder.kernels.policies import POLICIES
+from ragorder.kernels.profile import LINEAR, PrefillProfile
 
 __all__ = ["TierSettings"]
 

@@ -11,7 +11,7 @@ from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 
-from ragorder.trie.stores.hashing import digest_in_pieces, digest_threads
+from ragorder.kernels.store.hashing import digest_in_pieces, digest_threads
 
 __all__ = ["MEMORY", "UnknownWeightsError", "WeightDigests"]
 

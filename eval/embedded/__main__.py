@@ -25,7 +25,7 @@ from ragorder.eval.engines.base import EngineError
 from ragorder.eval.engines.torch_engine import need_torch
 from ragorder.eval.environment import describe_environment
 from ragorder.eval.harness.store import Store, StoreError
-from ragorder.trie.replacement import POLICIES
+from ragorder.kernels.policies import POLICIES
 
 __all__ = ["main"]
 

@@ -44,7 +44,7 @@ def find_model(base_url: str, name: str | None = None, *, api_key: str | None = 
 
     Raises EngineError if the server is not there or has no such model, ImportError naming the extra to install.
     """
-    from ragorder.adapters._server import Server, ServerError
+    from ragorder.adapters.http_client import Server, ServerError
 
     try:
         with Server(base_url, timeout_s=_CONNECT_TIMEOUT_S, api_key=api_key) as server:

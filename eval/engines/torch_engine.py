@@ -80,7 +80,7 @@ class TorchEngine:
     What it caches are documents: a prompt (`PromptIds`) says where they end, and a hit ends where one of them does,
     whatever the `block_size`, in which the pool is given out. A prompt that says nothing is cut into chunks. The blocks
     behind the last document, with question and answer, are free as soon as the request has ended. So it finds a few
-    tokens more than an orderer foretells, which counts whole blocks.
+    tokens more than an orderer predicts, which counts whole blocks.
 
     `capacity_tokens` is what the device holds, rounded down to whole blocks; None asks for `unlimited_tokens` (the
     caller sees to it that this is enough) and is reported as None. Documents that leave it go on to `host_tokens`, and

@@ -8,7 +8,7 @@ from pydantic import AfterValidator, Field
 
 from ragorder.eval.harness.cells import SuiteCell
 from ragorder.eval.tiering import ROOMS
-from ragorder.trie.replacement import POLICIES
+from ragorder.kernels.policies import POLICIES
 
 __all__ = ["TieringCell"]
 

@@ -9,7 +9,7 @@ from contextlib import aclosing
 from statistics import median
 from typing import Any
 
-from ragorder.adapters.pipelined import OrderedPrompts, PromptRequest
+from ragorder.adapters.openai.pipelined import OrderedPrompts, PromptRequest
 from ragorder.eval.pipelining.modes import ask, in_turn, make_pipeline
 from ragorder.eval.pipelining.search import played
 from ragorder.eval.pipelining.server import MeasuredServer
@@ -57,7 +57,7 @@ async def measure_cold(
             asked = ask(number, request.question, salt)
             if mode == ALONE:
                 prompts = OrderedPrompts(server.orderer(builder), builder, "token_ids")
-                whole = prompts.foretell(asked, request.documents)
+                whole = prompts.predict_cached_tokens(asked, request.documents)
                 rows[ALONE]["system_ms"].append(_ms(await _time(server, _system(builder, salt))))
                 rows[ALONE]["documents_ms"].append(_ms(await _time(server, whole)))
             else:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ragorder.adapters.pipelined import Question, ordered_pipeline
+from ragorder.adapters.openai.pipelined import Question, ordered_pipeline
 from ragorder.document import Document
 from ragorder.eval.pipelining.server import MeasuredServer
 from ragorder.orders import Orders

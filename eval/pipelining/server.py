@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from ragorder.adapters.pipelined import OpenAIStreams
+from ragorder.adapters.openai.pipelined import OpenAIStreams
 from ragorder.eval.engines.base import EngineError
 from ragorder.eval.engines.openai import OpenAIEngine, find_model
 from ragorder.eval.serving import load_tokenizer
@@ -59,7 +59,7 @@ def find_server(
     Raises EngineError for a server that is not there or does not say how large its cache is, or whose tokenizer cannot
     be loaded; ImportError naming the extra to install.
     """
-    from ragorder.adapters.vllm import ServerError, read_cache_config
+    from ragorder.adapters.vllm.cache_config import ServerError, read_cache_config
 
     found = find_model(base_url, served_model, api_key=api_key)
     try:

@@ -120,8 +120,8 @@ class ServerAnswers:
         unlimited: bool = False,
         api_key: str | None = None,
     ) -> None:
-        from ragorder.adapters._server import Server, ServerError
-        from ragorder.adapters.vllm import read_cache_config
+        from ragorder.adapters.http_client import Server, ServerError
+        from ragorder.adapters.vllm.cache_config import read_cache_config
 
         self.kept_output_tokens = output_tokens - 1
         self._model = model

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ragorder.trie.profile import PrefillProfile
+from ragorder.kernels.profile import PrefillProfile
 
 __all__ = ["A10G"]
 

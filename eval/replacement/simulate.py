@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from ragorder.eval.replacement.costs import A10G
 from ragorder.eval.replacement.streams import Stream
 from ragorder.eval.replacement.tiers import QUESTION_TOKENS, SYSTEM_TOKENS, Served, Traffic, TwoTiers
+from ragorder.kernels.policies import POLICIES
+from ragorder.kernels.profile import PrefillProfile
 from ragorder.orderer import Orderer
-from ragorder.trie.profile import PrefillProfile
-from ragorder.trie.replacement import POLICIES
 
 __all__ = ["HISTORY", "HISTORY_NODES", "REPLACEMENT_POLICIES", "Simulated", "simulate"]
 

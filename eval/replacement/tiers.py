@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ragorder.eval.replacement.costs import A10G
-from ragorder.trie.profile import PrefillProfile
-from ragorder.trie.replacement import History, Tier, TierNode, make_policy
+from ragorder.kernels.policies import History, Tier, TierNode, make_policy
+from ragorder.kernels.profile import PrefillProfile
 
 __all__ = ["QUESTION_TOKENS", "SYSTEM_TOKENS", "Served", "Traffic", "TwoTiers"]
 

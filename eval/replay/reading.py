@@ -25,7 +25,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NoReturn
 
-from ragorder.adapters._server import printable
+from ragorder.adapters.http_client import printable
 from ragorder.eval.replay.lines import name_of, numbered_lines
 from ragorder.eval.replay.log import Log, LogBuilder, LogError
 

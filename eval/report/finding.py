@@ -65,7 +65,7 @@ def _side_by_side(pair: tuple[Group, Group]) -> Table:
     headings = ["policy", *(f"{name}: {CACHED.heading}" for name in ("paper", "paper-shuf"))]
     timed = [group.has("ttft_ms") for group in pair]
     headings += [f"{name}: TTFT p50, ms" for name, known in zip(("paper", "paper-shuf"), timed, strict=True) if known]
-    table = Table("The paper's trace and its shuffled twin", headings)
+    table = Table("The paper's trace and its shuffled clone", headings)
     shared = [p for p in pair[0].policies if p in pair[1].policies and p != "none"]
     for policy in sorted(shared, key=lambda p: _SHOWN.index(p) if p in _SHOWN else len(_SHOWN)):
         row = [Entry(policy_words(policy))]

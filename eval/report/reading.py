@@ -35,6 +35,9 @@ __all__ = [
     "read_results",
 ]
 
+# Columns of schema 1 that had another name.
+_RENAMED = {"foretold_tokens": "predicted_tokens"}
+
 RESULTS = "results.jsonl"
 _SCHEMA = 1
 
@@ -216,7 +219,11 @@ def _run(entry: dict[str, Any], results: Results, seen: set[object]) -> str:
         engine=dict(entry.get("engine") or {}),
         warmup=int(entry.get("warmup", 0)),
         failures=int(entry.get("failures", 0)),
-        rows={name: values for name, values in entry["rows"].items() if values is None or isinstance(values, list)},
+        rows={
+            _RENAMED.get(name, name): values
+            for name, values in entry["rows"].items()
+            if values is None or isinstance(values, list)
+        },
         throughput=entry.get("throughput"),
         timeline=entry.get("timeline"),
         fallbacks=int(entry.get("fallbacks") or 0),

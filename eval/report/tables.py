@@ -59,11 +59,11 @@ def comparison_tables(suite: SuiteInfo, groups: Sequence[Group], baseline: str) 
 
 
 def _policies_table(suite: SuiteInfo, group: Group, baseline: str) -> Table:
-    timed, foretold = group.has("ttft_ms"), group.has("foretold_tokens")
+    timed, predicted = group.has("ttft_ms"), group.has("predicted_tokens")
     paper = paper_heading(suite, group.cell)
     headings = ["policy", CACHED.heading, "whole documents cached, mean"]
     headings += [*(f"TTFT {name}, ms" for name in ("p50", "mean", "p95", "p99"))] if timed else []
-    headings += ["foretold within a block, % of requests"] if foretold else []
+    headings += ["predicted within a block, % of requests"] if predicted else []
     lost = [name for name in ("failures", "fallbacks") if any(getattr(run, name) for run in group.runs())]
     headings += lost
     table = Table(group.label, [*headings, *paper])
@@ -73,8 +73,8 @@ def _policies_table(suite: SuiteInfo, group: Group, baseline: str) -> Table:
         if timed:
             row += [_compared(group, policy, baseline, metric) for metric in (TTFT_P50, TTFT_MEAN, TTFT_P95)]
             row.append(Entry(figure(group.value(policy, TTFT_P99))))
-        if foretold:
-            row.append(Entry(figure(_foretold(group, policy))))
+        if predicted:
+            row.append(Entry(figure(_predicted(group, policy))))
         row += [Entry(f"{sum(getattr(run, name) for run in group.runs(policy)):,}") for name in lost]
         row += [Entry(*beside) for beside in paper_beside(suite, group.cell, policy, baseline)]
         table.rows.append(row)
@@ -108,12 +108,12 @@ def _verdict(comparison: Comparison) -> str:
     return comparison.verdict if comparison.known else "too few requests"
 
 
-def _foretold(group: Group, policy: str) -> float | None:
-    """Of the requests, how many had their cached tokens foretold to within one block, in %."""
-    foretold, cached = group.values(policy, "foretold_tokens"), group.values(policy, "cached_tokens")
-    if len(foretold) != len(cached):
+def _predicted(group: Group, policy: str) -> float | None:
+    """Of the requests, how many had their cached tokens predicted to within one block, in %."""
+    predicted, cached = group.values(policy, "predicted_tokens"), group.values(policy, "cached_tokens")
+    if len(predicted) != len(cached):
         return None
-    errors = abs(foretold - cached)
+    errors = abs(predicted - cached)
     within = summary(100.0 * (errors[errors == errors] <= group.block_size))
     return within.mean if within else None
 
@@ -148,8 +148,8 @@ def detail_tables(suite: SuiteInfo, groups: Sequence[Group], baseline: str) -> l
         tables.append(_saved(groups))
     if suite.about("position", "moved_share", "displacement"):
         tables += [_positions(groups, baseline)] if few else [_by_cell(m.heading, groups, _value(m)) for m in _MOVED]
-    if suite.about("foretold_tokens", "staleness") and not few:
-        tables.append(_by_cell("Foretold to within one block, % of requests", groups, _foretold_entry))
+    if suite.about("predicted_tokens", "staleness") and not few:
+        tables.append(_by_cell("Predicted to within one block, % of requests", groups, _prediction_entry))
     return [table for table in tables if any(entry.text != "–" for row in table.rows for entry in row[table.labels :])]
 
 
@@ -171,8 +171,8 @@ def _value(metric: Metric) -> Callable[[Group, str], Entry]:
     return lambda group, policy: Entry(figure(group.value(policy, metric), metric.decimals))
 
 
-def _foretold_entry(group: Group, policy: str) -> Entry:
-    return Entry(figure(_foretold(group, policy)))
+def _prediction_entry(group: Group, policy: str) -> Entry:
+    return Entry(figure(_predicted(group, policy)))
 
 
 def _each(groups: Sequence[Group], make: Callable[[Group, str], list[Entry] | None]) -> list[list[Entry]]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ragorder.adapters.tier_stats import SOURCES, TIERS
+from ragorder.adapters.observing.tier_stats import SOURCES, TIERS
 from ragorder.eval.report.canvas import LINE, Picture, draw, style
 from ragorder.eval.report.reading import Cell, key_of
 from ragorder.eval.report.tables import Entry, Table

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ragorder.adapters.tier_stats import SOURCES
+from ragorder.adapters.observing.tier_stats import SOURCES
 
 if TYPE_CHECKING:
     import numpy as np

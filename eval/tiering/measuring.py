@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ragorder.adapters.tier_stats import Hits, fetch_hits
+from ragorder.adapters.observing.tier_stats import Hits, fetch_hits
 from ragorder.adapters.vllm_tiers import TierSettings
 from ragorder.eval.engines.base import EngineError, RequestError
 from ragorder.eval.engines.openai import OpenAIEngine

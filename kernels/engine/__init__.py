@@ -9,6 +9,7 @@ except ImportError as error:
     message = f"the embedded engine needs {error.name}: pip install 'ragorder[torch]'"
     raise ImportError(message, name=error.name) from error
 
+from ragorder.kernels.cache import TierTokens
 from ragorder.kernels.engine.engine import TieredEngine
 from ragorder.kernels.engine.loading import ModelLoadError
 from ragorder.kernels.engine.request import (
@@ -23,7 +24,6 @@ from ragorder.kernels.engine.request import (
 from ragorder.kernels.engine.settings import EngineSettings
 from ragorder.kernels.engine.stats import EngineStats
 from ragorder.kernels.engine.support import UnsupportedModelError
-from ragorder.kernels.tiers import TierTokens
 
 __all__ = [
     "Completion",

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from operator import index
 from typing import Any
 
+from ragorder.kernels.cache import segments_of
 from ragorder.kernels.engine.request import Request, RequestRefusedError
 from ragorder.kernels.engine.sequence import Sequence
-from ragorder.kernels.tiers import segments_of
 
 __all__ = ["Admission"]
 

@@ -14,6 +14,7 @@ from typing import Any, Self
 
 import torch
 
+from ragorder.kernels.cache import DiskSettings, KnowledgeCache, TierTokens
 from ragorder.kernels.engine.admission import Admission
 from ragorder.kernels.engine.adopted import AdoptedModel
 from ragorder.kernels.engine.attention import PagedLayers
@@ -29,8 +30,7 @@ from ragorder.kernels.engine.sequence import Sequence
 from ragorder.kernels.engine.settings import EngineSettings
 from ragorder.kernels.engine.stats import Counters, EngineStats
 from ragorder.kernels.paging import OutOfBlocksError
-from ragorder.kernels.tiers import DiskSettings, KnowledgeCache, TierTokens
-from ragorder.trie.profile import LINEAR, PrefillProfile
+from ragorder.kernels.profile import LINEAR, PrefillProfile
 
 __all__ = ["TieredEngine"]
 

@@ -14,7 +14,7 @@ import torch
 import transformers
 
 from ragorder.kernels.paging import KVShape
-from ragorder.trie.stores.hashing import digest_in_pieces, digest_threads
+from ragorder.kernels.store.hashing import digest_in_pieces, digest_threads
 
 __all__ = ["identity"]
 

@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from ragorder.kernels.tiers import TierTokens
+from ragorder.kernels.cache import TierTokens
 
 __all__ = ["Completion", "FinishReason", "Request", "RequestRefusedError", "Sampling", "TokenLogprobs", "Update"]
 

@@ -6,9 +6,9 @@ from bisect import insort
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 
+from ragorder.kernels.cache import KnowledgeCache
 from ragorder.kernels.engine.sequence import Sequence
 from ragorder.kernels.paging import OutOfBlocksError
-from ragorder.kernels.tiers import KnowledgeCache
 
 __all__ = ["Chunk", "Scheduler"]
 

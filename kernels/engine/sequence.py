@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from ragorder.kernels.cache import Lease, Segment, TierTokens
 from ragorder.kernels.engine.detokenize import TextStream
 from ragorder.kernels.engine.request import Completion, FinishReason, Request, TokenLogprobs, Update
-from ragorder.kernels.tiers import Lease, Segment, TierTokens
 
 __all__ = ["Sequence"]
 

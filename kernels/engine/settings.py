@@ -7,7 +7,7 @@ from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from ragorder.trie.replacement import POLICIES
+from ragorder.kernels.policies import POLICIES
 
 __all__ = ["EngineSettings"]
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from operator import add
 
+from ragorder.kernels.cache import CacheStats, TierTokens
 from ragorder.kernels.engine.request import Completion
-from ragorder.kernels.tiers import CacheStats, TierTokens
 
 __all__ = ["Counters", "EngineStats"]
 

@@ -229,8 +229,8 @@ def bench(
     The simulated engine counts cached tokens exactly and has no clock; the others measure time to first token as
     well. With --concurrency or --arrivals a second table shows how the run went along, tenth by tenth.
 
-    In the table, "moved" is how far a document stands from its retrieval rank, in places, on average; "foretold" is the
-    share of requests of which the policy predicted the cached tokens to within one block.
+    In the table, "moved" is how far a document stands from its retrieval rank, in places, on average; "predicted" is
+    the share of requests of which the policy predicted the cached tokens to within one block.
     """
     from ragorder.eval.arrivals import Arrivals
     from ragorder.eval.bench import DEFAULT_POLICIES, PYDOCS, Bench, EventsAddress, as_json, run_bench

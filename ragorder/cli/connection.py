@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from ragorder.adapters.http_server.errors import ProxyError
 from ragorder.adapters.proxy.app import PROBES
-from ragorder.adapters.proxy.errors import ProxyError
 
 __all__ = ["HEAD_LIMIT", "TimedConnection", "timed_connections"]
 

@@ -16,7 +16,7 @@ from ragorder.cli.measuring import Seeds, only_server_options
 from ragorder.cli.progress import progress_bar
 
 if TYPE_CHECKING:
-    from ragorder.trie.profile import PrefillProfile
+    from ragorder.kernels.profile import PrefillProfile
 
 __all__ = ["profile"]
 

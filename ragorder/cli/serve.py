@@ -193,15 +193,15 @@ def serve(
     engine_settings = {name: options.pop(name) for name in ENGINE_OPTIONS}
     in_process = check_engine(context) == "torch"
     try:
-        from ragorder.adapters.metrics import Metrics
-        from ragorder.adapters.observe import ObservedOrderer
+        from ragorder.adapters.observing.observed import ObservedOrderer
+        from ragorder.adapters.observing.prometheus import Metrics
         from ragorder.adapters.proxy import DocumentTemplate, TemplateError, Timeouts, Turns, make_app
         from ragorder.adapters.proxy.hosts import THIS_MACHINE
         from ragorder.adapters.proxy.pages import stats_routes
         from ragorder.cli.listening import address_of, is_loopback, listen, run_server
     except ImportError as error:
         raise click.ClickException(f"serving needs {error.name}: pip install 'ragorder[proxy]'") from None
-    from ragorder.adapters._server import AddressError
+    from ragorder.adapters.http_client import AddressError
 
     check_keys(context)
     if allow_host and api_key is not None:

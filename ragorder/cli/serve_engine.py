@@ -222,7 +222,7 @@ def _with_sizes(settings: Settings, worker: EngineWorker) -> Settings:
     """The settings, with what the engine keeps in the place of what nobody has said.
 
     What counts as cached is what device and host memory hold together: both are quick to reach. What is on the disk
-    alone is not foretold, and is found all the same.
+    alone is not predicted, and is found all the same.
     """
     engine, cache = worker.engine, worker.stats().cache
     known: dict[str, Any] = {"block_size": engine.block_size}

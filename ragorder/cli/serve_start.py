@@ -16,8 +16,8 @@ def settings_of_server(settings: Settings, upstream: str, api_key: str | None) -
 
     Raises AddressError for a malformed address.
     """
-    from ragorder.adapters._server import AddressError
-    from ragorder.adapters.vllm import ServerError, read_cache_config
+    from ragorder.adapters.http_client import AddressError
+    from ragorder.adapters.vllm.cache_config import ServerError, read_cache_config
 
     unknown = {"capacity_tokens", "block_size"} - settings.model_fields_set
     if not unknown:

@@ -13,7 +13,7 @@ from rich.text import Text
 from ragorder.cli.watching import show_figures, watch_options
 
 if TYPE_CHECKING:
-    from ragorder.adapters.stats import Stats
+    from ragorder.adapters.observing.stats import Stats
 
 __all__ = ["stats"]
 
@@ -46,8 +46,8 @@ def stats(url: str, api_key: str | None, prefill_rate: float | None, interval_s:
 
     In shadow mode documents are served in retrieval order, and it is said what ragorder's order would have saved.
     """
-    from ragorder.adapters.stats import fetch_stats
-    from ragorder.adapters.vllm import ServerError
+    from ragorder.adapters.observing.stats import fetch_stats
+    from ragorder.adapters.vllm.cache_config import ServerError
 
     try:
         show_figures(lambda: _Figures(fetch_stats(url, api_key=api_key), prefill_rate), interval_s, as_json)

@@ -16,8 +16,8 @@ from rich.text import Text
 from ragorder.cli.watching import show_figures, watch_options
 
 if TYPE_CHECKING:
-    from ragorder.adapters.tier_stats import Hits, TierFigures, TierStats
-    from ragorder.trie.stores import Survey
+    from ragorder.adapters.observing.tier_stats import Hits, TierFigures, TierStats
+    from ragorder.kernels.store import Survey
 
 __all__ = ["stats"]
 
@@ -53,7 +53,7 @@ def stats(
 
     A server's gauges are as of its last step: while it is idle they stay as they were.
     """
-    from ragorder.adapters._server import ServerError
+    from ragorder.adapters.http_client import ServerError
 
     if base_url is None and disk is None:
         raise click.UsageError("give --base-url, --disk or both")
@@ -67,7 +67,7 @@ class _Figures:
     """What the server and the folder say now."""
 
     def __init__(self, base_url: str | None, disk: Path | None, api_key: str | None) -> None:
-        from ragorder.adapters.tier_stats import fetch_tier_stats
+        from ragorder.adapters.observing.tier_stats import fetch_tier_stats
 
         self._server: TierStats | None = fetch_tier_stats(base_url, api_key=api_key) if base_url else None
         self._folder: Survey | None = _look_into(disk) if disk else None
@@ -88,7 +88,7 @@ class _Figures:
 
 
 def _look_into(folder: Path) -> Survey:
-    from ragorder.trie.stores import survey
+    from ragorder.kernels.store import survey
 
     try:
         found = survey(folder)

@@ -28,7 +28,7 @@ class _Pending(NamedTuple):
 class EventsResidency(LRUResidency):
     """The mirror of the block pool, corrected block by block by what the engine says of itself.
 
-    Events come late: for requests that the engine has not begun yet the mirror foretells what they will fill and what
+    Events come late: for requests that the engine has not begun yet the mirror predicts what they will fill and what
     they will displace. Everything else is as the events have it, whoever else uses the engine.
 
     `prefix_ids` are the tokens in front of the documents, `salt` is the `cache_salt` of the tenant's requests: blocks

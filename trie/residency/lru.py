@@ -185,7 +185,7 @@ class LRUResidency:
         return not node.blocks or (bool(node.stamp) and not node.missing)
 
     def correct(self, lease: Lease) -> int | None:
-        """The request found less than was foretold: others have used the engine. How many blocks are left of ours.
+        """The request found less than was predicted: others have used the engine. How many blocks are left of ours.
 
         Whatever was used before what it missed is gone as well. Its room is theirs: blocks that were used just now, and
         grow old like ours.

@@ -9,8 +9,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ragorder.adapters._server import ServerError
-from ragorder.adapters.tier_stats import TierFigures, TierStats, fetch_tier_stats
+from ragorder.adapters.http_client import ServerError
+from ragorder.adapters.observing.tier_stats import TierFigures, TierStats, fetch_tier_stats
 from ragorder.eval.tiering.chaos.damage import chunk_files, damage
 from ragorder.eval.tiering.chaos.load import Load
 from ragorder.eval.tiering.chaos.site import Site

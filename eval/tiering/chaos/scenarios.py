@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ragorder.adapters.tier_stats import TierStats
+from ragorder.adapters.observing.tier_stats import TierStats
 from ragorder.eval.tiering.chaos.cycles import latest_stats
 from ragorder.eval.tiering.chaos.damage import chunk_files
 from ragorder.eval.tiering.chaos.load import Load

@@ -1,0 +1,219 @@
+"""Whether the KV events of a server arrive here, seen by the blocks of a prompt of our own."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+from ragorder.adapters.doctor.finding import Finding
+from ragorder.adapters.http_client import ServerError, live_extra, printable
+from ragorder.adapters.vllm.event_reader import LARGEST_MESSAGE_BYTES
+
+__all__ = ["Events", "check_events"]
+
+_END = (-1).to_bytes(8, "big", signed=True)
+_FAR_AWAY = 1 << 62
+_HEAD_TOKENS = 16
+_LONGEST_WAIT_S = 10.0
+_HANDSHAKE_S = 3.0
+_FIRST_PATIENCE_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Events:
+    """Where a server publishes its KV events: ZMQ endpoints like tcp://HOST:5557, as seen from here."""
+
+    endpoint: str
+    replay_endpoint: str | None = None
+    topic: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Heard:
+    """`connected`: somebody publishes. `batch` (None: none did), `rank` and `topic` of what told of our prompt."""
+
+    connected: bool
+    batch: int | None = None
+    rank: int = 0
+    topic: str = ""
+
+
+def check_events(
+    events: Events | None, host: str, engines: int, serve: Callable[[], Sequence[int]], timeout_s: float
+) -> list[Finding]:
+    """Listen to the events of a server's engines while `serve` has prompts computed (it returns their tokens, other
+    ones each time), and ask for one of them to be replayed.
+
+    `host` is the server's, for the advice. Waits `timeout_s` seconds at each endpoint, and no longer than 10. Raises
+    ImportError without ragorder[live].
+    """
+    if events is None:
+        found = "not asked for: which documents are still cached is reckoned from an LRU mirror of the block pool"
+        return [Finding("KV events", "unknown", found, _how_to_publish(host, engines))]
+    timeout_s = min(timeout_s, _LONGEST_WAIT_S)
+    try:
+        heard = _listen([_of_rank(events.endpoint, rank) for rank in range(engines)], serve, timeout_s)
+    except ServerError as error:
+        return [Finding("KV events", "unknown", str(error), "see to the request first, then check the events again")]
+    except ValueError as error:
+        return [_no_endpoint("KV events", events.endpoint, error)]
+    return [
+        _judge(events, heard, _how_to_publish(host, engines), timeout_s),
+        _check_replay(events, heard, timeout_s),
+    ]
+
+
+def _judge(events: Events, heard: _Heard, how_to_publish: str, timeout_s: float) -> Finding:
+    at = printable(events.endpoint)
+    if not heard.connected:
+        return Finding("KV events", "bad", f"nobody publishes at {at}", how_to_publish)
+    if heard.batch is None:
+        found = f"{at} told nothing of the prompts that were computed within {timeout_s:g} s"
+        return Finding("KV events", "bad", found, f"give this server's own endpoint; {how_to_publish}")
+    topic = printable(heard.topic)
+    if not heard.topic.startswith(events.topic):
+        advice = f'subscribe to it with --events-topic "{topic}", or start the server with your topic'
+        return Finding("KV events", "bad", f'{at} publishes under the topic "{topic}"', advice)
+    at = printable(_of_rank(events.endpoint, heard.rank))
+    return Finding("KV events", "good", f"{at} told of the blocks of a test prompt, topic {topic!r}")
+
+
+def _check_replay(events: Events, heard: _Heard, timeout_s: float) -> Finding:
+    if events.replay_endpoint is None:
+        found = "no replay endpoint given: events that are missed once are missed for good"
+        advice = "give the replay_endpoint of the server's --kv-events-config as --replay-endpoint"
+        return Finding("event replay", "unknown", found, advice)
+    endpoint = _of_rank(events.replay_endpoint, heard.rank)
+    at = printable(endpoint)
+    try:
+        replayed = _hear_again(endpoint, heard.batch, timeout_s)
+    except ValueError as error:
+        return _no_endpoint("event replay", endpoint, error)
+    if replayed is None:
+        advice = "give the replay_endpoint of the server's --kv-events-config, as it is reached from here"
+        return Finding("event replay", "bad", f"nobody answers at {at}", advice)
+    if not replayed:
+        advice = "give this server's own replay endpoint, and raise buffer_steps in its --kv-events-config"
+        return Finding("event replay", "bad", f"{at} does not have the batch that was published last", advice)
+    if heard.batch is None:
+        return Finding("event replay", "unknown", f"{at} answers, but there was no event to ask for", "see KV events")
+    return Finding("event replay", "good", f"{at} repeats what was published")
+
+
+def _no_endpoint(check: str, endpoint: str, error: ValueError) -> Finding:
+    advice = "give it as tcp://HOST:PORT, with the server's host name instead of *"
+    return Finding(check, "bad", f"{printable(endpoint)} is no endpoint to connect to ({error})", advice)
+
+
+def _how_to_publish(host: str, engines: int) -> str:
+    config: dict[str, Any] = {"enable_kv_cache_events": True, "publisher": "zmq"}
+    if host in ("127.0.0.1", "localhost", "::1") and engines == 1:
+        # vLLM binds a tcp endpoint for events on every interface, or not at all.
+        endpoint, replay_endpoint = "ipc:///tmp/vllm-events", "tcp://127.0.0.1:5657"
+        kept = "keep them to this machine, and use tcp://*:5557 only for a server in a container"
+    else:
+        # Data-parallel ranks count the ports up.
+        endpoint, replay_endpoint = "tcp://*:5557", "tcp://*:5657"
+        kept = "keep these ports to a private network"
+    config |= {"endpoint": endpoint, "replay_endpoint": replay_endpoint}
+    host = f"[{host}]" if ":" in host else host
+    return (
+        f"start vLLM with --enable-prefix-caching --kv-events-config '{json.dumps(config)}' and look there with "
+        f"--events-endpoint {endpoint.replace('*', host)} --replay-endpoint {replay_endpoint.replace('*', host)}; "
+        f"events carry the tokens of every prompt: {kept}"
+    )
+
+
+def _of_rank(endpoint: str, rank: int) -> str:
+    """Where the engine of a data-parallel rank publishes: vLLM counts the port up."""
+    address, _, port = endpoint.rpartition(":")
+    return f"{address}:{int(port) + rank}" if endpoint.startswith("tcp://") and port.isdecimal() else endpoint
+
+
+def _listen(endpoints: Sequence[str], serve: Callable[[], Sequence[int]], timeout_s: float) -> _Heard:
+    deadline = time.monotonic() + timeout_s
+    with _socket("SUB", endpoints) as (zmq, socket, shaken):
+        # All topics: a wrong one can then be told from silence.
+        socket.setsockopt(zmq.SUBSCRIBE, b"")
+        if not shaken.poll(int(1000 * min(_HANDSHAKE_S, timeout_s))):
+            return _Heard(connected=False)
+        prompts: list[list[int]] = []
+        patience_s = _FIRST_PATIENCE_S
+        # More than one prompt: the subscription may reach the publisher later than the first prompt its engine.
+        while time.monotonic() < deadline:
+            prompts.append(list(serve()))
+            served = time.monotonic()
+            for frames in _frames(socket, min(served + patience_s, max(deadline, served + 1))):
+                # Whatever else is published there.
+                with suppress(Exception):
+                    topic, number, payload = frames
+                    stored, rank = _stored(payload)
+                    if len(number) == 8 and any(_begins(prompt, stored) for prompt in prompts):
+                        return _Heard(True, int.from_bytes(number, "big"), rank, topic.decode("utf-8", "replace"))
+            patience_s *= 2
+    return _Heard(connected=True)
+
+
+def _hear_again(endpoint: str, batch: int | None, timeout_s: float) -> bool | None:
+    """Whether a batch was replayed (without one: whether there was any answer); None if nobody answered."""
+    with _socket("DEALER", [endpoint]) as (_, socket, _shaken):
+        wanted = (_FAR_AWAY if batch is None else batch).to_bytes(8, "big")
+        socket.send_multipart([b"", wanted])
+        for frames in _frames(socket, time.monotonic() + timeout_s):
+            # Frames are [b"", topic, number, payload].
+            number = frames[-2] if len(frames) > 1 else b""
+            if number in (wanted, _END):
+                return number == wanted or batch is None
+    return None
+
+
+@contextmanager
+def _socket(kind: str, endpoints: Sequence[str]) -> Iterator[tuple[Any, Any, Any]]:
+    """zmq, a socket at the endpoints, and one that has a message once somebody there has shaken hands."""
+    try:
+        import msgspec  # noqa: F401
+        import zmq
+    except ImportError as error:
+        raise live_extra(error) from error
+    context = zmq.Context()
+    try:
+        socket = context.socket(getattr(zmq, kind))
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.MAXMSGSIZE, LARGEST_MESSAGE_BYTES)
+        shaken = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        for endpoint in dict.fromkeys(endpoints):
+            socket.connect(endpoint)
+        yield zmq, socket, shaken
+    except zmq.ZMQError as error:
+        raise ValueError(str(error)) from None
+    finally:
+        context.destroy(linger=0)
+
+
+def _frames(socket: Any, deadline: float) -> Iterator[list[bytes]]:
+    while (left := deadline - time.monotonic()) > 0:
+        if socket.poll(int(1000 * left) + 1):
+            yield socket.recv_multipart()
+
+
+def _stored(payload: bytes) -> tuple[list[int], int]:
+    """The tokens of all blocks that a batch stores, and the rank of its engine."""
+    import msgspec
+
+    _, events, *rest = msgspec.msgpack.decode(payload)
+    tokens: list[int] = []
+    for event in events:
+        # Events come as maps; from SGLang and from older vLLM as arrays.
+        kind = event["type"] if isinstance(event, dict) else event[0]
+        if kind == "BlockStored":
+            tokens += event["token_ids"] if isinstance(event, dict) else event[3]
+    return tokens, rest[0] if rest and isinstance(rest[0], int) else 0
+
+
+def _begins(prompt: list[int], stored: list[int]) -> bool:
+    head = prompt[:_HEAD_TOKENS]
+    return any(stored[start : start + len(head)] == head for start in range(len(stored) - len(head) + 1))

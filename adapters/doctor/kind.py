@@ -1,0 +1,60 @@
+"""What answers at an address, where it can be told: advice for vLLM helps vLLM and SGLang alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any, Literal
+
+from ragorder.adapters.doctor.finding import Finding
+from ragorder.adapters.http_client import Server, ServerError
+
+__all__ = ["Kind", "for_kind", "kind_of"]
+
+Kind = Literal["engine", "proxy", "embedded", "other"]
+"""vLLM, SGLang or what cannot be told; ragorder serve; its own engine; a server that says that it is another one."""
+
+_ENGINES = ("vllm", "sglang", "")
+_BEHIND = "ask the server behind it: ragorder doctor with the URL that `ragorder serve` has as --upstream"
+_OTHER = {
+    "prefix caching": "switch on the server's prefix cache: without one, no order of the documents saves anything",
+    "capacity": "give the orderer what you know of the server's cache (RAGORDER_CAPACITY_TOKENS, RAGORDER_BLOCK_SIZE)",
+    "cached tokens": "if the server can report usage.prompt_tokens_details.cached_tokens, let it",
+    "KV events": "leave them out: vLLM and SGLang publish them",
+}
+
+
+def kind_of(server: Server, models: Iterable[dict[str, Any]]) -> Kind:
+    """What the server is, by what it lists of its models and by the proxy's own route."""
+    owners = {owner.lower() for model in models if isinstance(owner := model.get("owned_by", ""), str)}
+    if "ragorder" in owners:
+        return "embedded"
+    try:
+        server.get_json("/ragorder/health")
+    except ServerError:
+        return "other" if owners and owners.isdisjoint(_ENGINES) else "engine"
+    return "proxy"
+
+
+def for_kind(kind: Kind, findings: list[Finding]) -> list[Finding]:
+    """The findings, with advice that fits what answers."""
+    if kind == "engine":
+        return findings
+    return [_fitting(kind, finding) for finding in findings]
+
+
+def _fitting(kind: Kind, finding: Finding) -> Finding:
+    check = finding.check
+    if kind == "proxy":
+        if check == "server":
+            return replace(finding, found=f"{finding.found}; this is ragorder serve", advice=finding.advice or _BEHIND)
+        if check == "capacity":
+            return replace(finding, found="this is ragorder serve, whose /metrics are its own", advice=_BEHIND)
+        return replace(finding, advice=_BEHIND) if finding.advice and check in _OTHER else finding
+    if kind == "embedded" and finding.verdict == "unknown" and check in ("capacity", "KV events"):
+        found = {"capacity": "ragorder's own engine knows it itself", "KV events": "ragorder's own engine needs none"}
+        return replace(finding, verdict="good", found=found[check], advice="")
+    if not finding.advice or check not in _OTHER:
+        return finding
+    known = "the server does not say how large its cache is" if check == "capacity" else finding.found
+    return replace(finding, found=known if finding.verdict == "unknown" else finding.found, advice=_OTHER[check])

@@ -1,0 +1,198 @@
+"""Where two prompts part, and whether what they part over changes with every request."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ragorder.adapters.doctor.finding import Finding, Verdict
+from ragorder.adapters.http_client import Server, ServerError, printable
+
+__all__ = ["PromptSample", "check_samples"]
+
+PromptSample = str | Sequence[Mapping[str, Any]]
+"""A prompt as text, or as chat messages."""
+
+_FIRST_WHAT_STAYS = (
+    "put what all requests have in common first, the same to the letter: instructions, documents, then the question"
+)
+_INTO_THE_QUESTION = "move it behind the documents, into the question"
+_MONTH = r"(?:jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[a-z]*\.?"
+# What it is, how to recognise it, what to do about it. The first that covers the parting counts.
+_KINDS = [
+    (kind, re.compile(pattern, re.IGNORECASE | re.MULTILINE), remedy)
+    for kind, pattern, remedy in [
+        ("a UUID", r"\b[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\b", _INTO_THE_QUESTION),
+        ("a date", r"\b\d{4}[-/.]\d{1,2}[-/.]\d{1,2}(?:[T ]\d{1,2}:\d{2}[\d:.+Z]*)?", _INTO_THE_QUESTION),
+        ("a date", r"\b\d{1,2}[-/.]\d{1,2}[-/.](?:\d{4}|\d{2})\b", _INTO_THE_QUESTION),
+        ("a date", rf"\b{_MONTH} \d{{1,2}}(?:st|nd|rd|th)?,? \d{{4}}\b", _INTO_THE_QUESTION),
+        ("a date", rf"\b\d{{1,2}}(?:st|nd|rd|th|\.)? {_MONTH},? \d{{4}}\b", _INTO_THE_QUESTION),
+        ("a day of the week", r"\b(?:mon|tues|wednes|thurs|fri|satur|sun)day\b", _INTO_THE_QUESTION),
+        ("a clock time", r"\b\d{1,2}:\d{2}(?::\d{2})?(?:\.\d+)?\b", _INTO_THE_QUESTION),
+        (
+            "a retrieval score",
+            r"\b(?:score|relevance|similarity|distance)\b\W{0,4}-?\d*\.?\d+",
+            "leave scores out of the document headers",
+        ),
+        (
+            "a number in a document's header (a rank or position, unless it is the document's id)",
+            r"^[ \t]*(?:[\[(<#*]*[ \t]*(?:document|doc|passage|source|context|chunk|result|rank|reference)\b"
+            r"[ \t]*(?:no\.?|number|index)?[ \t]*[#:=\"'\[(]*[ \t]*\d{1,3}\b|[\[(#]\d{1,3}\b|\d{1,3}[.):])",
+            'head each document with its id: PromptBuilder(document_template="[{id}]\\n{text}\\n\\n")',
+        ),
+        ("a time stamp", r"\b1[5-9]\d{8}(?:\d{3})?\b", _INTO_THE_QUESTION),
+        ("an id", r"\b(?=[0-9a-f]*\d)[0-9a-f]{8,}\b", _INTO_THE_QUESTION),
+        (
+            "a user, session or request",
+            r"\b(?:user|customer|client|tenant|account|session|request|trace|conversation)(?:[ _-]?(?:id|name))?"
+            r"[\"']?[ \t]*[:=][ \t]*(?:[\w.@+'\"-]+[ \t]*){1,3},?$",
+            _INTO_THE_QUESTION,
+        ),
+    ]
+]
+_REACH = 200
+_USUAL_BLOCK = 16
+_CHARACTERS_A_TOKEN = 4
+_BEFORE, _AFTER = 14, 26
+
+
+@dataclass(frozen=True, slots=True)
+class _Parting:
+    """Where two prompts part. `kind` is what varies there, `remedy` what to do about it; "" if it is nothing known."""
+
+    characters: int
+    in_system: bool
+    before_documents: bool | None
+    kind: str
+    remedy: str
+    excerpts: tuple[str, str]
+
+
+def check_samples(
+    server: Server,
+    model: str | None,
+    samples: tuple[PromptSample, PromptSample],
+    block_size: int | None,
+    document_marker: str | None,
+) -> list[Finding]:
+    """What two prompts share, in tokens of the server's own tokenizer, and what they part over.
+
+    The first `document_marker` in a prompt is where its documents begin.
+    """
+    parting = _part(*samples, document_marker)
+    if parting is None:
+        advice = "give prompts of two different requests"
+        return [Finding("shared prefix", "unknown", "the two prompts are the same", advice)]
+    shared, unit = _shared_tokens(server, model, samples), "tokens"
+    if shared is None:
+        shared, unit = parting.characters // _CHARACTERS_A_TOKEN, "tokens (estimated: the server did not tokenise them)"
+    block = block_size or _USUAL_BLOCK
+    assumed = "" if block_size else " (assumed)"
+    found = f"the prompts share {shared:,} {unit}, {shared // block:,} whole blocks of {block}{assumed}"
+    findings = [_judge_prefix(parting, found, shared < block), _judge_parting(parting, shared < block)]
+    if document_marker is not None and parting.before_documents is None:
+        advice = "give --document-marker as it stands in front of the first document of both prompts"
+        findings.append(Finding("document marker", "unknown", "it is not in both prompts", advice))
+    return findings
+
+
+def _judge_prefix(parting: _Parting, found: str, too_short: bool) -> Finding:
+    check, found = "shared prefix", found + ", and part inside the system prompt" * parting.in_system
+    if parting.before_documents:
+        return Finding(check, "bad", f"{found}: in front of the documents, which are never reused", _FIRST_WHAT_STAYS)
+    if parting.before_documents is False:
+        return Finding(check, "good", f"{found}: not before the documents begin")
+    if not (too_short or parting.in_system):
+        return Finding(check, "good", found)
+    found += ": nothing of one is reused for the other" * too_short
+    # Two good prompts with different documents may share no more than a short instruction.
+    advice = f"unless the documents begin there (--document-marker says where), {_FIRST_WHAT_STAYS}"
+    return Finding(check, "bad" if parting.kind else "warning", found, advice)
+
+
+def _judge_parting(parting: _Parting, too_short: bool) -> Finding:
+    check, (one, other) = "volatile text", parting.excerpts
+    found = f'the prompts part at "{one}" and "{other}"'
+    if not parting.kind:
+        return Finding(check, "good", f"{found}, where no date, id or rank stands")
+    # Text of the documents may hold anything; their headers should not hold this.
+    if parting.before_documents is False and parting.remedy == _INTO_THE_QUESTION:
+        return Finding(check, "good", f"{found}: {parting.kind}, in a document or behind the documents")
+    verdict: Verdict = "warning"
+    if parting.before_documents or (parting.before_documents is None and (too_short or parting.in_system)):
+        verdict = "bad"
+    condition = "" if parting.before_documents else "unless it is part of a document's text, "
+    return Finding(check, verdict, f"{found}: {parting.kind}", condition + parting.remedy)
+
+
+def _shared_tokens(server: Server, model: str | None, samples: Sequence[PromptSample]) -> int | None:
+    """Tokens in which both prompts begin; None if the server does not tokenise them."""
+    tokens = []
+    for sample in samples:
+        form = "prompt" if isinstance(sample, str) else "messages"
+        body = {form: sample if isinstance(sample, str) else list(sample)} | ({"model": model} if model else {})
+        try:
+            answer = server.post_json("/tokenize", body)
+        except ServerError:
+            return None
+        ids = answer.get("tokens") if isinstance(answer, dict) else None
+        if not isinstance(ids, list):
+            return None
+        tokens.append(ids)
+    return _common(*tokens)
+
+
+def _common(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """How many items both begin with."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((place for place, (mine, theirs) in pairs if mine != theirs), min(len(one), len(other)))
+
+
+def _part(first: PromptSample, second: PromptSample, marker: str | None) -> _Parting | None:
+    (text, system), (other, other_system) = _as_text(first), _as_text(second)
+    if text == other:
+        return None
+    at = _common(text, other)
+    kind, remedy = _recognise(text, at)
+    if not kind:
+        kind, remedy = _recognise(other, at)
+    places = [text.find(marker), other.find(marker)] if marker else [-1]
+    before = at < min(places) if min(places) >= 0 else None
+    excerpts = (_excerpt(text, at), _excerpt(other, at))
+    return _Parting(at, at < max(system, other_system), before, kind, remedy, excerpts)
+
+
+def _recognise(text: str, at: int) -> tuple[str, str]:
+    # From a line's beginning on, where there is one within reach: headers are recognised by it.
+    start = max(0, at - _REACH, text.rfind("\n", max(0, at - _REACH), at) + 1)
+    window = text[start : at + _REACH]
+    for kind, pattern, remedy in _KINDS:
+        if any(match.start() <= at - start < match.end() for match in pattern.finditer(window)):
+            return kind, remedy
+    return "", ""
+
+
+def _excerpt(text: str, at: int) -> str:
+    return printable(text[max(0, at - _BEFORE) : at])[-_BEFORE:] + printable(text[at : at + _AFTER])[:_AFTER]
+
+
+def _as_text(sample: PromptSample) -> tuple[str, int]:
+    """A prompt as one text, and where its system prompt ends in it (0: it has none)."""
+    if isinstance(sample, str):
+        return sample, 0
+    parts, length, system = [], 0, 0
+    for message in sample:
+        part = f"<{message.get('role')}>\n{_content(message.get('content'))}\n"
+        parts.append(part)
+        length += len(part)
+        if message.get("role") in ("system", "developer") and len(parts) == 1:
+            system = length - 1
+    return "".join(parts), system
+
+
+def _content(content: Any) -> str:
+    if isinstance(content, list):
+        return "\n".join(str(part.get("text", "")) if isinstance(part, dict) else str(part) for part in content)
+    return "" if content is None else str(content)

@@ -1,0 +1,252 @@
+"""An orderer that is watched: what each request was predicted, what it got, and what the other order would have had."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from copy import copy, deepcopy
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from ragorder.batch import Batch
+from ragorder.orderer import Orderer
+from ragorder.ordering import Ordering, RequestOutcome
+from ragorder.settings import Settings
+
+__all__ = ["Observation", "ObservedOrderer", "Watcher"]
+
+D = TypeVar("D")
+
+_logger = logging.getLogger("ragorder")
+_PLAIN = {"max_displacement": 0, "keep_first": 0, "keep_last": 0, "keep_groups": False}
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """One request as it was ordered. Nothing in it tells of a document or of a tenant.
+
+    `ordered_tokens` are the cached tokens predicted for ragorder's order, `retrieval_tokens` those for retrieval order
+    (None: nobody compares); the engine is given the one or, in shadow mode, the other. `documents_end` are the prompt's
+    tokens up to the end of the documents. `order_s` is how long ragorder's order took, `displacement` the mean of the
+    positions by which it moves a document.
+    """
+
+    shadow: bool
+    documents: int
+    documents_end: int
+    ordered_tokens: int | None
+    retrieval_tokens: int | None
+    displacement: float
+    order_s: float
+    fallback: bool
+
+    @property
+    def predicted_tokens(self) -> int:
+        """The cached tokens predicted for the order that the engine is given."""
+        return (self.retrieval_tokens if self.shadow else self.ordered_tokens) or 0
+
+
+class Watcher(Protocol):
+    """Is told of every request. It is called in the serving path: it must be quick."""
+
+    def ordered(self, observation: Observation) -> Callable[[RequestOutcome], None]:
+        """A request was ordered. What it returns is called once, when the request is settled.
+
+        A watcher that has a method `watch` is given the `ObservedOrderer` by it, once.
+        """
+
+
+class ObservedOrderer:
+    """Wraps an `Orderer` and tells watchers what it does. Orders as the wrapped one does. An error of a watcher does
+    not reach the caller; the first is logged.
+
+    With `compare` a second orderer follows what the cache would hold if nobody ordered anything: what was saved is the
+    difference. In `shadow` mode it is the other way round: documents are served in retrieval order, and ragorder's
+    order is computed and scored on a cache of its own. Either takes about as long as ordering itself. The order that is
+    not served is predicted by a mirror of a least recently used cache; the served one has the orderer's own residency,
+    which in shadow mode is such a mirror with feedback. What the engine's reports tell of the served order corrects the
+    other's mirror as well: lengths of prefix and documents, and room that others took.
+    """
+
+    def __init__(
+        self, orderer: Orderer, watchers: Iterable[Watcher] = (), *, shadow: bool = False, compare: bool = True
+    ) -> None:
+        self.shadow = shadow
+        self._watchers = tuple(watchers)
+        self._orderer = orderer.clone(**_PLAIN) if shadow else orderer
+        self._other: Orderer | None = None
+        if shadow:
+            self._other = orderer.clone()
+        elif compare:
+            self._other = orderer.clone(**_PLAIN)
+        self._own = orderer
+        self._failed = False
+        for watcher in self._watchers:
+            if (watch := getattr(watcher, "watch", None)) is not None:
+                watch(self)
+
+    @property
+    def settings(self) -> Settings:
+        """The settings of the wrapped orderer."""
+        return self._own.settings
+
+    @property
+    def degraded(self) -> tuple[str, ...]:
+        """What the wrapped orderer has to do without."""
+        return self._own.degraded
+
+    def degrade(self, reason: str) -> None:
+        """As `Orderer.degrade`."""
+        self._own.degrade(reason)
+
+    def __copy__(self) -> ObservedOrderer:
+        return self._around(copy(self._own))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ObservedOrderer:
+        return self._around(deepcopy(self._own, memo))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Watchers have locks, sockets and registries, which stay with this process.
+        return _unwatched, (self._own, self.shadow, self._other is not None)
+
+    def _around(self, orderer: Orderer) -> ObservedOrderer:
+        return ObservedOrderer(orderer, self._watchers, shadow=self.shadow, compare=self._other is not None)
+
+    def __repr__(self) -> str:
+        return f"ObservedOrderer({self._own!r}, shadow={self.shadow})"
+
+    @property
+    def fallbacks(self) -> int:
+        """Internal errors so far, of the served order and of ragorder's."""
+        return sum(orderer.fallbacks for orderer in {self._orderer, self._ours})
+
+    @property
+    def tree_size(self) -> int:
+        """Nodes in the knowledge trees of ragorder's order."""
+        return self._ours.tree_size
+
+    @property
+    def evicted_blocks(self) -> int:
+        """KV blocks that ragorder's order was counted to have lost so far."""
+        return self._ours.evicted_blocks
+
+    def order(
+        self,
+        documents: Iterable[D],
+        *,
+        waiting: Sequence[Iterable[D]] = (),
+        scope: Hashable = None,
+        suffix_tokens: int | None = None,
+        prefix_tokens: int | None = None,
+    ) -> Ordering[D]:
+        """As `Orderer.order`; in shadow mode the documents stay in retrieval order."""
+        given = list(documents)
+        options: dict[str, Any] = {"scope": scope, "suffix_tokens": suffix_tokens, "prefix_tokens": prefix_tokens}
+        waiting = [list(others) for others in waiting]
+        return self._watch(
+            lambda orderer: orderer.order(given, waiting=() if orderer is self._plain else waiting, **options)
+        )
+
+    def order_batch(
+        self,
+        requests: Iterable[Iterable[D]],
+        *,
+        scope: Hashable = None,
+        suffix_tokens: int | None = None,
+        max_wait: int | None = None,
+    ) -> Batch[D]:
+        """As `Orderer.order_batch`; in shadow mode requests and documents stay where they are."""
+        given = [list(documents) for documents in requests]
+        options: dict[str, Any] = {"scope": scope, "suffix_tokens": suffix_tokens}
+
+        def plan(orderer: Orderer) -> Batch[D]:
+            return orderer.order_batch(given, max_wait=0 if orderer is self._plain else max_wait, **options)
+
+        batches = {id(orderer): plan(orderer) for orderer in (self._orderer, self._other) if orderer is not None}
+        served = batches[id(self._orderer)]
+        return Batch(served.indices, lambda place: self._watch(lambda orderer: batches[id(orderer)][place]))
+
+    def preview(
+        self, documents: Iterable[D], *, waiting: Sequence[Iterable[D]] = (), scope: Hashable = None
+    ) -> list[D]:
+        """As `Orderer.preview`; in shadow mode the documents stay in retrieval order. Watchers are not told."""
+        waiting = () if self.shadow else waiting
+        return self._orderer.preview(documents, waiting=waiting, scope=scope)
+
+    def predict_cached_tokens(
+        self, documents: Iterable[D], *, scope: Hashable = None, prefix_tokens: int | None = None
+    ) -> tuple[int, int]:
+        """As `Orderer.predict_cached_tokens`, of the order that is served."""
+        return self._orderer.predict_cached_tokens(documents, scope=scope, prefix_tokens=prefix_tokens)
+
+    def holds_prefix(self, *, scope: Hashable = None) -> bool:
+        """As `Orderer.holds_prefix`."""
+        return self._orderer.holds_prefix(scope=scope)
+
+    def fall_back(self, documents: Iterable[D], error: Exception) -> Ordering[D]:
+        """As `Orderer.fall_back`."""
+        return self._watch(lambda orderer: orderer.fall_back(documents, error), compare=False)
+
+    def close(self) -> None:
+        """Close the wrapped orderer."""
+        self._own.close()
+
+    @property
+    def _ours(self) -> Orderer:
+        return self._other if self.shadow and self._other else self._orderer
+
+    @property
+    def _plain(self) -> Orderer | None:
+        return self._orderer if self.shadow else self._other
+
+    def _watch(self, order: Callable[[Orderer], Ordering[D]], *, compare: bool = True) -> Ordering[D]:
+        start = time.perf_counter()
+        served = order(self._orderer)
+        between = time.perf_counter()
+        try:
+            other = order(self._other) if compare and self._other is not None else None
+            end = time.perf_counter()
+            ours, plain = (other, served) if self.shadow else (served, other)
+            observation = Observation(
+                shadow=self.shadow,
+                documents=len(served.documents),
+                documents_end=served.documents_end,
+                ordered_tokens=None if ours is None else ours.cached_tokens,
+                retrieval_tokens=None if plain is None else plain.cached_tokens,
+                displacement=0.0 if ours is None else ours.displacement,
+                order_s=end - between if self.shadow else between - start,
+                fallback=(served if ours is None else ours).fallback,
+            )
+            settlers = [watcher.ordered(observation) for watcher in self._watchers]
+        except Exception as error:
+            self._report(error)
+            return served
+        served.add_done_callback(lambda outcome: self._settle(outcome, other, settlers))
+        return served
+
+    def _settle(
+        self, outcome: RequestOutcome, other: Ordering[Any] | None, settlers: Iterable[Callable[[RequestOutcome], None]]
+    ) -> None:
+        try:
+            if other is not None and outcome.served:
+                other.confirm(total_tokens=outcome.total_tokens)
+            elif other is not None:
+                other.discard()
+            for settle in settlers:
+                settle(outcome)
+        except Exception as error:
+            self._report(error)
+
+    def _report(self, error: Exception) -> None:
+        if self._own.settings.strict:
+            raise error
+        if not self._failed:
+            self._failed = True
+            _logger.warning("watching the orderer failed with %s: later failures are not told", type(error).__name__)
+
+
+def _unwatched(orderer: Orderer, shadow: bool, compare: bool) -> ObservedOrderer:
+    observed = ObservedOrderer(orderer, shadow=shadow, compare=compare)
+    observed.degrade("an unpickled ObservedOrderer has no watchers: give it some in this process")
+    return observed

@@ -1,0 +1,55 @@
+"""OpenTelemetry spans of an orderer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ragorder.adapters.observing.observed import Observation
+from ragorder.ordering import RequestOutcome
+
+__all__ = ["Tracing"]
+
+
+class Tracing:
+    """A watcher for `ObservedOrderer` that makes two spans of a request, children of the current one: `ragorder.order`,
+    as long as ordering took, and `ragorder.settle`, linked to it, with what the engine reported. They tell numbers
+    only, nothing of a document or of a tenant.
+
+    `tracer` is an `opentelemetry.trace.Tracer`, by default that of the application's tracer provider. Raises
+    ImportError without ragorder[otel].
+    """
+
+    def __init__(self, tracer: Any = None) -> None:
+        try:
+            from opentelemetry import trace
+        except ImportError as error:
+            raise ImportError("Tracing needs opentelemetry-api: pip install 'ragorder[otel]'") from error
+        self._trace = trace
+        self._tracer = trace.get_tracer("ragorder") if tracer is None else tracer
+
+    def ordered(self, observation: Observation) -> Callable[[RequestOutcome], None]:
+        """See `Watcher`."""
+        end_ns = time.time_ns()
+        attributes = {
+            "ragorder.shadow": observation.shadow,
+            "ragorder.documents": observation.documents,
+            "ragorder.predicted_cached_tokens": observation.predicted_tokens,
+            "ragorder.displacement": observation.displacement,
+            "ragorder.fallback": observation.fallback,
+        }
+        start_ns = end_ns - round(observation.order_s * 1e9)
+        span = self._tracer.start_span("ragorder.order", attributes=attributes, start_time=start_ns)
+        span.end(end_ns)
+        link = self._trace.Link(span.get_span_context())
+        return lambda outcome: self._settled(outcome, link)
+
+    def _settled(self, outcome: RequestOutcome, link: Any) -> None:
+        reported = {
+            "ragorder.reported_cached_tokens": outcome.cached_tokens,
+            "ragorder.prompt_tokens": outcome.prompt_tokens,
+        }
+        attributes = {name: int(tokens) for name, tokens in reported.items() if tokens is not None}
+        attributes["ragorder.served"] = outcome.served
+        self._tracer.start_span("ragorder.settle", attributes=attributes, links=[link]).end()

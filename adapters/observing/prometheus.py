@@ -1,0 +1,150 @@
+"""Prometheus metrics of an orderer: in a registry of their own, or in the application's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Protocol
+from weakref import WeakSet
+
+from ragorder.adapters.observing.observed import Observation
+from ragorder.ordering import RequestOutcome
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+    from prometheus_client.metrics_core import Metric
+
+__all__ = ["Metrics"]
+
+_ORDER_S = (10e-6, 25e-6, 50e-6, 100e-6, 200e-6, 500e-6, 1e-3, 2e-3, 5e-3, 10e-3, 50e-3)
+_POSITIONS = (0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0)
+_MAX_TOKENS = 1 << 32
+
+
+class Counted(Protocol):
+    """What is read of an orderer when somebody asks for the metrics."""
+
+    shadow: bool
+
+    @property
+    def tree_size(self) -> int: ...
+
+    @property
+    def evicted_blocks(self) -> int: ...
+
+
+class Metrics:
+    """A watcher for `ObservedOrderer` that counts in Prometheus' terms. No label tells of a document or of a tenant.
+
+    `registry` is the application's (`prometheus_client.REGISTRY`), or one of its own, and the page to serve is then
+    `generate_latest(metrics.registry)`. Of the cached tokens of each order (label `order`: "ragorder" or "retrieval"),
+    the served one's are what the engine reported, or else predicted; the other one's are predicted.
+
+    Raises ImportError without ragorder[metrics], and ValueError for a registry that has such metrics already: share the
+    Metrics instead.
+    """
+
+    def __init__(self, registry: CollectorRegistry | None = None) -> None:
+        try:
+            from prometheus_client import CollectorRegistry, Counter, Histogram
+        except ImportError as error:
+            raise ImportError("Metrics needs prometheus_client: pip install 'ragorder[metrics]'") from error
+        self.registry = registry = CollectorRegistry() if registry is None else registry
+
+        def counter(name: str, says: str, labels: Iterable[str] = ()) -> Counter:
+            return Counter(f"ragorder_{name}", says, labels, registry=registry)
+
+        self._order_s = Histogram(
+            "ragorder_order_seconds", "Time that ordering one request took.", buckets=_ORDER_S, registry=registry
+        )
+        self._displacement = Histogram(
+            "ragorder_displacement_positions",
+            "Mean distance of a request's documents from where retrieval put them, in ragorder's order.",
+            buckets=_POSITIONS,
+            registry=registry,
+        )
+        self._documents = counter("documents", "Documents ordered.")
+        self._passed = counter("passed_requests", "Requests that went on as they came, by reason.", ["reason"])
+        self._fallbacks = counter("fallbacks", "Requests left in retrieval order after an internal error.")
+        self._settled = counter("settled_requests", "Requests that ended.", ["outcome"])
+        self._reports = counter("reports", "Served requests whose cached tokens the engine reported.")
+        self._prompt_tokens = counter(
+            "prompt_tokens", "Prompt tokens of served requests; those up to the last document where none are reported."
+        )
+        self._cached_tokens = counter("cached_tokens", "Cached tokens of served requests, by order.", ["order"])
+        self._reported_tokens = counter("reported_cached_tokens", "Cached tokens that the engine reported.")
+        self._predicted_tokens = counter(
+            "predicted_cached_tokens", "Cached tokens predicted for requests whose cached tokens the engine reported."
+        )
+        self._error_tokens = counter("prediction_error_tokens", "Absolute difference between predicted and reported.")
+        self._squared_tokens = counter("prediction_error_squared_tokens", "The square of that difference.")
+        self._watched: WeakSet[Counted] = WeakSet()
+        registry.register(_State(self._watched))
+
+    def watch(self, orderer: Counted) -> None:
+        """Show the orderer's trees as well, as long as it lives."""
+        self._watched.add(orderer)
+
+    def passed(self, reason: str) -> None:
+        """Count a request that went on as it came, because there was nothing to order: `reason` is "no_documents",
+        "one_document", "other_route" or "unreadable"."""
+        self._passed.labels(reason).inc()
+
+    def ordered(self, observation: Observation) -> Callable[[RequestOutcome], None]:
+        """See `Watcher`."""
+        self._order_s.observe(observation.order_s)
+        self._displacement.observe(observation.displacement)
+        self._documents.inc(observation.documents)
+        if observation.fallback:
+            self._fallbacks.inc()
+        return lambda outcome: self._count(observation, outcome)
+
+    def _count(self, observation: Observation, outcome: RequestOutcome) -> None:
+        self._settled.labels("served" if outcome.served else "discarded").inc()
+        if not outcome.served:
+            return
+        prompt_tokens, reported = _tokens(outcome.prompt_tokens), _tokens(outcome.cached_tokens)
+        if prompt_tokens is not None and reported is not None and reported > prompt_tokens:
+            # One of them is wrong.
+            prompt_tokens = reported = None
+        if prompt_tokens is None:
+            prompt_tokens = max(observation.documents_end, reported or 0)
+        predicted = min(observation.predicted_tokens, prompt_tokens)
+        if reported is not None:
+            self._reports.inc()
+            self._reported_tokens.inc(reported)
+            self._predicted_tokens.inc(predicted)
+            self._error_tokens.inc(abs(predicted - reported))
+            self._squared_tokens.inc((predicted - reported) ** 2)
+        self._prompt_tokens.inc(prompt_tokens)
+        served, other = ("retrieval", "ragorder") if observation.shadow else ("ragorder", "retrieval")
+        self._cached_tokens.labels(served).inc(predicted if reported is None else reported)
+        other_tokens = observation.ordered_tokens if observation.shadow else observation.retrieval_tokens
+        if other_tokens is not None:
+            self._cached_tokens.labels(other).inc(min(other_tokens, prompt_tokens))
+
+
+class _State:
+    """What the orderers hold at the moment when somebody asks."""
+
+    def __init__(self, watched: Iterable[Counted]) -> None:
+        self._watched = watched
+
+    def collect(self) -> Iterable[Metric]:
+        from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
+
+        watched = list(self._watched)
+        nodes = sum(orderer.tree_size for orderer in watched)
+        yield GaugeMetricFamily("ragorder_tree_nodes", "Nodes in the knowledge trees.", value=nodes)
+        blocks = sum(orderer.evicted_blocks for orderer in watched)
+        yield CounterMetricFamily("ragorder_evicted_blocks", "KV blocks counted as evicted.", value=blocks)
+        shadow = max((orderer.shadow for orderer in watched), default=False)
+        says = "1 in shadow mode: retrieval order is served, ragorder's is only scored."
+        yield GaugeMetricFamily("ragorder_shadow", says, value=int(shadow))
+
+
+def _tokens(value: float | None) -> float | None:
+    """A number of tokens that an engine reported, if it can be one."""
+    try:
+        return value if value is not None and 0 <= value < _MAX_TOKENS else None
+    except TypeError:
+        return None

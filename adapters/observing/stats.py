@@ -1,0 +1,215 @@
+"""What ordering saved, or in shadow mode would have saved: read from the Prometheus metrics."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ragorder.adapters.http_client import Server, ServerError, live_extra
+from ragorder.adapters.observing.comparison import Comparison, Reports, compare
+
+if TYPE_CHECKING:
+    from prometheus_client.metrics_core import Metric
+
+__all__ = ["Stats", "fetch_stats"]
+
+_DERIVED = (
+    "saved_tokens",
+    "saved_share",
+    "cached_share",
+    "other_cached_tokens",
+    "other_cached_share",
+    "predicted_other_share",
+    "cannot_compare",
+    "error_tokens",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """The figures since the start of the process. Tokens are those of `served` requests.
+
+    `cached_tokens` is what the served order had (as reported for `reports` of the requests, else as predicted),
+    `predicted_other_tokens` what the order that was not served is predicted to have had (None: nobody compared), and
+    `comparison` what follows: the other order's cached tokens, corrected by the errors of the served one's
+    predictions, or why that cannot be said. `prediction_error_tokens` is the mean difference between predicted and
+    reported, and `prediction_bias_tokens` that of predicted - reported, for one request. `order_us` are percentiles of
+    the time that ordering took, read from a histogram. `passed` counts the requests that went on as they came, by
+    reason; they are in no other figure.
+    """
+
+    shadow: bool
+    served: int
+    discarded: int
+    documents: int
+    prompt_tokens: int
+    cached_tokens: int
+    predicted_other_tokens: int | None
+    comparison: Comparison
+    reports: int
+    prediction_error_tokens: float | None
+    prediction_bias_tokens: float | None
+    order_us: dict[str, float]
+    displacement_mean: float
+    fallbacks: int
+    tree_nodes: int
+    evicted_blocks: int
+    passed: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def other_cached_tokens(self) -> int | None:
+        """What the order that was not served would have had (None: that cannot be said)."""
+        return self.comparison.other_tokens
+
+    @property
+    def cannot_compare(self) -> str | None:
+        """Why the two orders cannot be compared; None if they can."""
+        return self.comparison.reason
+
+    @property
+    def error_tokens(self) -> int | None:
+        """By how many tokens `saved_tokens` may be wrong."""
+        return self.comparison.error_tokens
+
+    @property
+    def saved_tokens(self) -> int | None:
+        """Prefill tokens that ragorder's order saved against retrieval order; in shadow mode would have saved. None if
+        that cannot be said."""
+        if self.other_cached_tokens is None:
+            return None
+        return (self.other_cached_tokens - self.cached_tokens) * (1 if self.shadow else -1)
+
+    @property
+    def saved_share(self) -> float | None:
+        """`saved_tokens` as a share of the prefill that retrieval order needs."""
+        if self.saved_tokens is None or self.other_cached_tokens is None:
+            return None
+        retrieval = self.cached_tokens if self.shadow else self.other_cached_tokens
+        prefill = self.prompt_tokens - retrieval
+        return self.saved_tokens / prefill if prefill > 0 else 0.0
+
+    @property
+    def cached_share(self) -> float:
+        """Of the prompt tokens, those that the served order had cached."""
+        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+    @property
+    def other_cached_share(self) -> float | None:
+        """The same of the order that was not served. None if that cannot be said."""
+        return self._share(self.other_cached_tokens)
+
+    @property
+    def predicted_other_share(self) -> float | None:
+        """The same by prediction alone, which nothing corrects."""
+        return self._share(self.predicted_other_tokens)
+
+    def as_json(self) -> dict[str, Any]:
+        """All figures, the derived ones included."""
+        figures = asdict(self)
+        del figures["comparison"]
+        return figures | {name: getattr(self, name) for name in _DERIVED}
+
+    def _share(self, tokens: int | None) -> float | None:
+        if tokens is None:
+            return None
+        return tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+    @classmethod
+    def of(cls, families: Iterable[Metric]) -> Stats:
+        """From metric families, of several processes if need be. Raises ValueError if ragorder's are not there."""
+        values: defaultdict[tuple[str, str], float] = defaultdict(float)
+        buckets: defaultdict[float, float] = defaultdict(float)
+        passed: defaultdict[str, int] = defaultdict(int)
+        for family in families:
+            for sample in family.samples:
+                labels = sample.labels
+                if sample.name == "ragorder_order_seconds_bucket":
+                    buckets[float(labels["le"])] += sample.value
+                elif sample.name == "ragorder_passed_requests_total":
+                    passed[labels["reason"]] += round(sample.value)
+                else:
+                    values[sample.name, labels.get("order") or labels.get("outcome") or ""] += sample.value
+        if ("ragorder_shadow", "") not in values:
+            raise ValueError("there are no ragorder metrics")
+
+        def total(name: str, label: str = "") -> int:
+            return round(values.get((f"ragorder_{name}", label), 0.0))
+
+        shadow, reports = bool(total("shadow")), total("reports_total")
+        served, other = ("retrieval", "ragorder") if shadow else ("ragorder", "retrieval")
+        ordered = values.get(("ragorder_displacement_positions_count", ""), 0.0)
+        displaced = values.get(("ragorder_displacement_positions_sum", ""), 0.0)
+        known = Reports(
+            count=reports,
+            reported=total("reported_cached_tokens_total"),
+            predicted=total("predicted_cached_tokens_total"),
+            absolute=total("prediction_error_tokens_total"),
+            squared=total("prediction_error_squared_tokens_total"),
+        )
+        prompt_tokens, cached_tokens = total("prompt_tokens_total"), total("cached_tokens_total", served)
+        requests = total("settled_requests_total", "served")
+        predicted_other = None
+        comparison = Comparison(None, None, "nothing to compare with: the orderer was told not to")
+        if not requests or ("ragorder_cached_tokens_total", other) in values:
+            predicted_other = total("cached_tokens_total", other)
+            comparison = compare(requests, prompt_tokens, cached_tokens, predicted_other, known)
+        return cls(
+            shadow=shadow,
+            served=requests,
+            discarded=total("settled_requests_total", "discarded"),
+            documents=total("documents_total"),
+            prompt_tokens=prompt_tokens,
+            cached_tokens=cached_tokens,
+            predicted_other_tokens=predicted_other,
+            comparison=comparison,
+            reports=reports,
+            prediction_error_tokens=round(known.absolute / reports, 2) if reports else None,
+            prediction_bias_tokens=round((known.predicted - known.reported) / reports, 2) if reports else None,
+            order_us={f"p{percent}": _percentile_us(sorted(buckets.items()), percent) for percent in (50, 99)},
+            displacement_mean=round(displaced / ordered, 3) if ordered else 0.0,
+            fallbacks=total("fallbacks_total"),
+            tree_nodes=total("tree_nodes"),
+            evicted_blocks=total("evicted_blocks_total"),
+            passed=dict(passed),
+        )
+
+
+def fetch_stats(url: str, *, timeout_s: float = 5.0, api_key: str | None = None) -> Stats:
+    """The figures of the proxy at `url`, or of an application that publishes its metrics at `url`/metrics.
+
+    Raises ServerError, which says what to change; ImportError without ragorder[live].
+    """
+    try:
+        from prometheus_client.parser import text_string_to_metric_families
+    except ImportError as error:
+        raise live_extra(error) from error
+    with Server(url.rstrip("/").removesuffix("/metrics"), timeout_s=timeout_s, api_key=api_key) as server:
+        try:
+            page = server.get("/metrics")
+        except ServerError as error:
+            if error.status not in (401, 403):
+                raise
+            message = f"{server.root}/metrics refuses with HTTP {error.status}: give the proxy's key"
+            raise ServerError(f"{message} (--api-key, or RAGORDER_PROXY_API_KEY)", error.status) from None
+        ours = "\n".join(line for line in page.split("\n") if "ragorder_" in line)
+        try:
+            return Stats.of(text_string_to_metric_families(ours))
+        except (ValueError, KeyError, OverflowError):
+            message = f"{server.root}/metrics has no ragorder metrics: give the address of `ragorder serve`, or of an"
+            raise ServerError(f"{message} application that serves Metrics().registry") from None
+
+
+def _percentile_us(buckets: Sequence[tuple[float, float]], percent: float) -> float:
+    """As Prometheus' histogram_quantile: linear within a bucket; beyond the last bound, that bound."""
+    finite = [(bound_s, count) for bound_s, count in buckets if not math.isinf(bound_s)]
+    rank = (buckets[-1][1] if buckets else 0.0) * percent / 100
+    below_s = below = 0.0
+    for bound_s, count in finite:
+        if count >= rank:
+            below_s += (bound_s - below_s) * ((rank - below) / (count - below) if count > below else 0.0)
+            break
+        below_s, below = bound_s, count
+    return round(1e6 * below_s, 1)

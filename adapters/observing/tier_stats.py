@@ -1,0 +1,200 @@
+"""What a vLLM server with ragorder's tiers says of them: what is where, and where hits came from."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ragorder.adapters.http_client import Server, ServerError, live_extra
+
+if TYPE_CHECKING:
+    from prometheus_client.metrics_core import Metric
+
+__all__ = ["SOURCES", "TIERS", "Hits", "TierFigures", "TierStats", "fetch_hits", "fetch_tier_stats"]
+
+TIERS = ("device", "host", "disk")
+SOURCES = (*TIERS, "elsewhere", "computed")
+
+_OURS = "vllm:ragorder_"
+_HITS = "vllm:prompt_tokens_cached_by_source_total"
+_QUERIES = "vllm:prefix_cache_queries_total"
+
+
+@dataclass(frozen=True, slots=True)
+class Hits:
+    """Prompt tokens by where their KV came from, since the server has started. `elsewhere`: from another server, or
+    from a connector that does not say where it had it; `computed`: from nowhere. A request is counted when it is
+    admitted: what a tier then fails to bring is computed, and counted where it was to come from."""
+
+    device: int = 0
+    host: int = 0
+    disk: int = 0
+    elsewhere: int = 0
+    computed: int = 0
+
+    def __sub__(self, before: Hits) -> Hits:
+        return Hits(*(getattr(self, name) - getattr(before, name) for name in SOURCES))
+
+    @property
+    def total(self) -> int:
+        """All prompt tokens."""
+        return sum(self.as_json().values())
+
+    def as_json(self) -> dict[str, int]:
+        """Tokens by source."""
+        return {name: getattr(self, name) for name in SOURCES}
+
+    @classmethod
+    def of(cls, families: Iterable[Metric]) -> Hits:
+        """From a server's metric families, all its engines together. Raises ValueError if vLLM's are not there."""
+        queried, found = None, dict.fromkeys((*TIERS, "elsewhere"), 0)
+        for family in families:
+            for sample in family.samples:
+                if sample.name == _QUERIES:
+                    queried = (queried or 0) + round(sample.value)
+                elif sample.name == _HITS:
+                    source = sample.labels["source"]
+                    found[source if source in TIERS else "elsewhere"] += round(sample.value)
+        if queried is None:
+            raise ValueError("there are no metrics of vLLM's prefix cache")
+        return cls(**found, computed=queried - sum(found.values()))
+
+
+@dataclass(frozen=True, slots=True)
+class TierFigures:
+    """What one tier holds, in chunks and bytes; `oldest_s` is the age of what it has had for longest. Counted since the
+    server has started: chunks `stored`, `evicted` for others and `refused` by reason, and failed copies."""
+
+    tier: str
+    chunks: int
+    bytes: int
+    capacity_bytes: int
+    oldest_s: float
+    stored: int = 0
+    evicted: int = 0
+    failed_transfers: int = 0
+    refused: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def used_share(self) -> float:
+        """Of its capacity."""
+        return self.bytes / self.capacity_bytes if self.capacity_bytes else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class TierStats:
+    """All figures of a server. Its gauges are as of the last step of its engine: an idle server's grow stale.
+
+    Requests `with_facts` said where their documents end, those with `unreadable_facts` what nobody understands.
+    `device_order` says whether the device gives up blocks in the order of the policy; None: it was not asked to.
+    """
+
+    tiers: tuple[TierFigures, ...]
+    hits: Hits
+    with_facts: int
+    without_facts: int
+    unreadable_facts: int
+    documents: int
+    tenants: int
+    device_order: bool | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it in JSON's types."""
+        tiers = [asdict(tier) | {"used_share": round(tier.used_share, 4)} for tier in self.tiers]
+        return asdict(self) | {"tiers": tiers, "hits": self.hits.as_json()}
+
+    @classmethod
+    def of(cls, families: Iterable[Metric]) -> TierStats:
+        """From a server's metric families, all its engines together. Raises ValueError if ours are not there, and
+        LookupError if they are and hold nothing yet."""
+        families = list(families)
+        if not any(family.name.startswith(_OURS) for family in families):
+            raise ValueError("there are no metrics of ragorder's tiers")
+        values: defaultdict[tuple[str, str], float] = defaultdict(float)
+        refused: defaultdict[str, dict[str, int]] = defaultdict(dict)
+        for family in families:
+            for sample in family.samples:
+                name, tier = sample.name.removeprefix(_OURS), sample.labels.get("tier", "")
+                if name == "refused_chunks_total":
+                    reason = sample.labels["reason"]
+                    refused[tier][reason] = refused[tier].get(reason, 0) + round(sample.value)
+                elif name == "oldest_chunk_seconds":
+                    values[name, tier] = max(values[name, tier], sample.value)
+                elif sample.name.startswith(_OURS):
+                    values[name, tier] += sample.value
+
+        def figure(name: str, tier: str = "") -> int:
+            return round(values.get((name, tier), 0.0))
+
+        tiers = tuple(
+            TierFigures(
+                tier,
+                chunks=figure("chunks", tier),
+                bytes=figure("bytes", tier),
+                capacity_bytes=figure("capacity_bytes", tier),
+                oldest_s=round(values.get(("oldest_chunk_seconds", tier), 0.0), 1),
+                stored=figure("stored_chunks_total", tier),
+                evicted=figure("evicted_chunks_total", tier),
+                failed_transfers=figure("failed_transfers_total", tier),
+                refused=refused[tier],
+            )
+            for tier in TIERS
+            if ("chunks", tier) in values or refused.get(tier)
+        )
+        if not tiers:
+            raise LookupError("the tiers have reported nothing yet")
+        return cls(
+            tiers,
+            Hits.of(families),
+            with_facts=figure("requests_with_facts_total"),
+            without_facts=figure("requests_without_facts_total"),
+            unreadable_facts=figure("requests_with_unreadable_facts_total"),
+            documents=figure("documents_total"),
+            tenants=figure("tenants"),
+            device_order=bool(figure("device_order")) if ("device_order", "") in values else None,
+        )
+
+
+def fetch_tier_stats(url: str, *, timeout_s: float = 5.0, api_key: str | None = None) -> TierStats:
+    """The figures of the vLLM server at `url` (with or without /v1).
+
+    Raises ServerError, which says what to change; ImportError without ragorder[live].
+    """
+    root, families = _fetch(url, timeout_s, api_key)
+    try:
+        return TierStats.of(families)
+    except LookupError:
+        raise ServerError(f"{root} has tiers and has served no request yet: send one, then ask again") from None
+    except ValueError:
+        raise ServerError(
+            f"{root} is a vLLM server without ragorder's tiers: start it with the --kv-transfer-config that "
+            "`ragorder tiers config` prints"
+        ) from None
+
+
+def fetch_hits(url: str, *, timeout_s: float = 5.0, api_key: str | None = None) -> Hits:
+    """Only where hits came from, which every vLLM server says. Raises as `fetch_tier_stats` does."""
+    return Hits.of(_fetch(url, timeout_s, api_key)[1])
+
+
+def _fetch(url: str, timeout_s: float, api_key: str | None) -> tuple[str, list[Metric]]:
+    """The server's address and those of its metrics that are of interest here."""
+    try:
+        from prometheus_client.parser import text_string_to_metric_families
+    except ImportError as error:
+        raise live_extra(error) from error
+    with Server(url.rstrip("/").removesuffix("/metrics"), timeout_s=timeout_s, api_key=api_key) as server:
+        page = server.get("/metrics")
+        wanted = (_OURS, _HITS.removesuffix("_total"), _QUERIES.removesuffix("_total"))
+        lines = [line for line in page.split("\n") if any(name in line for name in wanted)]
+        try:
+            families = list(text_string_to_metric_families("\n".join(lines)))
+            Hits.of(families)
+        except (ValueError, KeyError, OverflowError):
+            raise ServerError(
+                f"{server.root}/metrics is not that of a vLLM server with prefix caching: give vLLM's own address, "
+                "and start it without --disable-log-stats"
+            ) from None
+        return server.root, families

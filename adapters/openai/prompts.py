@@ -1,0 +1,160 @@
+"""Questions, and the requests that they and their documents make: ordered, built, and settled with the orderer."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ragorder import Document, Ordering, PromptBuilder
+from ragorder.adapters.answer_length import AnswerLength
+from ragorder.document import estimate_tokens
+from ragorder.orders import Orders
+from ragorder.pipelining import Usage
+
+__all__ = ["OrderedPrompts", "PromptForm", "PromptRequest", "Question", "TimedUsage", "checked_form", "settle"]
+
+PromptForm = Literal["messages", "token_ids"]
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What is asked. `scope` is the tenant, as for `Orderer.order`; `max_tokens` the longest answer, in tokens.
+    `options` are others of the engine's: those of create(), or of vLLM's SamplingParams. None leaves one to it."""
+
+    query: str
+    scope: Hashable = None
+    max_tokens: int | None = 256
+    temperature: float | None = 0.0
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def all_options(self) -> dict[str, Any]:
+        """The options, with those that have a name of their own."""
+        return dict(self.options) | {"max_tokens": self.max_tokens, "temperature": self.temperature}
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRequest:
+    """What an engine is sent: a chat's messages, or a prompt's tokens. `prompt_tokens` is the prompt's length, which is
+    estimated without a tokenizer. Its documents end at the tokens `document_ends`: none without a tokenizer."""
+
+    messages: Sequence[Mapping[str, str]] | None = field(repr=False)
+    token_ids: Sequence[int] | None = field(repr=False)
+    scope: Hashable = field(repr=False)
+    options: Mapping[str, Any] = field(repr=False)
+    prompt_tokens: int | None = field(default=None, compare=False)
+    document_ends: Sequence[int] = field(default=(), repr=False, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class TimedUsage(Usage):
+    """Usage of a request that was sent at `sent_s`, by time.perf_counter."""
+
+    sent_s: float | None = None
+
+
+def settle(ordering: Ordering[Document], usage: Usage | None, ordered_s: float) -> None:
+    """Confirm an ordering of `ordered_s` (time.perf_counter) with what the engine reports of its request."""
+    if usage is None:
+        ordering.confirm()
+        return
+    prompt, completion, cached = usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens
+    sent_s = getattr(usage, "sent_s", None)
+    if cached is not None and sent_s is not None and sent_s < ordered_s and cached < ordering.cached_tokens:
+        # A speculation was sent before its request was ordered. What was not cached then may have been since: the
+        # orderer would take it for evicted, and all that is older as well.
+        cached = None
+    total = None if prompt is None or completion is None else prompt + completion
+    ordering.confirm(cached, total, prompt_tokens=prompt)
+
+
+class OrderedPrompts:
+    """Makes requests of questions and their documents, ordered for the engine's prefix cache.
+
+    - `prompts`: "messages" for a server's chat template, "token_ids" exactly as `builder` made them.
+    - `learn` is told the length, in tokens, of each prompt that is sent for good.
+
+    Raises ValueError for `prompts` that cannot be.
+    """
+
+    def __init__(
+        self,
+        orderer: Orders,
+        builder: PromptBuilder,
+        prompts: PromptForm = "messages",
+        *,
+        learn: Callable[[int], None] | None = None,
+    ) -> None:
+        self.answer_length = AnswerLength()
+        self._orderer = orderer
+        self._builder = builder
+        self._form = checked_form(prompts, builder)
+        self._learn = learn
+
+    def predict_cached_tokens(self, question: Question, documents: Sequence[Document], /) -> PromptRequest:
+        """The request that `commit` would make now. Nothing is recorded."""
+        ordered = self._orderer.preview(documents, scope=question.scope)
+        return self._request(question, Ordering(ordered, _permutation(documents, ordered)))
+
+    def commit(self, question: Question, documents: Sequence[Document], /) -> _Commitment:
+        """Order the documents, in retrieval order, for a request that is sent at once; it is in flight until it is
+        confirmed or discarded."""
+        question_tokens, options = self._builder.suffix_tokens(question.query), question.all_options()
+        limit = options.get("max_completion_tokens") or options["max_tokens"]
+        limit = limit if isinstance(limit, int) and limit >= 0 else sys.maxsize
+        default = self._orderer.settings.suffix_tokens
+        suffix_tokens = self.answer_length.suffix_tokens(question_tokens, limit, default)
+        ordering = self._orderer.order(documents, scope=question.scope, suffix_tokens=suffix_tokens)
+        try:
+            request = self._request(question, ordering)
+            if self._learn is not None and request.prompt_tokens is not None:
+                self._learn(request.prompt_tokens)
+        except BaseException:
+            ordering.discard()
+            raise
+        return _Commitment(request, ordering, self.answer_length)
+
+    def _request(self, question: Question, ordering: Ordering[Document]) -> PromptRequest:
+        prompt = self._builder.build(question.query, ordering)
+        length = estimate_tokens(prompt.text) if prompt.token_ids is None else len(prompt.token_ids)
+        messages, token_ids = (prompt.messages, None) if self._form == "messages" else (None, prompt.token_ids)
+        ends = tuple(span.end for span in prompt.spans)
+        return PromptRequest(messages, token_ids, question.scope, question.all_options(), length, ends)
+
+
+class _Commitment:
+    """A request that is sent for good."""
+
+    def __init__(self, request: PromptRequest, ordering: Ordering[Document], answer_length: AnswerLength) -> None:
+        self.request = request
+        self._ordering = ordering
+        self._answer_length = answer_length
+        self._ordered_s = time.perf_counter()
+
+    def confirm(self, usage: Usage | None, /) -> None:
+        if usage is not None:
+            self._answer_length.learn(usage.completion_tokens)
+        settle(self._ordering, usage, self._ordered_s)
+
+    def discard(self) -> None:
+        self._ordering.discard()
+
+
+def checked_form(prompts: PromptForm, builder: PromptBuilder) -> PromptForm:
+    """Raises ValueError for another form of prompts, and for tokens without a tokenizer."""
+    if prompts not in ("messages", "token_ids"):
+        raise ValueError(f"prompts must be 'messages' or 'token_ids', got {prompts!r}")
+    if prompts == "token_ids" and builder.build("", ()).token_ids is None:
+        raise ValueError("prompts='token_ids' needs the served model's tokenizer: PromptBuilder(tokenizer=…)")
+    return prompts
+
+
+def _permutation(given: Sequence[Document], ordered: Sequence[Document]) -> list[int]:
+    """For each place the rank of the document that stands there: a builder may state the ranking."""
+    ranks: defaultdict[int, deque[int]] = defaultdict(deque)
+    for rank, document in enumerate(given):
+        ranks[id(document)].append(rank)
+    return [ranks[id(document)].popleft() for document in ordered]

@@ -1,0 +1,129 @@
+"""The two drivers of a call, one for threads and one for coroutines, and the streams that callers get of them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, Self, cast
+
+from ragorder import Document, Ordering
+from ragorder._collector import when_collected
+from ragorder.adapters.openai.call import Call
+from ragorder.adapters.openai.reply import Answer
+
+__all__ = ["AsyncOrderedStream", "OrderedStream", "generate", "generate_async"]
+
+
+@contextmanager
+def _opened(stream: Any) -> Iterator[Any]:
+    """The stream, which is closed in the end. Closing takes the lock of a connection pool: one that was dropped is
+    closed after the collector is done, for the thread that it interrupted may hold that lock."""
+    with ExitStack() as stack:
+        opened = stack.enter_context(stream)
+        try:
+            yield opened
+        finally:
+            when_collected(stack.pop_all().close)
+
+
+def _pieces(call: Call) -> Generator[str, None, None]:
+    """The pieces of the answer, and empty ones: the first of them when the server has accepted the request."""
+    while call.answer is None:
+        if call.delay_s:
+            (call.setup.sleep or time.sleep)(call.delay_s)
+        with call.attempt() as reply, _opened(call.create(reply)) as stream:
+            reply.watch(stream)
+            yield ""
+            for chunk in stream:
+                yield reply.read(chunk)
+
+
+async def _async_pieces(call: Call) -> AsyncGenerator[str, None]:
+    while call.answer is None:
+        if call.delay_s:
+            await (call.setup.sleep or asyncio.sleep)(call.delay_s)
+        with call.attempt() as reply:
+            async with await call.create(reply) as stream:
+                reply.watch(stream)
+                yield ""
+                async for chunk in stream:
+                    yield reply.read(chunk)
+
+
+def generate(call: Call) -> Answer:
+    """The whole answer."""
+    for _ in _pieces(call):
+        pass
+    return cast(Answer, call.answer)
+
+
+async def generate_async(call: Call) -> Answer:
+    """The whole answer."""
+    async for _ in _async_pieces(call):
+        pass
+    return cast(Answer, call.answer)
+
+
+class _Stream:
+    def __init__(self, call: Call) -> None:
+        self._call = call
+
+    @property
+    def ordering(self) -> Ordering[Document] | None:
+        """The ordering of the request that was sent (None: not sent yet)."""
+        return self._call.ordering
+
+    @property
+    def answer(self) -> Answer | None:
+        """The whole answer, once the last piece was taken."""
+        return self._call.answer
+
+
+class OrderedStream(_Stream, Iterator[str]):
+    """The pieces of an answer, as they arrive. Closing it early ends the request; it closes itself when dropped."""
+
+    def __init__(self, call: Call) -> None:
+        super().__init__(call)
+        self._pieces = _pieces(call)
+        next(self._pieces)
+
+    def __next__(self) -> str:
+        return next(filter(None, self._pieces))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the HTTP stream and settle the ordering."""
+        self._pieces.close()
+
+
+class AsyncOrderedStream(_Stream, AsyncIterator[str]):
+    """`OrderedStream` for a coroutine. Use it by `async with`, or close it: once dropped, it closes itself late."""
+
+    def __init__(self, call: Call) -> None:
+        super().__init__(call)
+        self._pieces = _async_pieces(call)
+
+    async def __anext__(self) -> str:
+        async for piece in self._pieces:
+            if piece:
+                return piece
+        raise StopAsyncIteration
+
+    async def __aenter__(self) -> Self:
+        if self.ordering is None:
+            await anext(self._pieces, "")
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the HTTP stream and settle the ordering."""
+        await self._pieces.aclose()

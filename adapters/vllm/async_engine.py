@@ -1,0 +1,79 @@
+"""vLLM's asynchronous engine in this process, as the engine of a pipeline."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from ragorder.adapters.openai.prompts import PromptRequest, TimedUsage
+from ragorder.adapters.openai.request import checked_salt
+from ragorder.adapters.request_facts import FACTS, with_facts
+from ragorder.pipelining import Chunk
+
+__all__ = ["AsyncVLLM"]
+
+
+class AsyncVLLM:
+    """Sends requests to a `vllm.v1.engine.async_llm.AsyncLLM`. Their prompts are tokens: make them by
+    `OrderedPrompts(…, prompts="token_ids")`. Options are those of vLLM's SamplingParams.
+
+    Closing a stream aborts its request, which leaves the engine's batch after the iteration that it is in. A scope that
+    is a string is the `cache_salt`, unless `send_salt` is False. `send_facts`: where the documents end and a digest of
+    the scope go along in `extra_args`; None: if the engine has ragorder tiers (docs/tiers.md), which use them.
+
+    Raises ImportError without vllm.
+    """
+
+    def __init__(self, engine: Any, *, send_salt: bool = True, send_facts: bool | None = None) -> None:
+        try:
+            from vllm import SamplingParams
+            from vllm.sampling_params import RequestOutputKind
+        except ImportError as error:
+            raise ImportError("vLLM in this process needs vllm: pip install 'ragorder[vllm]'") from error
+        self._engine = engine
+        self._send_salt = send_salt
+        self._send_facts = _has_tiers(engine) if send_facts is None else send_facts
+        self._sampling = SamplingParams
+        self._pieces = RequestOutputKind.DELTA
+
+    def requests(self) -> int:
+        """Requests that the engine has, waiting or running, of everybody."""
+        return int(self._engine.output_processor.get_num_unfinished_requests())
+
+    async def stream(self, request: PromptRequest, /) -> AsyncGenerator[Chunk, None]:
+        """The answer, as it is generated; the last chunk has the usage. Raises what the engine raises, and ValueError
+        for messages and for a scope that cannot be a salt."""
+        if request.token_ids is None:
+            raise ValueError("vLLM in this process is given tokens: OrderedPrompts(…, prompts='token_ids')")
+        prompt: dict[str, Any] = {"prompt_token_ids": list(request.token_ids)}
+        if self._send_salt and isinstance(request.scope, str):
+            prompt["cache_salt"] = checked_salt(request.scope)
+        options = {name: value for name, value in request.options.items() if value is not None}
+        if self._send_facts:
+            options["extra_args"] = with_facts(options.get("extra_args", {}), request.document_ends, request.scope)
+        params = self._sampling(output_kind=self._pieces, **options)
+        id, sent_s = f"ragorder-{uuid.uuid4().hex}", time.perf_counter()
+        output: Any = None
+        completion_tokens = 0
+        try:
+            async with aclosing(self._engine.generate(prompt, params, id)) as outputs:
+                async for output in outputs:
+                    answer = output.outputs[0]
+                    completion_tokens += len(answer.token_ids)
+                    if not output.finished or answer.text:
+                        yield Chunk(answer.text)
+        finally:
+            if output is None or not output.finished:
+                # vLLM's own generator does so as well, but not if it is cancelled while it hands the request over.
+                await asyncio.shield(self._engine.abort(id))
+        cached_tokens, reason = output.num_cached_tokens, output.outputs[0].finish_reason
+        yield Chunk("", TimedUsage(len(output.prompt_token_ids), cached_tokens, completion_tokens, reason, sent_s))
+
+
+def _has_tiers(engine: Any) -> bool:
+    config = getattr(getattr(engine, "vllm_config", None), "kv_transfer_config", None)
+    return FACTS in (getattr(config, "kv_connector_extra_config", None) or {})

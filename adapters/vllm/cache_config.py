@@ -1,0 +1,97 @@
+"""What a vLLM server says of its own KV cache."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from ragorder.adapters.http_client import Server, ServerError, live_extra
+
+__all__ = ["CacheConfig", "ServerError", "read_cache_config"]
+
+_GAUGE = "vllm:cache_config_info"
+_BY_HAND = "give the orderer capacity_tokens and block_size yourself"
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """The KV cache of one engine of a server.
+
+    `block_size` is the unit, in tokens, in which prefix hits are counted; `capacity_tokens` is what the blocks hold. A
+    server with several data-parallel `engines` has such a cache in each: a request is served by one of them and finds
+    only what that one holds. `prefix_caching` is None where the server does not say.
+    """
+
+    block_size: int
+    capacity_tokens: int
+    prefix_caching: bool | None
+    engines: int
+
+
+def read_cache_config(base_url: str, *, timeout_s: float = 5.0, api_key: str | None = None) -> CacheConfig:
+    """Read the cache configuration from the metrics of the vLLM server at `base_url` (with or without /v1).
+
+    Raises ServerError, which says what to change, if the server is not there, does not answer within `timeout_s`
+    seconds, answers with an HTTP error or does not publish its configuration; ImportError without ragorder[live].
+    """
+    with Server(base_url, timeout_s=timeout_s, api_key=api_key) as server:
+        return cache_config(server)
+
+
+def cache_config(server: Server) -> CacheConfig:
+    """The same, from a server that is already being talked to."""
+    try:
+        from prometheus_client.parser import text_string_to_metric_families
+    except ImportError as error:
+        raise live_extra(error) from error
+    try:
+        page = server.get("/metrics")
+    except ServerError as error:
+        if error.status != 404:
+            raise
+        message = f"{server.root} has no /metrics: start SGLang with --enable-metrics, give vLLM's own address, or"
+        raise ServerError(f"{message} {_BY_HAND}", error.status) from None
+    lines = [line for line in page.split("\n") if line.startswith(f"{_GAUGE}{{")]
+    if not lines:
+        raise ServerError(f"{server.root}/metrics has no {_GAUGE}: {_why(page)}, or {_BY_HAND}")
+    try:
+        samples = [sample for family in text_string_to_metric_families("\n".join(lines)) for sample in family.samples]
+    except ValueError:
+        raise ServerError(f"{server.root}/metrics cannot be read: give vLLM's own address, or {_BY_HAND}") from None
+    engines = {sample.labels.get("engine", ""): sample.labels for sample in samples}
+    caches = [_one_engine(labels, len(engines), server.root) for labels in engines.values()]
+    return min(caches, key=lambda cache: cache.capacity_tokens)
+
+
+def _one_engine(labels: dict[str, str], engines: int, server: str) -> CacheConfig:
+    def number(name: str) -> int:
+        value = _integer(labels.get(name))
+        if value is None:
+            found = repr(labels[name]) if name in labels else "missing"
+            message = f"{server}/metrics does not say how large the cache is ({name} is {found})"
+            raise ServerError(f"{message}: wait until the server has started, or {_BY_HAND}")
+        return value
+
+    # Under decode context parallelism a block is spread over GPUs, and block_size is one GPU's part of it.
+    # hash_block_size, which may be finer in hybrid models, never leaves the engine's process and is None here.
+    block_size = _integer(labels.get("effective_attention_block_size")) or number("block_size")
+    # vLLM adds up the blocks of all engines and gives the sum for each; one block of an engine is its null block.
+    tokens = (number("num_gpu_blocks") // engines - 1) * block_size
+    # Where layers differ (sliding windows beside full attention) a token takes a block for each kind of layer.
+    tokens = min(tokens, _integer(labels.get("kv_cache_size_tokens")) or tokens)
+    if tokens < block_size:
+        raise ServerError(f"{server} has a KV cache without room for a block: raise --kv-cache-memory-bytes")
+    caching = {"True": True, "False": False}.get(labels.get("enable_prefix_caching", ""))
+    return CacheConfig(block_size, tokens, caching, engines)
+
+
+def _integer(value: str | None) -> int | None:
+    return int(value) if value is not None and re.fullmatch("[0-9]{1,15}", value) and int(value) > 0 else None
+
+
+def _why(page: str) -> str:
+    if "sglang:" in page:
+        return "this is SGLang, which says it nowhere but in its log (max_total_num_tokens, page_size)"
+    if "vllm:" in page:
+        return "this is another version of vLLM, update it"
+    return "start vLLM without --disable-log-stats"

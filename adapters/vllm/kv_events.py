@@ -1,0 +1,318 @@
+"""KV events: what a vLLM server says of its cache, block by block, over ZMQ."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Generator, Iterable
+from contextlib import closing, suppress
+from itertools import chain
+from threading import Event, Thread
+from typing import Any, NamedTuple, Self
+
+from ragorder.adapters.vllm.event_reader import LARGEST_MESSAGE_BYTES, EventCounters, EventReader
+from ragorder.trie.residency import EngineBlocks
+
+__all__ = ["EventCounters", "KVEventSubscriber"]
+
+_logger = logging.getLogger("ragorder")
+
+_POLL_MS = 100
+_REPLAY_TIMEOUT_S = 5.0
+# Beyond so many batches a server drops from an answer what the line does not take at once, its end included.
+_WHOLE_ANSWER = 1000
+_PAUSE_S = 0.5
+_FIRST_BACK_OFF_S = 0.1
+_LONGEST_BACK_OFF_S = 5.0
+_REMEMBERED_BATCHES = 4096
+_END = (-1).to_bytes(8, "big", signed=True)
+
+
+class _Batch(NamedTuple):
+    number: int
+    payload: bytes
+
+
+_NOTHING = _Batch(-1, b"")
+
+
+class KVEventSubscriber:
+    """Keeps `blocks` as the engine at `endpoint` says, on a thread of its own, until it is closed.
+
+    With a `replay_endpoint` it starts late without loss, fills gaps, and asks every `check_interval_s` seconds without
+    news whether it missed any, and whether the engine is still the same one. Without, a gap empties `blocks`, and a
+    restart shows only where events are counted anew. A server that does not answer is asked again, less and less often.
+    `on_pause` is called on that thread whenever there is nothing to do.
+
+    No message does any harm: what cannot be read is counted. Raises ImportError naming the extra to install, and
+    ValueError for an endpoint that is none.
+    """
+
+    def __init__(
+        self,
+        blocks: EngineBlocks,
+        endpoint: str,
+        replay_endpoint: str | None = None,
+        *,
+        topic: str = "",
+        check_interval_s: float = 1.0,
+        on_pause: Callable[[KVEventSubscriber], None] | None = None,
+    ) -> None:
+        self._zmq, decode = _import()
+        self.blocks = blocks
+        self.counters = EventCounters()
+        self._reader = EventReader(decode, self.counters)
+        self._topic = topic.encode()
+        self._endpoint = endpoint
+        self._replay_endpoint = replay_endpoint
+        self._check_interval_s = check_interval_s
+        self._on_pause = on_pause
+        self._next = 0
+        self._recent: OrderedDict[int, int] = OrderedDict()
+        self._synchronised = Event()
+        self._stop = Event()
+        self._context = self._zmq.Context()
+        try:
+            self._socket = self._context.socket(self._zmq.SUB)
+            watched = self._zmq.EVENT_HANDSHAKE_SUCCEEDED | self._zmq.EVENT_DISCONNECTED
+            self._connections = self._socket.get_monitor_socket(watched)
+            self._socket.setsockopt(self._zmq.SUBSCRIBE, self._topic)
+            self._connect(self._socket, endpoint)
+            if replay_endpoint is not None:
+                with self._context.socket(self._zmq.DEALER) as socket:
+                    self._connect(socket, replay_endpoint)
+        except self._zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise ValueError(f"no ZMQ endpoint ({error}): give one like tcp://127.0.0.1:5557") from None
+        self._thread = Thread(target=self._run, name="ragorder-kv-events", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def synchronised(self) -> bool:
+        """Whether `blocks` is, as far as anybody can tell, what the engine holds."""
+        return self._synchronised.is_set()
+
+    def wait_until_synchronised(self, timeout_s: float | None = None) -> bool:
+        """Wait until it is; whether it came to that in time."""
+        return self._synchronised.wait(timeout_s)
+
+    def close(self) -> None:
+        """End the thread and close the sockets. Closing twice is fine."""
+        self._stop.set()
+        self._thread.join()
+
+    def _connect(self, socket: Any, endpoint: str) -> None:
+        zmq = self._zmq
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.RCVHWM, 100_000)
+        socket.setsockopt(zmq.MAXMSGSIZE, LARGEST_MESSAGE_BYTES)
+        socket.setsockopt(zmq.RECONNECT_IVL, 100)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, int(1000 * _LONGEST_BACK_OFF_S))
+        socket.connect(endpoint)
+
+    def _run(self) -> None:
+        try:
+            while not self._stop.is_set():
+                try:
+                    self._synchronise()
+                    self._listen()
+                except Exception as error:
+                    # The message of an error may quote tokens: only its type is logged.
+                    _logger.debug("KV events: %s", type(error).__name__)
+                    self.counters.garbage += 1
+                    self._stop.wait(_FIRST_BACK_OFF_S)
+        finally:
+            self._context.destroy(linger=0)
+
+    def _synchronise(self) -> None:
+        """Ask for all that was missed, again and again until the server answers."""
+        wait_s = _FIRST_BACK_OFF_S
+        while self._replay_endpoint is not None and not self.synchronised and not self._stop.is_set():
+            if self._catch_up():
+                return
+            self._pause()
+            self._stop.wait(wait_s)
+            wait_s = min(2 * wait_s, _LONGEST_BACK_OFF_S)
+
+    def _pause(self) -> None:
+        if self._on_pause is not None:
+            self._on_pause(self)
+
+    def _listen(self) -> None:
+        """Follow the engine until it falls silent."""
+        news = time.monotonic()
+        while not self._stop.is_set():
+            frames = self._socket.recv_multipart() if self._socket.poll(_POLL_MS) else None
+            if frames is None:
+                self._pause()
+            # Behind a new connection there may be another engine, whose numbers go on like those of the last one.
+            check = self._is_connected_anew() or time.monotonic() - news >= self._check_interval_s
+            if check and self._replay_endpoint is not None:
+                if not self._catch_up():
+                    return
+                news = time.monotonic()
+            if frames is not None:
+                self._take(frames)
+                news = time.monotonic()
+            if self._replay_endpoint is not None and not self.synchronised:
+                return
+
+    def _is_connected_anew(self) -> bool:
+        anew = False
+        while self._connections.poll(0):
+            event = int.from_bytes(self._connections.recv_multipart()[0][:2], sys.byteorder)
+            if event == self._zmq.EVENT_DISCONNECTED:
+                # ZMQ itself never comes back to a server that sent a message beyond the bound.
+                with suppress(self._zmq.ZMQError):
+                    self._socket.disconnect(self._endpoint)
+                self._socket.connect(self._endpoint)
+            else:
+                anew = True
+        return anew
+
+    def _take(self, frames: list[bytes]) -> None:
+        """One message from the engine."""
+        batch = self._read(frames)
+        if batch is None or self._is_repeated(batch):
+            return
+        if batch.number == self._next and (self._next or self._replay_endpoint is not None):
+            self._apply(self.blocks, batch)
+        elif self._replay_endpoint is None:
+            self._lose_track(same_engine=batch.number >= self._next)
+            self._start_over([batch])
+        elif batch.number > self._next:
+            self.counters.gaps += 1
+            if self._catch_up() and not self._is_repeated(batch):
+                # No replay knows of it: it never came from this engine.
+                self.counters.garbage += 1
+        else:
+            self._catch_up()
+
+    def _catch_up(self) -> bool:
+        """Hear what was missed, and whether this is still the same engine. False: the server does not answer."""
+        self.counters.replays += 1
+        known = self._next - 1
+        told = self._replay(max(0, known))
+        try:
+            if known < 0 and not self.synchronised:
+                self._start_over(told)
+            elif known < 0 or self._is_repeated(first := next(told, _NOTHING)):
+                for batch in told:
+                    if batch.number == self._next:
+                        self._apply(self.blocks, batch)
+                    else:
+                        # The server has lost what stood here.
+                        self._lose_track(same_engine=True)
+                        self._start_over(chain([batch], told))
+            else:
+                # Something else is at this number, or nothing: another engine. A later number: too much was missed.
+                told.close()
+                self._lose_track(same_engine=first.number > known)
+                self._start_over(self._replay(0))
+        except TimeoutError:
+            self.counters.silences += 1
+            self._synchronised.clear()
+            return False
+        finally:
+            told.close()
+        self._synchronised.set()
+        return True
+
+    def _lose_track(self, *, same_engine: bool) -> None:
+        """What was heard so far counts no more: too much was missed, or the engine is another one."""
+        if not self._next:
+            return
+        self._next = 0
+        if same_engine:
+            self.counters.gaps += 1
+        else:
+            self.counters.restarts += 1
+            self.blocks.replace(self.blocks.afresh(same_engine=False), same_engine=False)
+
+    def _start_over(self, told: Iterable[_Batch]) -> None:
+        """Take what is told for all there is."""
+        blocks = self.blocks.afresh(same_engine=True)
+        self._recent.clear()
+        self._next = 0
+        try:
+            for batch in told:
+                if batch.number != self._next:
+                    # What stood before cannot be heard any more.
+                    self.counters.start_overs += 1
+                    blocks.clear()
+                self._apply(blocks, batch)
+        except Exception:
+            self._next = 0
+            self._synchronised.clear()
+            raise
+        self.blocks.replace(blocks, same_engine=True)
+        self._synchronised.set()
+
+    def _replay(self, first: int) -> Generator[_Batch, None, None]:
+        """The batches from this number on, as the server still has them. Raises TimeoutError if it does not answer."""
+        wanted, heard = first, _WHOLE_ANSWER
+        while heard >= _WHOLE_ANSWER:
+            heard = 0
+            with closing(self._ask(wanted)) as answer:
+                for batch in answer:
+                    if heard >= _WHOLE_ANSWER and batch.number != wanted:
+                        break
+                    if batch.number >= wanted:
+                        yield batch
+                        wanted, heard = batch.number + 1, heard + 1
+
+    def _ask(self, first: int) -> Generator[_Batch, None, None]:
+        """One answer of the server; a long one may lack batches and stop short."""
+        heard = 0
+        with self._context.socket(self._zmq.DEALER) as socket:
+            self._connect(socket, self._replay_endpoint or "")
+            socket.send_multipart([b"", first.to_bytes(8, "big")])
+            deadline = time.monotonic() + _REPLAY_TIMEOUT_S
+            while not self._stop.is_set() and time.monotonic() < deadline:
+                if not socket.poll(_POLL_MS):
+                    continue
+                frames = socket.recv_multipart()[1:]
+                if frames[-2:-1] == [_END]:
+                    return
+                # Older vLLM leaves the topic out here.
+                batch = self._read(frames if len(frames) == 3 else [self._topic, *frames])
+                if batch is not None:
+                    yield batch
+                    heard += 1
+                    deadline = time.monotonic() + (_REPLAY_TIMEOUT_S if heard < _WHOLE_ANSWER else _PAUSE_S)
+            if heard < _WHOLE_ANSWER or self._stop.is_set():
+                raise TimeoutError
+
+    def _read(self, frames: list[bytes]) -> _Batch | None:
+        if len(frames) == 3 and len(frames[1]) == 8 and (not self._topic or frames[0] == self._topic):
+            return _Batch(int.from_bytes(frames[1], "big"), frames[2])
+        self.counters.garbage += 1
+        return None
+
+    def _is_repeated(self, batch: _Batch) -> bool:
+        """Whether this very batch was applied, as the live stream and a replay may both bring it."""
+        return self._recent.get(batch.number) == hash(batch.payload)
+
+    def _apply(self, blocks: EngineBlocks, batch: _Batch) -> None:
+        self._next = batch.number + 1
+        self._recent[batch.number] = hash(batch.payload)
+        if len(self._recent) > _REMEMBERED_BATCHES:
+            self._recent.popitem(last=False)
+        self._reader.read(batch.payload, blocks)
+
+
+def _import() -> tuple[Any, Any]:
+    try:
+        import zmq
+        from msgspec.msgpack import decode
+    except ImportError as error:
+        raise ImportError(f"KV events need {error.name}: pip install 'ragorder[live]'", name=error.name) from error
+    return zmq, decode

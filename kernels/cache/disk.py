@@ -1,0 +1,244 @@
+"""The disk tier: what leaves the host, kept in a bounded folder that survives the process."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Container, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from ragorder.kernels.cache.copies import Copies, Copy
+from ragorder.kernels.cache.stats import TierStats
+from ragorder.kernels.paging import BlockPool, KVShape
+from ragorder.kernels.store import ChunkStore, StoreRefusedError
+
+__all__ = ["DiskSettings", "DiskTier"]
+
+_logger = logging.getLogger("ragorder.kernels")
+
+_LAYOUT = "blocks of (layers, keys and values, tokens, heads, numbers), version 1"
+
+
+@dataclass(frozen=True, slots=True)
+class DiskSettings:
+    """Where the disk tier is, and how large: `bytes` in the folder `path`, which belongs to one process at a time.
+
+    `io_threads` read. What waits to be written takes up to `backlog_bytes` of memory; what does not fit in is not kept.
+    Raises ValueError for numbers that cannot be.
+    """
+
+    path: Path
+    bytes: int
+    io_threads: int = 2
+    backlog_bytes: int = 1 << 28
+
+    def __post_init__(self) -> None:
+        if self.bytes < 0 or self.backlog_bytes < 0 or self.io_threads < 1:
+            raise ValueError("a disk tier has 0 or more bytes and backlog_bytes, and at least 1 of io_threads")
+
+
+class _Write:
+    """A node on its way to the disk: its blocks in memory of its own, from when they have been copied there."""
+
+    __slots__ = ("blocks", "copy", "future")
+
+    def __init__(self, blocks: BlockPool, copy: Copy) -> None:
+        self.blocks = blocks
+        self.copy = copy
+        self.future: Future[bool] | None = None
+
+
+class DiskTier:
+    """Nodes by their keys in a `ChunkStore`, each with all blocks that cover it, one after the other.
+
+    Nobody waits for a write: a node is copied into a backlog and written from there, and whoever asks for it meanwhile
+    gets it from there. `identity` says whose KV it is; the pool's shape is added to it.
+
+    If there can be no store in the folder (another process has it, it is another model's, it cannot be written...),
+    that is logged and counted once, nothing is ever found here, and the tiers above go on.
+    """
+
+    def __init__(
+        self,
+        settings: DiskSettings,
+        shape: KVShape,
+        identity: str,
+        copies: Copies,
+        *,
+        policy: str,
+        history: int,
+        pinned: bool,
+        executor: Executor | None = None,
+    ) -> None:
+        self.received = self.failed = self.hit_tokens = 0
+        self._settings = settings
+        self._shape = shape
+        self._identity = f"{identity}\n{shape}\n{_LAYOUT}"
+        self._copies = copies
+        self._policy = policy
+        self._history = history
+        self._pinned = pinned
+        self._backlog: dict[bytes, _Write] = {}
+        self._backlog_bytes = 0
+        self._refused: Counter[str] = Counter()
+        self._store = self._open(settings.bytes)
+        self._readers = executor or ThreadPoolExecutor(settings.io_threads, "ragorder-disk-read")
+        self._writer = executor or ThreadPoolExecutor(1, "ragorder-disk-write")
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._backlog or (self._store is not None and key in self._store)
+
+    def hold(self, key: bytes) -> bool:
+        """Do not give the node up until it is released; False if it is not here, and nothing is held."""
+        if self._store is None:
+            return False
+        self._store.hold((key,))
+        if key in self:
+            return True
+        self._store.release((key,))
+        return False
+
+    def release(self, key: bytes) -> None:
+        if self._store is not None:
+            self._store.release((key,))
+
+    def use(self, path: Sequence[bytes], cost: float, computed: Container[bytes]) -> None:
+        """A request went along this path; see `Tier.use`."""
+        if self._store is not None:
+            self._store.use(path, cost=cost, computed=computed)
+
+    def write(
+        self, key: bytes, parent: bytes | None, source: BlockPool, blocks: Sequence[int], cost: float
+    ) -> Copy | None:
+        """Keep a node whose KV is in these blocks: the copy that takes it from there, None if nothing is written."""
+        store = self._store
+        if store is None or key in self:
+            return None
+        size = len(blocks) * self._shape.block_bytes
+        if store.pausing:
+            self._refused["paused"] += 1
+            return None
+        if self._backlog_bytes + size > self._settings.backlog_bytes:
+            self._refused["backlog"] += 1
+            return None
+        staged = BlockPool(self._shape, len(blocks), pinned=self._pinned)
+        write = _Write(staged, self._copies.start(source, blocks, staged, staged.allocate(len(blocks))))
+        # Without a history the store knows of no use before.
+        used = not self._history
+
+        def job() -> bool:
+            write.copy.transfer.wait()
+            return not write.copy.transfer.failed and store.write(
+                key, memoryview(staged.rows()), parent, cost=cost, used=used
+            )
+
+        self._backlog[key] = write
+        self._backlog_bytes += size
+        write.future = self._writer.submit(job)
+        return write.copy
+
+    def copying(self, key: bytes) -> Copy | None:
+        """The copy that takes a node from where it is, if it is being written."""
+        write = self._backlog.get(key)
+        return write.copy if write is not None else None
+
+    def read(self, key: bytes, blocks: int) -> Future[BlockPool | None]:
+        """The node's blocks in a pool of their own, in their order; None if they cannot be had."""
+        waiting = self._backlog.get(key)
+        return self._readers.submit(self._read_backlog if waiting else self._read_store, key, blocks, waiting)
+
+    def poll(self) -> None:
+        """Forget the writes that have ended."""
+        if not self._backlog:
+            return
+        for key, write in list(self._backlog.items()):
+            if write.future is not None and write.future.done():
+                del self._backlog[key]
+                self._backlog_bytes -= write.blocks.capacity_bytes
+                self.received += _worked(write.future)
+
+    def wait(self) -> None:
+        """Until all is written that was begun."""
+        while self._backlog:
+            for write in list(self._backlog.values()):
+                if write.future is not None:
+                    write.future.exception()
+            self._copies.poll()
+            self.poll()
+
+    def clear(self) -> None:
+        """Give up all chunks, once nothing is read or written any more."""
+        self.wait()
+        if self._store is None:
+            return
+        self._store.close()
+        # One that may hold nothing removes what it finds.
+        emptied = self._open(0)
+        if emptied is not None:
+            emptied.close()
+        self._store = self._open(self._settings.bytes)
+
+    def close(self) -> None:
+        self.wait()
+        self._readers.shutdown()
+        self._writer.shutdown()
+        if self._store is not None:
+            self._store.close()
+
+    def stats(self) -> TierStats:
+        store = self._store
+        refused = Counter(self._refused.copy())
+        if store is None:
+            return TierStats(tokens=None, failed=self.failed, hit_tokens=self.hit_tokens, refused=dict(refused))
+        refused.update(store.counters.refusals())
+        used = store.used_bytes
+        return TierStats(
+            nodes=len(store),
+            tokens=None,
+            bytes=used,
+            used_bytes=used,
+            capacity_bytes=store.capacity_bytes,
+            hit_tokens=self.hit_tokens,
+            received=self.received,
+            evicted=store.counters.evicted,
+            failed=self.failed,
+            refused=dict(refused),
+        )
+
+    def _open(self, bytes: int) -> ChunkStore | None:
+        try:
+            return ChunkStore(
+                Path(self._settings.path),
+                bytes,
+                self._identity,
+                policy=self._policy,
+                history=self._history,
+                logger=_logger,
+            )
+        except StoreRefusedError as refused:
+            self._refused[refused.reason] += 1
+            _logger.warning("No disk tier: %s. Device and host go on without it.", refused)
+            return None
+
+    def _read_store(self, key: bytes, blocks: int, _: _Write | None) -> BlockPool | None:
+        staged = BlockPool(self._shape, blocks, pinned=self._pinned)
+        staged.allocate(blocks)
+        store = self._store
+        return staged if store is not None and store.read(key, memoryview(staged.rows())) else None
+
+    def _read_backlog(self, key: bytes, blocks: int, waiting: _Write | None) -> BlockPool | None:
+        if waiting is None or waiting.blocks.blocks != blocks:
+            return None
+        waiting.copy.transfer.wait()
+        return None if waiting.copy.transfer.failed else waiting.blocks
+
+
+def _worked(future: Future[bool]) -> bool:
+    """Whether a write has kept its node."""
+    try:
+        return future.result()
+    except Exception as error:
+        _logger.error("a node could not be written: %s", type(error).__name__)
+        return False

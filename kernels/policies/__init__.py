@@ -1,0 +1,28 @@
+"""Replacement: what a tier (device, host, disk) gives up first when it is full (RAGCache section 5.1)."""
+
+from ragorder.kernels.policies.base import Clocked, ReplacementPolicy, TierNode
+from ragorder.kernels.policies.either import Either
+from ragorder.kernels.policies.gdsf import GDSF
+from ragorder.kernels.policies.history import History
+from ragorder.kernels.policies.lfu import LFU
+from ragorder.kernels.policies.lru import LRU
+from ragorder.kernels.policies.pgdsf import PGDSF
+from ragorder.kernels.policies.policies import POLICIES, make_policy
+from ragorder.kernels.policies.tier import Tier
+from ragorder.trie.tree import Key
+
+__all__ = [
+    "GDSF",
+    "LFU",
+    "LRU",
+    "PGDSF",
+    "POLICIES",
+    "Clocked",
+    "Either",
+    "History",
+    "Key",
+    "ReplacementPolicy",
+    "Tier",
+    "TierNode",
+    "make_policy",
+]

@@ -1,0 +1,87 @@
+"""A heap of nodes that can change their places."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ragorder.kernels.policies.base import TierNode
+
+__all__ = ["Entry", "NodeHeap"]
+
+Entry = tuple[float, int, TierNode]
+"""A node behind what it is ordered by: its priority, then the order of use, which no two nodes have in common."""
+
+
+class NodeHeap:
+    """A binary heap in which every node knows its place: one entry a node, never one that is out of date, so that
+    every step takes O(log n), whatever was before it, and there is nothing to clean up.
+
+    `entries` may be read: behind place p stand 2p + 1 and 2p + 2.
+    """
+
+    def __init__(self) -> None:
+        self._entries: list[Entry] = []
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def entries(self) -> Sequence[Entry]:
+        return self._entries
+
+    def add(self, node: TierNode) -> None:
+        """A node that is in no heap."""
+        entry = (node.priority, node.order, node)
+        self._entries.append(entry)
+        self._rise(entry, len(self._entries) - 1)
+
+    def remove(self, node: TierNode) -> None:
+        """A node that is in this heap."""
+        place, node.place = node.place, -1
+        last = self._entries.pop()
+        if last[2] is not node:
+            self._settle(last, place)
+
+    def replace(self, node: TierNode, other: TierNode) -> None:
+        """As `remove` and `add`, in one step: cheaper where the two are neighbours in the tree, and alike."""
+        place, node.place = node.place, -1
+        self._settle((other.priority, other.order, other), place)
+
+    def update(self, node: TierNode) -> None:
+        """The priority or the order of a node in this heap is another one."""
+        self._settle((node.priority, node.order, node), node.place)
+
+    def _settle(self, entry: Entry, place: int) -> None:
+        if place and entry < self._entries[(place - 1) >> 1]:
+            self._rise(entry, place)
+        else:
+            self._sink(entry, place)
+
+    def _rise(self, entry: Entry, place: int) -> None:
+        entries = self._entries
+        while place:
+            above = (place - 1) >> 1
+            parent = entries[above]
+            if parent < entry:
+                break
+            entries[place] = parent
+            parent[2].place = place
+            place = above
+        entries[place] = entry
+        entry[2].place = place
+
+    def _sink(self, entry: Entry, place: int) -> None:
+        entries = self._entries
+        count = len(entries)
+        while (child := 2 * place + 1) < count:
+            below = entries[child]
+            if child + 1 < count and entries[child + 1] < below:
+                child += 1
+                below = entries[child]
+            if entry < below:
+                break
+            entries[place] = below
+            below[2].place = place
+            place = child
+        entries[place] = entry
+        entry[2].place = place

@@ -1,0 +1,23 @@
+"""The policies by name."""
+
+from __future__ import annotations
+
+from ragorder.kernels.policies.base import ReplacementPolicy
+from ragorder.kernels.policies.gdsf import GDSF
+from ragorder.kernels.policies.lfu import LFU
+from ragorder.kernels.policies.lru import LRU
+from ragorder.kernels.policies.pgdsf import PGDSF
+
+__all__ = ["POLICIES", "make_policy"]
+
+_CHOICES: tuple[type[ReplacementPolicy], ...] = (PGDSF, GDSF, LRU, LFU)
+_BY_NAME = {policy.name: policy for policy in _CHOICES}
+
+POLICIES = tuple(_BY_NAME)
+
+
+def make_policy(name: str) -> ReplacementPolicy:
+    """A policy for one tier. Raises ValueError naming the choices."""
+    if name not in _BY_NAME:
+        raise ValueError(f"there is no replacement policy {name!r}: choose one of {', '.join(POLICIES)}")
+    return _BY_NAME[name]()

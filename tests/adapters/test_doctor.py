@@ -1,0 +1,1099 @@
+"""`ragorder doctor` and what a server says of its cache: against a real vLLM, and against servers with every fault."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Event, Lock, Thread
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ragorder.adapters.doctor import events as _check_events
+from ragorder.adapters.doctor.examine import AddressError, Events, Finding, examine
+from ragorder.adapters.vllm.cache_config import CacheConfig, ServerError, read_cache_config
+from ragorder.cli import main
+
+pytest.importorskip("httpx")
+pytest.importorskip("prometheus_client")
+zmq = pytest.importorskip("zmq")
+msgspec = pytest.importorskip("msgspec")
+
+BLOCK = 16
+KEY = "sk-never-to-be-seen"
+END = (-1).to_bytes(8, "big", signed=True)
+LIVE_PACKAGES = ("httpx", "prometheus_client", "zmq", "msgspec")
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in os.environ:
+        if name.startswith("RAGORDER_"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("COLUMNS", "300")
+
+
+def gauge(**labels: object) -> str:
+    """vLLM's own line about one engine's cache; a label given as None is left out."""
+    known = {
+        "block_size": BLOCK,
+        "cache_hit_alignment_tokens": "None",
+        "effective_attention_block_size": BLOCK,
+        "enable_prefix_caching": "True",
+        "engine": 0,
+        "hash_block_size": "None",
+        "kv_cache_size_tokens": 10_001 * BLOCK,
+        "num_gpu_blocks": 10_001,
+    } | labels
+    inside = ",".join(f'{name}="{value}"' for name, value in known.items() if value is not None)
+    return f"vllm:cache_config_info{{{inside}}} 1.0\n"
+
+
+def page(*gauges: str) -> str:
+    head = "# HELP vllm:cache_config_info Information\n# TYPE vllm:cache_config_info gauge\n"
+    return 'vllm:num_requests_running{engine="0"} 0.0\n' + head + "".join(gauges or (gauge(),))
+
+
+class FakeServer:
+    """As much of an OpenAI-compatible server as the doctor asks for, faults included, on a socket of its own."""
+
+    def __init__(self) -> None:
+        self.models: Any = {"data": [{"id": "fake", "max_model_len": 8192}]}
+        self.metrics: str | None = page()
+        self.caching = True
+        self.reporting = True
+        self.completions = "ids"
+        self.tokenizes = True
+        self.engines = 1
+        self.key: str | None = None
+        self.status: dict[str, int] = {}
+        self.raw: dict[str, bytes] = {}
+        self.hangs: set[str] = set()
+        self.on_tokens: Callable[[list[int]], None] = lambda token_ids: None
+        self.seen: list[tuple[str, dict[str, str], Any]] = []
+        self._caches: dict[int, set[str]] = {}
+        self._served = 0
+        self._lock = Lock()
+        self._gone = Event()
+        fake = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                fake._answer(self, None)
+
+            def do_POST(self) -> None:
+                fake._answer(self, json.loads(self.rfile.read(int(self.headers["content-length"]))))
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._http.daemon_threads = True
+        self.base_url = f"http://127.0.0.1:{self._http.server_address[1]}"
+        Thread(target=self._http.serve_forever, args=(0.01,), daemon=True).start()
+
+    def close(self) -> None:
+        self._gone.set()
+        self._http.shutdown()
+        self._http.server_close()
+
+    def bodies(self, path: str) -> list[Any]:
+        return [body for seen, _, body in self.seen if seen == path]
+
+    def _answer(self, handler: BaseHTTPRequestHandler, body: Any) -> None:
+        path = handler.path
+        self.seen.append((path, dict(handler.headers), body))
+        if path in self.hangs:
+            self._gone.wait(10)
+        allowed = self.key is None or handler.headers.get("Authorization") == f"Bearer {self.key}"
+        status, content = (self.status.get(path, 0), b"") if allowed else (401, b"")
+        if not status:
+            status, content = (200, self.raw[path]) if path in self.raw else self._route(path, body)
+        handler.send_response(status)
+        handler.send_header("content-length", str(len(content)))
+        handler.end_headers()
+        handler.wfile.write(content)
+
+    def _route(self, path: str, body: Any) -> tuple[int, bytes]:
+        if path == "/v1/models":
+            return 200, json.dumps(self.models).encode()
+        if path == "/metrics" and self.metrics is not None:
+            return 200, self.metrics.encode()
+        if path == "/tokenize" and self.tokenizes:
+            text = (
+                body["prompt"]
+                if "prompt" in body
+                else "".join(f"<{m['role']}>{m['content']}" for m in body["messages"])
+            )
+            return 200, json.dumps({"tokens": [ord(char) for char in text]}).encode()
+        if path == "/v1/completions" and self.completions in ("ids", "text"):
+            if isinstance(body["prompt"], list) and self.completions == "text":
+                return 400, b""
+            return 200, self._complete(body["prompt"])
+        if path == "/v1/chat/completions" and self.completions == "chat":
+            return 200, self._complete(body["messages"][0]["content"])
+        return 404, b""
+
+    def _complete(self, prompt: Any) -> bytes:
+        with self._lock:
+            self._served += 1
+            cache = self._caches.setdefault(self._served % self.engines, set())
+        hit = (len(prompt) - 1) // BLOCK * BLOCK if self.caching and str(prompt) in cache else 0
+        cache.add(str(prompt))
+        if isinstance(prompt, list):
+            self.on_tokens(prompt)
+        details = {"cached_tokens": hit} if self.reporting else None
+        return json.dumps({"usage": {"prompt_tokens": len(prompt), "prompt_tokens_details": details}}).encode()
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeServer]:
+    server = FakeServer()
+    yield server
+    server.close()
+
+
+class Publisher:
+    """The far end of KV events: publishes the blocks of every prompt that its server computes."""
+
+    def __init__(self, topic: str = "kv-events", *, arrays: bool = False, replays: bool = True) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.PUB)
+        self.endpoint = f"tcp://127.0.0.1:{self._socket.bind_to_random_port('tcp://127.0.0.1')}"
+        self._router = self._context.socket(zmq.ROUTER)
+        self.replay_endpoint = f"tcp://127.0.0.1:{self._router.bind_to_random_port('tcp://127.0.0.1')}"
+        self._topic, self._arrays, self._replays = topic.encode(), arrays, replays
+        self._sent: list[bytes] = []
+        self._gone = Event()
+        self._thread = Thread(target=self._repeat, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._gone.set()
+        self._thread.join()
+        self._context.destroy(linger=0)
+
+    def tell(self, token_ids: list[int]) -> None:
+        whole = token_ids[: len(token_ids) // BLOCK * BLOCK]
+        hashes = list(range(len(whole) // BLOCK))
+        if self._arrays:
+            event: Any = ["BlockStored", hashes, None, whole, BLOCK, None]
+        else:
+            event = {"type": "BlockStored", "block_hashes": hashes, "parent_block_hash": None, "token_ids": whole}
+        payload = msgspec.msgpack.encode([time.time(), [{"type": "AllBlocksCleared"}, event], 0])
+        self._sent.append(payload)
+        self._socket.send_multipart([self._topic, (len(self._sent) - 1).to_bytes(8, "big"), payload])
+
+    def babble(self) -> None:
+        for frames in ([b"kv-events"], [b"", b"1", b"\xc1"], [b"", b"12345678", msgspec.msgpack.encode([1, [7]])]):
+            self._socket.send_multipart(frames)
+
+    def _repeat(self) -> None:
+        while not self._gone.is_set():
+            if self._router.poll(20):
+                client, _, start = self._router.recv_multipart()
+                for number in range(int.from_bytes(start, "big"), len(self._sent) if self._replays else 0):
+                    self._router.send_multipart(
+                        [client, b"", self._topic, number.to_bytes(8, "big"), self._sent[number]]
+                    )
+                self._router.send_multipart([client, b"", b"", END, b""])
+
+
+@pytest.fixture
+def publish() -> Iterator[Callable[..., Publisher]]:
+    with ExitStack() as stack:
+
+        def make(topic: str = "kv-events", **options: bool) -> Publisher:
+            publisher = Publisher(topic, **options)
+            stack.callback(publisher.close)
+            return publisher
+
+        yield make
+
+
+def free_port() -> int:
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        return int(bound.getsockname()[1])
+
+
+def findings(server: FakeServer, **options: Any) -> dict[str, Finding]:
+    """Findings by check. Every one of them is complete."""
+    found = examine(server.base_url, **{"timeout_s": 5.0} | options)
+    for finding in found:
+        assert finding.found
+        assert finding.verdict == "good" or finding.advice
+    assert len({finding.check for finding in found}) == len(found)
+    return {finding.check: finding for finding in found}
+
+
+def verdicts(server: FakeServer, **options: Any) -> dict[str, str]:
+    return {check: finding.verdict for check, finding in findings(server, **options).items()}
+
+
+def chat(system: str, user: str) -> list[dict[str, str]]:
+    return [{"role": "system", "content": system}, {"role": "user", "content": user}]
+
+
+def doctor(*arguments: str | Path) -> Result:
+    done = CliRunner().invoke(main, ["doctor", *map(str, arguments)])
+    assert done.exception is None or isinstance(done.exception, SystemExit), repr(done.exception)
+    assert "Traceback" not in done.output
+    return done
+
+
+def refusal(*arguments: str | Path, status: int) -> str:
+    """The one line that says why the command did not do it."""
+    done = doctor(*arguments)
+    assert done.exit_code == status
+    assert done.stdout == ""
+    errors = [line for line in done.stderr.splitlines() if line.startswith("Error: ")]
+    assert len(errors) == 1
+    assert done.stderr.endswith(errors[0] + "\n")
+    return errors[0]
+
+
+class TestWhatAServerSaysOfItsCache:
+    @pytest.mark.vllm
+    def test_is_what_a_real_server_was_started_with(self, vllm_server: Any) -> None:
+        config = read_cache_config(vllm_server.base_url, timeout_s=30)
+        assert config == CacheConfig(
+            vllm_server.block_size, vllm_server.capacity_tokens, prefix_caching=True, engines=1
+        )
+        assert vllm_server.capacity_tokens == 128 * 32
+
+    @pytest.mark.parametrize("end", ["", "/", "/v1", "/v1/", "?key=1"])
+    def test_is_found_however_its_address_is_written(self, fake: FakeServer, end: str) -> None:
+        assert read_cache_config(fake.base_url + end) == CacheConfig(BLOCK, 10_000 * BLOCK, True, 1)
+        assert [path for path, _, _ in fake.seen] == ["/metrics"]
+
+    def test_is_asked_for_below_a_path(self, fake: FakeServer) -> None:
+        fake.raw["/llm/metrics"] = page().encode()
+        assert read_cache_config(f"{fake.base_url}/llm/v1").block_size == BLOCK
+
+    def test_leaves_out_the_null_block(self, fake: FakeServer) -> None:
+        fake.metrics = page(gauge(num_gpu_blocks=129, kv_cache_size_tokens=129 * BLOCK))
+        assert read_cache_config(fake.base_url).capacity_tokens == 128 * BLOCK
+
+    def test_is_of_one_engine_where_vllm_gives_the_sum_of_all(self, fake: FakeServer) -> None:
+        # As vLLM 0.32 says it with --data-parallel-size 2 and 129 blocks in each engine.
+        one = {"num_gpu_blocks": 258, "kv_cache_size_tokens": 129 * BLOCK}
+        fake.metrics = page(gauge(engine=0, **one), gauge(engine=1, **one))
+        assert read_cache_config(fake.base_url) == CacheConfig(BLOCK, 128 * BLOCK, True, engines=2)
+
+    def test_is_of_the_smallest_engine(self, fake: FakeServer) -> None:
+        sizes = {0: 90, 1: 50}
+        fake.metrics = page(
+            *[gauge(engine=n, num_gpu_blocks=140, kv_cache_size_tokens=BLOCK * k) for n, k in sizes.items()]
+        )
+        assert read_cache_config(fake.base_url).capacity_tokens == 50 * BLOCK
+
+    def test_counts_an_engine_once_however_many_processes_speak_of_it(self, fake: FakeServer) -> None:
+        fake.metrics = page(gauge(kv_cache_max_concurrency="2.0"), gauge(kv_cache_max_concurrency="2.1"))
+        assert read_cache_config(fake.base_url) == CacheConfig(BLOCK, 10_000 * BLOCK, True, engines=1)
+
+    def test_measures_in_blocks_that_span_gpus(self, fake: FakeServer) -> None:
+        fake.metrics = page(
+            gauge(effective_attention_block_size=4 * BLOCK, num_gpu_blocks=101, kv_cache_size_tokens=None)
+        )
+        assert read_cache_config(fake.base_url) == CacheConfig(4 * BLOCK, 100 * 4 * BLOCK, True, 1)
+
+    def test_heeds_that_a_token_may_take_a_block_for_each_kind_of_layer(self, fake: FakeServer) -> None:
+        fake.metrics = page(gauge(kv_cache_size_tokens=5000))
+        assert read_cache_config(fake.base_url).capacity_tokens == 5000
+
+    def test_is_read_from_a_version_without_the_newer_labels(self, fake: FakeServer) -> None:
+        newer = dict.fromkeys(("effective_attention_block_size", "kv_cache_size_tokens", "engine", "hash_block_size"))
+        fake.metrics = page(gauge(**newer))
+        assert read_cache_config(fake.base_url) == CacheConfig(BLOCK, 10_000 * BLOCK, True, 1)
+
+    @pytest.mark.parametrize(("label", "says"), [("True", True), ("False", False), ("None", None), (None, None)])
+    def test_says_whether_prefixes_are_cached(self, fake: FakeServer, label: str | None, says: bool | None) -> None:
+        fake.metrics = page(gauge(enable_prefix_caching=label))
+        assert read_cache_config(fake.base_url).prefix_caching is says
+
+    def test_asks_with_the_key(self, fake: FakeServer) -> None:
+        fake.key = KEY
+        assert read_cache_config(fake.base_url, api_key=f"{KEY}\n").engines == 1
+
+    def test_asks_with_the_user_of_the_address(self, fake: FakeServer) -> None:
+        read_cache_config(fake.base_url.replace("//", "//me:secret@"))
+        assert fake.seen[0][1]["Authorization"] == "Basic bWU6c2VjcmV0"
+
+
+class TestAServerThatDoesNotSay:
+    def complaint(self, server: FakeServer, **options: Any) -> str:
+        with pytest.raises(ServerError) as caught:
+            read_cache_config(server.base_url.replace("//", "//me:secret@"), **options)
+        assert server.base_url in str(caught.value)
+        assert "secret" not in str(caught.value)
+        assert "\n" not in str(caught.value)
+        return str(caught.value)
+
+    def test_because_nobody_is_there(self, fake: FakeServer) -> None:
+        fake.close()
+        assert "check host and port" in self.complaint(fake)
+
+    def test_because_it_hangs(self, fake: FakeServer) -> None:
+        fake.hangs.add("/metrics")
+        assert "within 0.2 s" in self.complaint(fake, timeout_s=0.2)
+
+    def test_because_it_never_comes_to_an_end(self) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+
+            def drip() -> None:
+                client, _ = listener.accept()
+                with client:
+                    client.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 1000\r\n\r\n")
+                    try:
+                        for _ in range(100):
+                            client.sendall(b"#")
+                            time.sleep(0.05)
+                    except OSError:
+                        return
+
+            Thread(target=drip, daemon=True).start()
+            with pytest.raises(ServerError, match="within"):
+                read_cache_config(f"http://127.0.0.1:{listener.getsockname()[1]}", timeout_s=0.3)
+
+    @pytest.mark.parametrize("status", [401, 403])
+    def test_because_it_wants_a_key(self, fake: FakeServer, status: int) -> None:
+        fake.status["/metrics"] = status
+        assert "RAGORDER_API_KEY" in self.complaint(fake)
+
+    def test_because_something_is_broken(self, fake: FakeServer) -> None:
+        fake.status["/metrics"] = 503
+        assert "HTTP 503" in self.complaint(fake)
+
+    def test_because_it_has_no_metrics(self, fake: FakeServer) -> None:
+        fake.metrics = None
+        assert "capacity_tokens" in self.complaint(fake)
+
+    def test_because_it_was_told_not_to(self, fake: FakeServer) -> None:
+        fake.metrics = "python_info 1.0\n"
+        assert "--disable-log-stats" in self.complaint(fake)
+
+    def test_because_it_is_sglang(self, fake: FakeServer) -> None:
+        fake.metrics = "sglang:num_running_reqs 0.0\n"
+        assert "SGLang" in self.complaint(fake)
+
+    def test_because_it_is_another_version(self, fake: FakeServer) -> None:
+        fake.metrics = "vllm:num_requests_running 0.0\n"
+        assert "version" in self.complaint(fake)
+
+    @pytest.mark.parametrize("value", ["None", "", "0", "-1", "1e9", "9" * 5000, None])
+    @pytest.mark.parametrize("label", ["num_gpu_blocks", "block_size"])
+    def test_because_it_does_not_know_yet(self, fake: FakeServer, label: str, value: str | None) -> None:
+        fake.metrics = page(gauge(**{"effective_attention_block_size": "None", label: value}))
+        assert label in self.complaint(fake)
+
+    def test_because_it_holds_nothing(self, fake: FakeServer) -> None:
+        fake.metrics = page(gauge(num_gpu_blocks=1))
+        assert "--kv-cache-memory-bytes" in self.complaint(fake)
+
+    @pytest.mark.parametrize("content", [b"vllm:cache_config_info{block", b"vllm:cache_config_info{} x\n", b"\xff\x00"])
+    def test_because_it_talks_garbage(self, fake: FakeServer, content: bytes) -> None:
+        fake.raw["/metrics"] = content
+        assert "capacity_tokens" in self.complaint(fake)
+
+    def test_because_it_does_not_speak_http(self) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+
+            def greet() -> None:
+                client, _ = listener.accept()
+                with client:
+                    client.sendall(b"SSH-2.0-OpenSSH\r\n")
+
+            Thread(target=greet, daemon=True).start()
+            with pytest.raises(ServerError, match="no answer in HTTP"):
+                read_cache_config(f"http://127.0.0.1:{listener.getsockname()[1]}")
+
+    @pytest.mark.parametrize(
+        "address", ["", "localhost:8000", "ftp://host", "http://", "http://me:secret@host:port", "me:secret@host:8000"]
+    )
+    def test_because_there_is_no_such_address(self, address: str) -> None:
+        with pytest.raises(AddressError, match="write http://") as caught:
+            read_cache_config(address)
+        assert "secret" not in str(caught.value)
+
+    @pytest.mark.parametrize("key", ["ключ-secret", "two\nlines-secret"])
+    def test_because_no_header_takes_the_key(self, fake: FakeServer, key: str) -> None:
+        with pytest.raises(AddressError, match="key") as caught:
+            read_cache_config(fake.base_url, api_key=key)
+        assert "secret" not in str(caught.value)
+
+    def test_is_always_an_error_of_the_server(self, fake: FakeServer) -> None:
+        labels = st.dictionaries(st.sampled_from(["block_size", "num_gpu_blocks", "engine"]), st.text())
+
+        @settings(max_examples=50)
+        @given(labels, st.text())
+        def read(values: dict[str, str], tail: str) -> None:
+            fake.raw["/metrics"] = page(gauge(**values) + tail).encode("utf-8", "replace")
+            try:
+                assert read_cache_config(fake.base_url).capacity_tokens > 0
+            except ServerError as error:
+                assert fake.base_url in str(error)
+
+        read()
+
+    @pytest.mark.parametrize("package", ["httpx", "prometheus_client"])
+    def test_because_the_extra_is_missing(self, python: Callable[..., Any], package: str) -> None:
+        code = (
+            "from ragorder.adapters.vllm.cache_config import read_cache_config\n"
+            "try: read_cache_config('http://127.0.0.1:1')\n"
+            "except ImportError as error: print(error)"
+        )
+        assert "pip install 'ragorder[live]'" in python("-c", code, blocked=(package,)).stdout
+
+
+class TestTheServer:
+    def test_is_asked_for_its_model(self, fake: FakeServer) -> None:
+        served = findings(fake)["server"]
+        assert served.verdict == "good"
+        assert "fake" in served.found
+        assert {body["model"] for body in fake.bodies("/v1/completions")} == {"fake"}
+
+    def test_is_asked_for_the_first_of_several_models_and_that_is_said(self, fake: FakeServer) -> None:
+        fake.models = {"data": [{"id": "first"}, {"id": "second"}]}
+        assert "asked for the first, --model" in findings(fake)["server"].found
+        assert {body["model"] for body in fake.bodies("/v1/completions")} == {"first"}
+
+    def test_is_asked_for_the_model_that_is_named(self, fake: FakeServer) -> None:
+        fake.models = {"data": [{"id": "first"}, {"id": "second"}]}
+        assert "asked for" not in findings(fake, model="second")["server"].found
+        assert {body["model"] for body in fake.bodies("/v1/completions")} == {"second"}
+
+    def test_that_does_not_serve_the_model(self, fake: FakeServer) -> None:
+        served = findings(fake, model="other")["server"]
+        assert served.verdict == "bad"
+        assert "--model" in str(served.advice)
+
+    @pytest.mark.parametrize("models", [{"data": []}, {}, [], {"data": [{"name": 1}, 7]}, None])
+    def test_that_lists_no_model(self, fake: FakeServer, models: Any) -> None:
+        fake.models = models
+        found = findings(fake)
+        assert found["server"].verdict == "bad"
+        assert found["cached tokens"].verdict == "unknown"
+        assert fake.bodies("/v1/completions") == []
+        assert verdicts(fake, model="fake")["server"] == "warning"
+        assert {body["model"] for body in fake.bodies("/v1/completions")} == {"fake"}
+
+    @pytest.mark.parametrize("status", [404, 500])
+    def test_without_a_list_of_models(self, fake: FakeServer, status: int) -> None:
+        fake.status["/v1/models"] = status
+        assert f"HTTP {status}" in findings(fake)["server"].found
+
+    def test_that_is_no_server_of_models(self, fake: FakeServer) -> None:
+        fake.raw = {"/v1/models": b"<html>", "/metrics": b"<html>", "/v1/completions": b"[" * 100_000}
+        found = verdicts(fake, model="any")
+        assert found.pop("server") == "warning"
+        assert set(found.values()) == {"unknown"}
+
+    def test_is_given_the_key_everywhere(self, fake: FakeServer) -> None:
+        fake.key = KEY
+        samples = ("one prompt", "another prompt")
+        assert "good" in verdicts(fake, api_key=KEY, samples=samples)["cached tokens"]
+        assert {headers["Authorization"] for _, headers, _ in fake.seen} == {f"Bearer {KEY}"}
+        assert {"/v1/models", "/metrics", "/v1/completions", "/tokenize"} <= {path for path, _, _ in fake.seen}
+
+    def test_that_refuses_the_key(self, fake: FakeServer) -> None:
+        fake.key = "another"
+        with pytest.raises(ServerError, match="401"):
+            examine(fake.base_url, api_key=KEY)
+
+    def test_that_does_not_answer(self, fake: FakeServer) -> None:
+        fake.hangs.add("/v1/models")
+        with pytest.raises(ServerError, match="within"):
+            examine(fake.base_url, timeout_s=0.2)
+
+    def test_whose_names_would_paint_the_terminal(self, fake: FakeServer) -> None:
+        fake.models = {"data": [{"id": "\x1b[31mred"}]}
+        assert findings(fake)["server"].found.isprintable()
+
+
+class TestPrefixCaching:
+    def test_is_on(self, fake: FakeServer) -> None:
+        found = findings(fake)["prefix caching"]
+        assert found.verdict == "good"
+        assert "32 of 48 tokens" in found.found
+
+    def test_is_off(self, fake: FakeServer) -> None:
+        fake.metrics, fake.caching = page(gauge(enable_prefix_caching="False")), False
+        found = findings(fake)
+        assert found["prefix caching"].verdict == "bad"
+        assert "--enable-prefix-caching" in str(found["prefix caching"].advice)
+        assert found["cached tokens"].verdict == "good"
+
+    def test_is_found_by_experiment_where_there_are_no_metrics(self, fake: FakeServer) -> None:
+        fake.metrics = None
+        assert verdicts(fake)["prefix caching"] == "good"
+        first, second = fake.bodies("/v1/completions")
+        assert first["prompt"] == second["prompt"]
+        assert first["max_tokens"] == 1
+
+    def test_is_missed_by_experiment_where_there_are_no_metrics(self, fake: FakeServer) -> None:
+        fake.metrics, fake.caching = None, False
+        found = findings(fake)["prefix caching"]
+        assert found.verdict == "bad"
+        assert "--disable-radix-cache" in str(found.advice)
+
+    def test_is_what_the_metrics_say_where_answers_say_nothing(self, fake: FakeServer) -> None:
+        fake.reporting = False
+        assert verdicts(fake)["prefix caching"] == "good"
+
+    def test_is_unknown_where_nothing_tells(self, fake: FakeServer) -> None:
+        fake.metrics, fake.reporting = None, False
+        assert verdicts(fake)["prefix caching"] == "unknown"
+
+    def test_is_tried_until_two_requests_meet_in_one_engine(self, fake: FakeServer) -> None:
+        three = {"num_gpu_blocks": 3 * 10_001}
+        fake.engines, fake.metrics = 3, page(*[gauge(engine=number, **three) for number in range(3)])
+        found = findings(fake)
+        assert found["prefix caching"].verdict == found["cached tokens"].verdict == "good"
+        assert "each of 3 engines" in found["capacity"].found
+        assert len(fake.bodies("/v1/completions")) == 4
+
+    def test_is_tried_with_a_new_prompt_each_time(self, fake: FakeServer) -> None:
+        findings(fake)
+        findings(fake)
+        prompts = [str(body["prompt"]) for body in fake.bodies("/v1/completions")]
+        assert len(set(prompts)) == 2
+
+
+class TestCapacity:
+    def test_is_said_in_tokens_blocks_and_prompts(self, fake: FakeServer) -> None:
+        found = findings(fake)["capacity"]
+        assert found.verdict == "good"
+        assert "160,000 tokens in blocks of 16" in found.found
+        assert "80 prompts" in found.found
+
+    @pytest.mark.parametrize(("blocks", "verdict"), [(1000, "good"), (999, "warning"), (10, "warning")])
+    def test_is_small_below_eight_prompts(self, fake: FakeServer, blocks: int, verdict: str) -> None:
+        fake.metrics = page(gauge(num_gpu_blocks=blocks + 1))
+        found = findings(fake)["capacity"]
+        assert found.verdict == verdict
+        assert ("--gpu-memory-utilization" in str(found.advice)) == (verdict == "warning")
+
+    def test_is_unknown_of_sglang(self, fake: FakeServer) -> None:
+        fake.metrics = "sglang:num_running_reqs 0.0\n"
+        found = findings(fake)["capacity"]
+        assert found.verdict == "unknown"
+        assert "RAGORDER_CAPACITY_TOKENS" in str(found.advice)
+
+
+class TestCachedTokens:
+    def test_are_reported(self, fake: FakeServer) -> None:
+        assert verdicts(fake)["cached tokens"] == "good"
+
+    def test_are_not_reported(self, fake: FakeServer) -> None:
+        fake.reporting = False
+        found = findings(fake)["cached tokens"]
+        assert found.verdict == "warning"
+        assert "--enable-prompt-tokens-details" in str(found.advice)
+        assert "--enable-cache-report" in str(found.advice)
+
+    @pytest.mark.parametrize("usage", [None, 7, {}, {"prompt_tokens_details": {"cached_tokens": "many"}}])
+    def test_are_not_reported_in_any_form_that_could_be_read(self, fake: FakeServer, usage: Any) -> None:
+        fake.raw["/v1/completions"] = json.dumps({"usage": usage}).encode()
+        assert verdicts(fake)["cached tokens"] == "warning"
+
+    def test_are_none_although_caching_is_on(self, fake: FakeServer) -> None:
+        fake.caching = False
+        found = findings(fake)["cached tokens"]
+        assert found.verdict == "warning"
+        assert "replicas" in str(found.advice)
+
+    @pytest.mark.parametrize("form", ["ids", "text", "chat"])
+    def test_are_asked_for_in_the_form_that_the_server_takes(self, fake: FakeServer, form: str) -> None:
+        fake.completions = form
+        assert verdicts(fake)["cached tokens"] == "good"
+
+    def test_are_unknown_of_a_server_that_takes_no_prompts(self, fake: FakeServer) -> None:
+        fake.completions = "none"
+        found = findings(fake)["cached tokens"]
+        assert found.verdict == "unknown"
+        assert "HTTP 404" in found.found
+
+    @pytest.mark.parametrize("path", ["/v1/completions"])
+    def test_are_unknown_of_a_server_that_hangs(self, fake: FakeServer, path: str) -> None:
+        fake.hangs.add(path)
+        assert verdicts(fake, timeout_s=0.3)["cached tokens"] == "unknown"
+
+    def test_are_asked_for_with_a_prompt_that_fits(self, fake: FakeServer) -> None:
+        fake.models = {"data": [{"id": "fake", "max_model_len": 40}]}
+        findings(fake)
+        assert len(fake.bodies("/v1/completions")[0]["prompt"]) == 39
+
+
+class TestKVEvents:
+    def test_are_not_looked_for_without_an_endpoint(self, fake: FakeServer) -> None:
+        found = findings(fake)["KV events"]
+        assert found.verdict == "unknown"
+        assert "LRU" in found.found
+        flag = str(found.advice).split("--kv-events-config '")[1].split("'")[0]
+        assert json.loads(flag)["enable_kv_cache_events"] is True
+        assert "--events-endpoint ipc:///tmp/vllm-events " in str(found.advice)
+
+    @pytest.mark.parametrize(
+        ("host", "engines", "published", "there"),
+        [
+            ("127.0.0.1", 1, "ipc:///tmp/vllm-events", "ipc:///tmp/vllm-events"),
+            ("127.0.0.1", 2, "tcp://*:5557", "tcp://127.0.0.1:5557"),
+            ("gpu7", 1, "tcp://*:5557", "tcp://gpu7:5557"),
+            ("fe80::7", 1, "tcp://*:5557", "tcp://[fe80::7]:5557"),
+        ],
+    )
+    def test_d10_are_advised_as_the_documentation_has_them(
+        self, host: str, engines: int, published: str, there: str
+    ) -> None:
+        """Without a topic, which would have to be given twice; ipc is for one engine on the same machine."""
+        advice = _check_events._how_to_publish(host, engines)
+        config = json.loads(advice.split("--kv-events-config '")[1].split("'")[0])
+        assert (config["endpoint"], config.keys() & {"topic"}) == (published, set())
+        assert f"--events-endpoint {there} --replay-endpoint tcp://" in advice
+
+    @pytest.mark.parametrize("replay", [True, False])
+    @pytest.mark.parametrize("silent", [True, False])
+    def test_d10_are_advised_once(
+        self, fake: FakeServer, publish: Callable[..., Publisher], replay: bool, silent: bool
+    ) -> None:
+        endpoint = publish(replays=False).endpoint if silent else f"tcp://127.0.0.1:{free_port()}"
+        events = Events(endpoint, f"tcp://127.0.0.1:{free_port()}" if replay else None)
+        found = findings(fake, events=events, timeout_s=0.5)
+        advice = [str(found[check].advice) for check in ("KV events", "event replay")]
+        assert [text.count("enable_kv_cache_events") for text in advice] == [1, 0]
+        assert "replay_endpoint" in advice[1]
+
+    @pytest.mark.parametrize("arrays", [False, True])
+    def test_arrive_and_are_repeated(self, fake: FakeServer, publish: Callable[..., Publisher], arrays: bool) -> None:
+        publisher = publish(arrays=arrays)
+        fake.on_tokens = publisher.tell
+        events = Events(publisher.endpoint, publisher.replay_endpoint, "kv-events")
+        found = verdicts(fake, events=events)
+        assert found["KV events"] == found["event replay"] == "good"
+
+    def test_are_told_from_what_else_is_published(self, fake: FakeServer, publish: Callable[..., Publisher]) -> None:
+        publisher = publish()
+
+        def tell(token_ids: list[int]) -> None:
+            publisher.babble()
+            publisher.tell(token_ids[::-1])
+            publisher.tell(token_ids)
+
+        fake.on_tokens = tell
+        assert verdicts(fake, events=Events(publisher.endpoint))["KV events"] == "good"
+
+    def test_of_another_server_are_not_ours(self, fake: FakeServer, publish: Callable[..., Publisher]) -> None:
+        publisher = publish()
+        fake.on_tokens = lambda token_ids: publisher.tell(token_ids[::-1])
+        events = Events(publisher.endpoint, publisher.replay_endpoint)
+        found = findings(fake, events=events, timeout_s=1.0)
+        assert found["KV events"].verdict == "bad"
+        assert "this server's own endpoint" in str(found["KV events"].advice)
+        assert found["event replay"].verdict == "unknown"
+
+    def test_of_a_topic_that_was_not_asked_for(self, fake: FakeServer, publish: Callable[..., Publisher]) -> None:
+        publisher = publish("tenant-7")
+        fake.on_tokens = publisher.tell
+        found = findings(fake, events=Events(publisher.endpoint, topic="kv-events"))["KV events"]
+        assert found.verdict == "bad"
+        assert '--events-topic "tenant-7"' in str(found.advice)
+
+    def test_are_not_published_by_anybody(self, fake: FakeServer) -> None:
+        endpoint = f"tcp://127.0.0.1:{free_port()}"
+        found = findings(fake, events=Events(endpoint, endpoint), timeout_s=0.5)
+        assert found["KV events"].verdict == found["event replay"].verdict == "bad"
+        assert "nobody publishes" in found["KV events"].found
+        assert "--kv-events-config" in str(found["KV events"].advice)
+
+    def test_do_not_come_from_a_web_server(self, fake: FakeServer) -> None:
+        endpoint = fake.base_url.replace("http", "tcp")
+        assert "nobody publishes" in findings(fake, events=Events(endpoint), timeout_s=0.5)["KV events"].found
+
+    @pytest.mark.parametrize("endpoint", ["tcp://*:5557", "127.0.0.1:5557", "", "tcp://host:port"])
+    def test_cannot_be_listened_to_at_what_is_no_endpoint(self, fake: FakeServer, endpoint: str) -> None:
+        found = findings(fake, events=Events(endpoint, endpoint))
+        assert found["KV events"].verdict == "bad"
+        assert "tcp://HOST:PORT" in str(found["KV events"].advice)
+
+    def test_are_not_repeated(self, fake: FakeServer, publish: Callable[..., Publisher]) -> None:
+        publisher = publish(replays=False)
+        fake.on_tokens = publisher.tell
+        found = findings(fake, events=Events(publisher.endpoint, publisher.replay_endpoint))
+        assert found["KV events"].verdict == "good"
+        assert found["event replay"].verdict == "bad"
+        assert "buffer_steps" in str(found["event replay"].advice)
+
+    def test_are_listened_to_at_every_engine(self, fake: FakeServer, publish: Callable[..., Publisher]) -> None:
+        two = {"num_gpu_blocks": 2 * 10_001}
+        fake.metrics = page(gauge(engine=0, **two), gauge(engine=1, **two))
+        publisher = publish()
+        fake.on_tokens = publisher.tell
+        address, _, port = publisher.endpoint.rpartition(":")
+        assert verdicts(fake, events=Events(f"{address}:{int(port) - 1}"))["KV events"] == "good"
+
+    def test_are_unknown_of_a_server_that_takes_no_token_ids(
+        self, fake: FakeServer, publish: Callable[..., Publisher]
+    ) -> None:
+        fake.completions = "text"
+        assert verdicts(fake, events=Events(publish().endpoint))["KV events"] == "unknown"
+
+
+VOLATILE = {
+    "a date": ["Today is 2026-11-20.", "Today is 2026-11-21."],
+    "a date ": ["Date: 20 November 2026", "Date: 3 December 2026"],
+    "a date  ": ["Nov 20, 2026", "Nov 21, 2026"],
+    "a date   ": ["On 11/20/2026:", "On 12/20/2026:"],
+    "a day of the week": ["Today is Monday.", "Today is Tuesday."],
+    "a clock time": ["It is 14:03:59 now.", "It is 14:04:01 now."],
+    "a UUID": ["id 123e4567-e89b-12d3-a456-426614174000", "id 123e4567-e89b-12d3-a456-426614174001"],
+    "an id": ["trace 9f86d081884c7d65", "trace 9f86d081884c7d66"],
+    "a time stamp": ["now=1795265429", "now=1795265430"],
+    "a user, session or request": ["User: Alice\n", "User: Bob\n"],
+    "a number in a document's header": ["Document [3]: text", "Document [1]: text"],
+    "a number in a document's header ": ["[12] text", "[4] text"],
+    "a retrieval score": ["[doc-a] (score: 0.91)", "[doc-a] (score: 0.88)"],
+}
+SYSTEM = "You answer questions from the documents that follow, and from nothing else. "
+
+
+class TestWhatAnswers:
+    """Advice is for what answers: vLLM's options help vLLM alone."""
+
+    def test_d9_the_proxy_sends_one_to_its_upstream(self, fake: FakeServer) -> None:
+        fake.raw["/ragorder/health"] = b'{"status":"ok"}'
+        fake.metrics = "ragorder_requests_total 1.0\n"
+        found = findings(fake)
+        assert found["server"].verdict == "good" and found["server"].found.endswith("this is ragorder serve")
+        assert found["capacity"].found == "this is ragorder serve, whose /metrics are its own"
+        assert "--disable-log-stats" not in str(list(found.values()))
+        for check in ("server", "capacity", "KV events"):
+            assert "ask the server behind it" in (found[check].advice or "")
+        assert found["prefix caching"].verdict == "good", "what is seen through the proxy stands"
+
+    def test_d9_ragorders_own_engine_gets_no_options_of_vllm(self, fake: FakeServer) -> None:
+        fake.models["data"][0]["owned_by"] = "ragorder"
+        fake.metrics = "other 1.0\n"
+        found = findings(fake)
+        assert {found[check].verdict for check in ("capacity", "KV events")} == {"good"}
+        assert "vLLM" not in str(list(found.values()))
+
+    def test_d9_another_server_gets_no_options_of_vllm(self, fake: FakeServer) -> None:
+        fake.models["data"][0]["owned_by"] = "llamacpp"
+        fake.metrics, fake.reporting = None, False
+        found = findings(fake)
+        assert not any("--" in (finding.advice or "") for finding in found.values())
+        assert "start vLLM" not in str(list(found.values()))
+
+    @pytest.mark.parametrize("owner", ["vllm", "sglang"])
+    def test_vllm_and_sglang_get_theirs(self, fake: FakeServer, owner: str) -> None:
+        fake.models["data"][0]["owned_by"] = owner
+        fake.caching = fake.reporting = False
+        fake.metrics = None
+        assert "--enable-prefix-caching" in (findings(fake)["prefix caching"].advice or "")
+
+    def test_a_page_at_every_path_is_no_proxy(self, fake: FakeServer) -> None:
+        fake.raw["/ragorder/health"] = b"<html>"
+        assert "ragorder serve" not in findings(fake)["server"].found
+
+    def test_d9_an_advice_is_printed_once(self, fake: FakeServer) -> None:
+        options = ("--events-endpoint", f"tcp://127.0.0.1:{free_port()}", "--timeout", "1")
+        said = doctor(fake.base_url, *options).output
+        assert "event replay" in said
+        assert said.count("--kv-events-config '") == 1
+
+
+class TestTwoPrompts:
+    @pytest.mark.parametrize("kind", VOLATILE)
+    def test_that_part_over_what_changes_with_every_request(self, fake: FakeServer, kind: str) -> None:
+        first, second = VOLATILE[kind]
+        found = findings(fake, samples=(f"{first} Be brief.", f"{second} Be brief."))
+        assert kind.strip() in found["volatile text"].found
+        assert found["volatile text"].verdict in ("bad", "warning")
+
+    def test_that_share_less_than_a_block_because_of_a_date(self, fake: FakeServer) -> None:
+        prompts = [f"2026-11-{day}\n{SYSTEM}\nDocuments:\n[d1]\ntext" for day in (20, 21)]
+        found = findings(fake, samples=(prompts[0], prompts[1]))
+        assert "share 9 tokens, 0 whole blocks of 16" in found["shared prefix"].found
+        assert found["shared prefix"].verdict == found["volatile text"].verdict == "bad"
+        assert "into the question" in str(found["volatile text"].advice)
+
+    def test_that_share_less_than_a_block_may_be_good_ones_with_other_documents(self, fake: FakeServer) -> None:
+        samples = ("Be brief.\n[paris]\n…", "Be brief.\n[rome]\n…")
+        found = findings(fake, samples=samples)
+        assert found["shared prefix"].verdict == "warning"
+        assert "--document-marker" in str(found["shared prefix"].advice)
+        assert verdicts(fake, samples=samples, document_marker="[")["shared prefix"] == "good"
+
+    def test_that_part_where_the_documents_begin(self, fake: FakeServer) -> None:
+        samples = (f"{SYSTEM}\n[paris]\nParis is…", f"{SYSTEM}\n[rome]\nRome was…")
+        found = findings(fake, samples=samples)
+        assert found["shared prefix"].verdict == found["volatile text"].verdict == "good"
+        shared = len(SYSTEM) + 2
+        assert f"share {shared} tokens, {shared // BLOCK} whole blocks" in found["shared prefix"].found
+
+    def test_that_part_in_the_system_prompt(self, fake: FakeServer) -> None:
+        samples = (chat(f"{SYSTEM}You help Alice.", "[d1]\ntext"), chat(f"{SYSTEM}You help Bob.", "[d1]\ntext"))
+        found = findings(fake, samples=samples)["shared prefix"]
+        assert found.verdict == "warning"
+        assert "inside the system prompt" in found.found
+        assert verdicts(fake, samples=samples, document_marker="You help")["shared prefix"] == "good"
+
+    def test_that_part_over_a_date_in_the_system_prompt(self, fake: FakeServer) -> None:
+        samples = (chat(f"{SYSTEM}It is 2026-11-20.", "[d1]"), chat(f"{SYSTEM}It is 2026-11-21.", "[d1]"))
+        found = verdicts(fake, samples=samples)
+        assert found["shared prefix"] == found["volatile text"] == "bad"
+
+    def test_of_which_one_has_the_longer_system_prompt(self, fake: FakeServer) -> None:
+        samples = (chat(SYSTEM, "[d1]"), chat(f"{SYSTEM}More.", "[d1]"))
+        assert "inside the system prompt" in findings(fake, samples=samples)["shared prefix"].found
+
+    def test_that_part_behind_the_system_prompt(self, fake: FakeServer) -> None:
+        samples = (chat(SYSTEM, "[paris]\n…"), chat(SYSTEM, "[rome]\n…"))
+        found = verdicts(fake, samples=samples)
+        assert found["shared prefix"] == found["volatile text"] == "good"
+        assert fake.bodies("/tokenize") == [{"model": "fake", "messages": sample} for sample in samples]
+
+    @pytest.mark.parametrize(
+        ("one", "other"),
+        [
+            ("[paris]\ntext", "[rome]\ntext"),
+            ("User: who built it?\n", "User: what is it?\n"),
+            ("In 1889 it was", "In 1925 it was"),
+            ("of 12 towers", "of 300 towers"),
+            ("Monuments", "Moonlight"),
+            ("decade", "facade"),
+            ("[eiffel-1]", "[eiffel-2]"),
+        ],
+    )
+    def test_that_part_over_ordinary_text(self, fake: FakeServer, one: str, other: str) -> None:
+        assert verdicts(fake, samples=(f"{SYSTEM}\n{one}", f"{SYSTEM}\n{other}"))["volatile text"] == "good"
+
+    def test_that_part_in_front_of_the_documents(self, fake: FakeServer) -> None:
+        samples = (f"{SYSTEM}For Alice.\n[d1]\n…", f"{SYSTEM}For Bob.\n[d1]\n…")
+        assert verdicts(fake, samples=samples)["shared prefix"] == "good"
+        assert verdicts(fake, samples=samples, document_marker="[d")["shared prefix"] == "bad"
+
+    def test_whose_documents_hold_dates(self, fake: FakeServer) -> None:
+        samples = (f"{SYSTEM}[d1]\n2026-11-20 saw rain", f"{SYSTEM}[d1]\n2026-11-21 saw snow")
+        assert verdicts(fake, samples=samples)["volatile text"] == "warning"
+        assert verdicts(fake, samples=samples, document_marker="[d")["volatile text"] == "good"
+
+    def test_whose_documents_bear_their_rank(self, fake: FakeServer) -> None:
+        samples = (f"{SYSTEM}\n[3] text", f"{SYSTEM}\n[1] text")
+        found = findings(fake, samples=samples, document_marker="[")["volatile text"]
+        assert found.verdict == "warning"
+        assert "document_template" in str(found.advice)
+
+    def test_without_the_document_marker(self, fake: FakeServer) -> None:
+        found = findings(fake, samples=(f"{SYSTEM}[d1]", f"{SYSTEM}[d2]"), document_marker="<doc")
+        assert found["document marker"].verdict == "unknown"
+
+    def test_that_are_the_same(self, fake: FakeServer) -> None:
+        assert findings(fake, samples=(SYSTEM, SYSTEM))["shared prefix"].verdict == "unknown"
+
+    @pytest.mark.parametrize("tokens", [None, [1, 2], {"tokens": 7}])
+    def test_that_the_server_does_not_tokenise(self, fake: FakeServer, tokens: Any) -> None:
+        fake.tokenizes = False
+        if tokens is not None:
+            fake.raw["/tokenize"] = json.dumps(tokens).encode()
+        found = findings(fake, samples=("x" * 400 + "1", "x" * 400 + "2"))["shared prefix"]
+        assert "share 100 tokens (estimated" in found.found
+
+    def test_for_a_server_whose_blocks_are_unknown(self, fake: FakeServer) -> None:
+        fake.metrics = None
+        assert "blocks of 16 (assumed)" in findings(fake, samples=("x" * 40, "x" * 40 + "2"))["shared prefix"].found
+
+    def test_with_contents_in_parts(self, fake: FakeServer) -> None:
+        fake.tokenizes = False
+        prompts = [[{"role": "user", "content": [{"type": "text", "text": f"{SYSTEM}{end}"}, 7]}] for end in "ab"]
+        assert "share" in findings(fake, samples=(prompts[0], prompts[1]))["shared prefix"].found
+
+    def test_are_quoted_with_forty_characters_each(self, fake: FakeServer) -> None:
+        found = findings(fake, samples=("a" * 100 + "b" * 100, "a" * 100 + "c" * 100))["volatile text"].found
+        for char in "bc":
+            assert f'"{"a" * 14}{char * 26}"' in found
+
+    def test_are_quoted_without_control_characters(self, fake: FakeServer) -> None:
+        fake.tokenizes = False
+
+        @settings(max_examples=30)
+        @given(st.text(), st.text(min_size=1), st.text(min_size=1))
+        def quote(head: str, one: str, other: str) -> None:
+            found = findings(fake, samples=(head + one, head + other))
+            if one != other:
+                assert found["volatile text"].found.isprintable()
+                assert len(found["volatile text"].found) < 2 * 40 + 120
+
+        quote()
+
+
+@pytest.mark.vllm
+class TestARealServer:
+    @pytest.fixture(scope="class")
+    def events(self, vllm_server: Any) -> Events:
+        return Events(vllm_server.events_endpoint, vllm_server.replay_endpoint, vllm_server.events_topic)
+
+    def test_passes_every_check_but_that_it_is_small(self, vllm_server: Any, events: Events) -> None:
+        samples = (chat(SYSTEM * 3, "[paris]\n…"), chat(SYSTEM * 3, "[rome]\n…"))
+        found = {finding.check: finding for finding in examine(vllm_server.base_url, events=events, samples=samples)}
+        assert {check for check, finding in found.items() if finding.verdict != "good"} == {"capacity"}
+        assert found.keys() >= {"server", "prefix caching", "cached tokens", "KV events", "event replay"}
+        assert f"{vllm_server.capacity_tokens:,} tokens in blocks of 32" in found["capacity"].found
+        assert "64 of 96 tokens" in found["prefix caching"].found
+
+    def test_says_where_a_date_at_the_top_parts_two_prompts(self, vllm_server: Any) -> None:
+        samples = (chat(f"2026-11-20\n{SYSTEM}", "[d1]\n…"), chat(f"2026-11-21\n{SYSTEM}", "[d1]\n…"))
+        found = {finding.check: finding for finding in examine(vllm_server.base_url, samples=samples)}
+        assert found["shared prefix"].verdict == found["volatile text"].verdict == "bad"
+        assert "0 whole blocks of 32" in found["shared prefix"].found
+
+    def test_is_listened_to_under_the_wrong_topic(self, vllm_server: Any) -> None:
+        events = Events(vllm_server.events_endpoint, topic="other")
+        found = {finding.check: finding for finding in examine(vllm_server.base_url, events=events)}
+        assert vllm_server.events_topic in str(found["KV events"].advice)
+
+    def test_is_examined_from_the_command_line(self, vllm_server: Any) -> None:
+        options = ["--events-endpoint", vllm_server.events_endpoint, "--replay-endpoint", vllm_server.replay_endpoint]
+        options += ["--events-topic", vllm_server.events_topic, "--model", vllm_server.model_name]
+        done = doctor(f"{vllm_server.base_url}/v1", *options)
+        assert done.exit_code == 0
+        assert "✗" not in done.stdout
+        assert "?" not in done.stdout
+        assert done.stdout.count("✓") == 5
+
+
+class TestTheCommand:
+    @pytest.fixture
+    def prompts(self, tmp_path: Path) -> list[str | Path]:
+        (tmp_path / "one.txt").write_text(f"2026-11-20\n{SYSTEM}", "utf-8")
+        (tmp_path / "two.json").write_text(json.dumps(chat("2026-11-21\n", SYSTEM)), "utf-8")
+        return ["--prompt", tmp_path / "one.txt", "--prompt", tmp_path / "two.json"]
+
+    def test_says_yes_to_a_good_server(self, fake: FakeServer) -> None:
+        done = doctor(fake.base_url)
+        assert done.exit_code == 0
+        assert done.stderr == ""
+        assert done.stdout.count("✓") == 4
+        assert "?" in done.stdout
+
+    def test_says_no_to_a_bad_one_and_what_to_change(self, fake: FakeServer) -> None:
+        fake.metrics = page(gauge(enable_prefix_caching="False", num_gpu_blocks=9))
+        done = doctor(fake.base_url)
+        assert done.exit_code == 1
+        assert "✗" in done.stdout
+        assert "!" in done.stdout
+        assert "--enable-prefix-caching" in done.stdout
+
+    def test_never_breaks_what_is_to_be_copied(self, fake: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("COLUMNS", "60")
+        line = next(line for line in doctor(fake.base_url).stdout.splitlines() if "--kv-events-config" in line)
+        json.loads(line.split("--kv-events-config '")[1].split("'")[0])
+
+    def test_paints_no_markup_of_the_server(self, fake: FakeServer) -> None:
+        fake.models = {"data": [{"id": "[red]model[/red]"}]}
+        assert "[red]model[/red]" in doctor(fake.base_url).stdout
+
+    def test_writes_json(self, fake: FakeServer, prompts: list[str | Path]) -> None:
+        done = doctor(fake.base_url, "--json", *prompts)
+        assert done.exit_code == 1
+        found = json.loads(done.stdout)["findings"]
+        assert {"server", "capacity", "shared prefix"} <= {finding["check"] for finding in found}
+        assert all(finding.keys() == {"check", "verdict", "found", "advice"} for finding in found)
+
+    def test_reads_prompts_as_text_and_as_messages(self, fake: FakeServer, prompts: list[str | Path]) -> None:
+        assert "2026-11-2" in doctor(fake.base_url, *prompts).stdout
+        text, messages = fake.bodies("/tokenize")
+        assert text["prompt"].startswith("2026-11-20")
+        assert messages["messages"] == chat("2026-11-21\n", SYSTEM)
+
+    @pytest.mark.parametrize("text", ["[d1] a document", "[1, 2]", "{}", "[]", "[" * 100_000])
+    def test_takes_for_text_what_is_not_messages(self, fake: FakeServer, tmp_path: Path, text: str) -> None:
+        for name, content in (("a", text), ("b", text + " ")):
+            (tmp_path / name).write_text(content, "utf-8")
+        doctor(fake.base_url, "--prompt", tmp_path / "a", "--prompt", tmp_path / "b")
+        assert fake.bodies("/tokenize")[0]["prompt"] == text
+
+    def test_hands_on_where_documents_begin(self, fake: FakeServer, tmp_path: Path) -> None:
+        for name in ("Alice", "Bob"):
+            (tmp_path / name).write_text(f"{SYSTEM}For {name}.\n<doc>…", "utf-8")
+        options = ["--prompt", tmp_path / "Alice", "--prompt", tmp_path / "Bob"]
+        assert doctor(fake.base_url, *options).exit_code == 0
+        assert doctor(fake.base_url, *options, "--document-marker", "<doc>").exit_code == 1
+
+    def test_takes_key_and_events_from_the_environment(
+        self, fake: FakeServer, publish: Callable[..., Publisher], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        publisher = publish("ours")
+        fake.key, fake.on_tokens = KEY, publisher.tell
+        monkeypatch.setenv("RAGORDER_API_KEY", KEY)
+        monkeypatch.setenv("RAGORDER_EVENTS_ENDPOINT", publisher.endpoint)
+        monkeypatch.setenv("RAGORDER_REPLAY_ENDPOINT", publisher.replay_endpoint)
+        monkeypatch.setenv("RAGORDER_EVENTS_TOPIC", "ours")
+        done = doctor(fake.base_url)
+        assert done.exit_code == 0
+        assert done.stdout.count("✓") == 6
+        assert KEY not in done.output
+
+    def test_takes_the_key_as_an_option(self, fake: FakeServer) -> None:
+        fake.key = KEY
+        done = doctor(fake.base_url, "--api-key", KEY)
+        assert done.exit_code == 0
+        assert KEY not in done.output
+        assert KEY not in refusal(fake.base_url, "--api-key", KEY + "2", status=1)
+
+    def test_waits_no_longer_than_it_may(self, fake: FakeServer) -> None:
+        fake.hangs.add("/v1/models")
+        assert "within 0.2 s" in refusal(fake.base_url, "--timeout", "0.2", status=1)
+
+    def test_logs_neither_prompt_nor_key(
+        self, fake: FakeServer, prompts: list[str | Path], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        with caplog.at_level(logging.DEBUG):
+            doctor(fake.base_url.replace("//", "//me:secret@"), *prompts)
+            doctor(fake.base_url, *prompts, "--api-key", KEY)
+        assert caplog.records
+        for hidden in (KEY, "secret", "bWU6c2VjcmV0", "2026-11-2", SYSTEM[:20]):
+            assert hidden not in caplog.text
+
+    @pytest.mark.parametrize("address", ["localhost:8000", "ftp://host", "http://"])
+    def test_refuses_what_is_no_address(self, address: str) -> None:
+        assert "write http://" in refusal(address, status=2)
+
+    def test_refuses_a_server_that_is_down(self) -> None:
+        url = f"http://127.0.0.1:{free_port()}"
+        assert url in refusal(url, status=1)
+
+    def test_refuses_one_prompt(self, fake: FakeServer, prompts: list[str | Path]) -> None:
+        assert "twice" in refusal(fake.base_url, *prompts[:2], status=2)
+        assert "twice" in refusal(fake.base_url, *prompts, *prompts[:2], status=2)
+
+    def test_refuses_a_missing_prompt(self, fake: FakeServer, tmp_path: Path) -> None:
+        assert "nothing.txt" in refusal(fake.base_url, "--prompt", tmp_path / "nothing.txt", status=2)
+
+    @pytest.mark.parametrize("content", [b"\xff\xfe", b'[{"content": "no role"}]', b'[{"role": "user"}, 7]'])
+    def test_refuses_a_prompt_that_it_cannot_read(self, fake: FakeServer, tmp_path: Path, content: bytes) -> None:
+        (tmp_path / "odd").write_bytes(content)
+        assert "odd" in refusal(fake.base_url, "--prompt", tmp_path / "odd", "--prompt", tmp_path / "odd", status=2)
+        assert fake.seen == []
+
+    def test_refuses_options_that_lack_another(self, fake: FakeServer) -> None:
+        assert "--events-endpoint" in refusal(fake.base_url, "--replay-endpoint", "tcp://h:1", status=2)
+        assert "--prompt" in refusal(fake.base_url, "--document-marker", "[", status=2)
+
+    def test_says_which_extra_is_missing(self, python: Callable[..., Any]) -> None:
+        command = ("-c", "from ragorder.cli import main; main(prog_name='ragorder')", "doctor")
+        assert python(*command, "--help", blocked=LIVE_PACKAGES).returncode == 0
+        done = python(*command, "http://127.0.0.1:1", blocked=LIVE_PACKAGES)
+        assert done.returncode == 1
+        assert done.stderr == "Error: talking to a server needs httpx: pip install 'ragorder[live]'\n"

@@ -1,0 +1,491 @@
+"""DSPy: a retrieval module that gives the passages in the order that the cache wants, and all else along with them."""
+
+from __future__ import annotations
+
+import os
+
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
+
+import asyncio
+import copy
+import json
+import re
+import socket
+import threading
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("dspy")
+
+import dspy
+import numpy as np
+from dspy.dsp.utils import dotdict
+from dspy.utils import DummyLM
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ragorder import Document, Orderer
+from ragorder.adapters.dspy import CacheOrderedRetrieve
+
+SMALL: Any = {"block_size": 1, "capacity_tokens": 400, "suffix_tokens": 8}
+REQUESTS = st.lists(st.lists(st.sampled_from("abcdefg"), max_size=12), min_size=1, max_size=6)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_outside_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    connect = socket.socket.connect
+
+    def refuse(self: socket.socket, address: Any) -> None:
+        if self.family != socket.AF_UNIX and address[0] not in ("127.0.0.1", "::1"):
+            raise AssertionError(f"somebody phones home: {address}")
+        connect(self, address)
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+
+
+@pytest.fixture
+def orderer() -> Orderer:
+    return Orderer(block_size=1)
+
+
+class Recorder:
+    """An orderer that remembers what it was given, and how each ordering was settled."""
+
+    def __init__(self, orderer: Orderer) -> None:
+        self.settings, self.fall_back, self.order_batch = orderer.settings, orderer.fall_back, orderer.order_batch
+        self.orderer = orderer
+        self.documents: list[Any] = []
+        self.settled: list[Any] = []
+
+    def order(self, documents: Any, **options: Any) -> Any:
+        self.documents += documents
+        ordering = self.orderer.order(documents, **options)
+        ordering.add_done_callback(self.settled.append)
+        return ordering
+
+
+@pytest.fixture
+def recorder(orderer: Orderer) -> Recorder:
+    return Recorder(orderer)
+
+
+def words(query: str) -> list[str]:
+    """A retriever: the words of the question are its passages, best first."""
+    return query.split()
+
+
+class Found(dspy.Module):  # type: ignore[misc]
+    """The same, as a module that can be awaited, with what it found them by."""
+
+    def forward(self, query: str, k: int = 9) -> Any:
+        passages = query.split()[:k]
+        return dspy.Prediction(passages=passages, indices=list(map(ord, passages)), query=query)
+
+    async def aforward(self, query: str, k: int = 9) -> Any:
+        await asyncio.sleep(0)
+        return self(query, k).copy(awaited=True)
+
+
+class Once(dspy.Module):  # type: ignore[misc]
+    """A module that cannot be awaited."""
+
+    def forward(self, query: str) -> list[str]:
+        return query.split()
+
+
+class TestPassagesArePutInOrder:
+    def test_a_request_begins_as_an_earlier_one_did(self, orderer: Orderer) -> None:
+        retrieve = CacheOrderedRetrieve(words, orderer)
+        assert retrieve("a b c").passages == ["a", "b", "c"]
+        assert retrieve("d c b a").passages == ["a", "b", "c", "d"]
+
+    @given(REQUESTS)
+    def test_each_passage_comes_back_as_often_as_it_was_found(self, requests: list[list[str]]) -> None:
+        retrieve = CacheOrderedRetrieve(words, Orderer(block_size=1, strict=True))
+        for request in requests:
+            assert Counter(retrieve(" ".join(request)).passages) == Counter(request)
+
+    @given(REQUESTS)
+    def test_the_order_is_that_of_the_plain_orderer(self, requests: list[list[str]]) -> None:
+        plain, retrieve = Orderer(**SMALL), CacheOrderedRetrieve(list, Orderer(**SMALL))
+        for request in requests:
+            passages = [name * 100 for name in request]
+            ordering = plain.order([Document("", passage) for passage in passages])
+            ordering.confirm()
+            found = retrieve(passages)
+            assert found.passages == [passages[rank] for rank in ordering.permutation]
+
+    def test_no_passages_are_no_passages(self, orderer: Orderer) -> None:
+        assert CacheOrderedRetrieve(words, orderer)("").passages == []
+        assert orderer.fallbacks == 0
+
+    def test_the_retriever_is_called_with_the_same_arguments(self, orderer: Orderer) -> None:
+        assert CacheOrderedRetrieve(Found(), orderer)("a b c", k=2).passages == ["a", "b"]
+        assert CacheOrderedRetrieve(Found(), orderer)(query="a b c", k=1).passages == ["a"]
+
+    def test_an_error_of_the_retriever_is_raised_as_it_is(self, orderer: Orderer) -> None:
+        def broken(query: str) -> list[str]:
+            raise LookupError("no index")
+
+        with pytest.raises(LookupError, match="no index"):
+            CacheOrderedRetrieve(broken, orderer)("a")
+        assert orderer.fallbacks == 0
+
+    def test_an_ordering_counts_as_served_at_once(self, recorder: Recorder) -> None:
+        CacheOrderedRetrieve(words, recorder)("a b")
+        assert recorder.settled == [(True, None, None, None)]
+
+
+class TestWhatARetrieverGives:
+    """Whatever it is, it becomes a Prediction whose parallel fields still say the same of each passage."""
+
+    def orders(self, orderer: Orderer, found: Any) -> Any:
+        """What becomes of `found` where the cache holds a, b, c."""
+        CacheOrderedRetrieve(words, orderer)("a b c")
+        return CacheOrderedRetrieve(lambda query: found, orderer)("?")
+
+    def test_a_prediction_keeps_its_fields_and_those_of_the_number_of_its_passages_go_along(
+        self, orderer: Orderer
+    ) -> None:
+        found = dspy.Prediction(
+            passages=["c", "a", "b"],
+            indices=[3, 1, 2],
+            scores=(0.9, 0.5, 0.4),
+            vectors=np.array([[3.0], [1.0], [2.0]]),
+            ranks=np.array([3, 1, 2]),
+            queries=["one", "two"],
+            total=np.float64(3.0),
+            answer="abc",
+            mapping={1: 1, 2: 2, 3: 3},
+        )
+        found.set_lm_usage({"model": {"total_tokens": 3}})
+        ordered = self.orders(orderer, found)
+        assert isinstance(ordered, dspy.Prediction)
+        assert ordered.passages == ["a", "b", "c"]
+        assert ordered.indices == [1, 2, 3]
+        assert ordered.scores == (0.5, 0.4, 0.9)
+        assert ordered.vectors.tolist() == [[1.0], [2.0], [3.0]]
+        assert ordered.ranks.tolist() == [1, 2, 3]
+        for name in ("queries", "total", "answer", "mapping"):
+            assert ordered[name] is found[name]
+        assert ordered.get_lm_usage() == found.get_lm_usage()
+
+    def test_what_the_retriever_keeps_is_not_changed(self, orderer: Orderer) -> None:
+        found = dspy.Prediction(passages=["c", "a", "b"], indices=[3, 1, 2])
+        self.orders(orderer, found)
+        assert (found.passages, found.indices) == (["c", "a", "b"], [3, 1, 2])
+
+    @given(st.lists(st.tuples(st.sampled_from("abcdefg"), st.integers()), max_size=12))
+    def test_rows_stay_together(self, rows: list[tuple[str, int]]) -> None:
+        orderer = Orderer(block_size=1, strict=True)
+        passages, numbers = [row[0] for row in rows], [row[1] for row in rows]
+        found = dspy.Prediction(passages=passages, numbers=numbers)
+        ordered = self.orders(orderer, found)
+        # Nothing tells copies of a passage apart, but each keeps what stood beside it.
+        assert Counter(zip(ordered.passages, ordered.numbers, strict=True)) == Counter(rows)
+
+    @pytest.mark.parametrize("make", [dict, dotdict, dspy.Example])
+    def test_a_mapping_becomes_a_prediction(self, orderer: Orderer, make: Callable[..., Any]) -> None:
+        ordered = self.orders(orderer, make(passages=["c", "a", "b"], pids=[3, 1, 2], took="1 s"))
+        assert isinstance(ordered, dspy.Prediction)
+        assert dict(ordered.items()) == {"passages": ["a", "b", "c"], "pids": [1, 2, 3], "took": "1 s"}
+
+    @pytest.mark.parametrize("make", [list, tuple])
+    def test_bare_strings_become_a_prediction(self, orderer: Orderer, make: Callable[..., Any]) -> None:
+        assert dict(self.orders(orderer, make(["c", "a", "b"])).items()) == {"passages": ["a", "b", "c"]}
+
+    @pytest.mark.parametrize("make", [dict, dotdict])
+    def test_rows_become_columns(self, orderer: Orderer, make: Callable[..., Any]) -> None:
+        found = [make(long_text=text, pid=pid, prob=0.5) for text, pid in (("c", 3), ("a", 1), ("b", 2))]
+        found[1]["only here"] = True
+        ordered = self.orders(orderer, found)
+        assert dict(ordered.items()) == {"passages": ["a", "b", "c"], "pid": [1, 2, 3], "prob": [0.5] * 3}
+
+    def test_objects_with_a_long_text_give_that(self, orderer: Orderer) -> None:
+        ordered = self.orders(orderer, [dspy.Example(long_text=text) for text in "cab"])
+        assert dict(ordered.items()) == {"passages": ["a", "b", "c"]}
+
+    def test_rows_within_a_prediction_stay_rows(self, orderer: Orderer) -> None:
+        rows = [dotdict(long_text=text) for text in "cab"]
+        assert self.orders(orderer, dspy.Prediction(passages=rows)).passages == [rows[1], rows[2], rows[0]]
+
+    @pytest.mark.parametrize("found", [None, "a b c", 3, dspy.Prediction(answer="x"), {"answer": "x"}], ids=repr)
+    def test_what_has_no_passages_is_given_back_and_counted(self, orderer: Orderer, found: Any) -> None:
+        assert self.orders(orderer, found) is found
+        assert orderer.fallbacks == 1
+
+    @pytest.mark.parametrize("odd", [None, 3, {"text": "x"}, dotdict(long_text=None)], ids=repr)
+    def test_passages_that_cannot_be_read_stay_in_retrieval_order(self, orderer: Orderer, odd: Any) -> None:
+        ordered = self.orders(orderer, dspy.Prediction(passages=["b", odd, "a"], indices=[2, 0, 1]))
+        assert (ordered.passages, ordered.indices) == (["b", odd, "a"], [2, 0, 1])
+        assert CacheOrderedRetrieve(lambda query: ["b", odd, "a"], orderer)("?").passages == ["b", odd, "a"]
+        assert orderer.fallbacks == 2
+
+
+class TestWhatAPassageIsKnownBy:
+    def test_its_text_and_nothing_else(self, orderer: Orderer) -> None:
+        rows = [dotdict(long_text="a", pid=1), dotdict(long_text="b", pid=2)]
+        other = [dotdict(long_text="b", pid=3), dotdict(long_text="a", pid=4)]
+        assert CacheOrderedRetrieve(lambda query: rows, orderer)("?").pid == [1, 2]
+        assert CacheOrderedRetrieve(lambda query: other, orderer)("?").pid == [4, 3]
+
+    def test_what_key_gives_belongs_to_it(self, orderer: Orderer) -> None:
+        rows = [dotdict(long_text="a", pid=1), dotdict(long_text="b", pid=2)]
+        other = [dotdict(long_text="b", pid=3), dotdict(long_text="a", pid=4)]
+        for found, expected in ((rows, [1, 2]), (other, [3, 4]), (rows[::-1], [1, 2])):
+            retrieve = CacheOrderedRetrieve(lambda query, found=found: found, orderer, key=lambda row: row.pid)
+            assert retrieve("?").pid == expected
+
+    def test_tokens_gives_its_length(self, recorder: Recorder) -> None:
+        CacheOrderedRetrieve(words, recorder, tokens=len)("a bcd")
+        CacheOrderedRetrieve(words, recorder)("a")
+        assert [document.tokens for document in recorder.documents] == [1, 3, None]
+
+
+class TestScopesShareNothing:
+    def test_a_string_is_the_scope_of_all_requests(self, orderer: Orderer) -> None:
+        ours, theirs = (CacheOrderedRetrieve(words, orderer, scope=tenant) for tenant in ("ours", "theirs"))
+        ours("a b")
+        assert theirs("b a").passages == ["b", "a"]
+        assert ours("b a").passages == ["a", "b"]
+
+    async def test_a_function_names_the_scope_of_a_request_from_what_the_retriever_is_asked(
+        self, orderer: Orderer
+    ) -> None:
+        def search(query: str, tenant: str) -> list[str]:
+            return query.split()
+
+        retrieve = CacheOrderedRetrieve(search, orderer, scope=lambda query, tenant: tenant)
+        retrieve("a b", tenant="ours")
+        assert retrieve("b a", tenant="theirs").passages == ["b", "a"]
+        assert (await retrieve.acall("b a", tenant="ours")).passages == ["a", "b"]
+
+
+def _broken(*_: object, **__: object) -> Any:
+    raise LookupError("broken")
+
+
+class TestWhatFailsLeavesRetrievalOrder:
+    @pytest.mark.parametrize("options", [{"key": _broken}, {"tokens": _broken}, {"tokens": str}, {"scope": _broken}])
+    async def test_a_broken_function_is_counted_and_nothing_raised(
+        self, orderer: Orderer, options: dict[str, Any]
+    ) -> None:
+        CacheOrderedRetrieve(words, orderer)("a b")
+        retrieve = CacheOrderedRetrieve(Found(), orderer, **options)
+        found = retrieve("b a")
+        assert (found.passages, found.indices) == (["b", "a"], [98, 97])
+        assert (await retrieve.acall("b a")).passages == ["b", "a"]
+        assert orderer.fallbacks == 2
+
+    def test_strict_raises_instead(self) -> None:
+        with pytest.raises(LookupError):
+            CacheOrderedRetrieve(words, Orderer(strict=True), key=_broken)("a")
+
+
+class TestAsynchronously:
+    async def _words(self, query: str) -> list[str]:
+        await asyncio.sleep(0)
+        return query.split()
+
+    @pytest.mark.parametrize("kind", ["function", "module", "method", "module that can be awaited", "returns one"])
+    async def test_any_retriever_can_be_awaited(self, orderer: Orderer, kind: str) -> None:
+        retriever: Any = {
+            "function": words,
+            "module": Once(),
+            "method": self._words,
+            "module that can be awaited": Found(),
+            "returns one": lambda query: self._words(query),
+        }[kind]
+        retrieve = CacheOrderedRetrieve(retriever, orderer)
+        assert (await retrieve.acall("a b c")).passages == ["a", "b", "c"]
+        assert (await retrieve.acall("c b a")).passages == ["a", "b", "c"]
+
+    async def test_a_module_that_can_be_awaited_is(self, orderer: Orderer) -> None:
+        assert (await CacheOrderedRetrieve(Found(), orderer).acall("a")).awaited
+
+    async def test_a_retriever_that_blocks_runs_in_a_thread_and_ordering_does_not(self, orderer: Orderer) -> None:
+        threads: dict[str, int] = {}
+
+        def search(query: str) -> list[str]:
+            threads["search"] = threading.get_ident()
+            return query.split()
+
+        def key(passage: str) -> None:
+            threads["order"] = threading.get_ident()
+
+        await CacheOrderedRetrieve(search, orderer, key=key).acall("a")
+        assert threads["order"] == threading.get_ident() != threads["search"]
+
+    async def test_asyncify_works_too(self, orderer: Orderer) -> None:
+        retrieve = dspy.asyncify(CacheOrderedRetrieve(words, orderer))
+        await retrieve("a b")
+        assert (await retrieve("b a")).passages == ["a", "b"]
+
+
+class RAG(dspy.Module):  # type: ignore[misc]
+    """Answers a question from what it retrieves."""
+
+    def __init__(self, retrieve: Any) -> None:
+        self.retrieve = retrieve
+        self.respond = dspy.ChainOfThought("context: list[str], question -> answer")
+
+    def forward(self, question: str) -> Any:
+        return self.respond(context=self.retrieve(question).passages, question=question)
+
+    async def aforward(self, question: str) -> Any:
+        context = (await self.retrieve.acall(question)).passages
+        return await self.respond.acall(context=context, question=question)
+
+
+def shown(lm: Any) -> list[list[str]]:
+    """The passages in each prompt that the model was sent, in its order."""
+    prompts = [call["messages"][-1]["content"] for call in lm.history]
+    return [json.loads(re.findall(r"## context ## \]\]\n(.*)", prompt)[0]) for prompt in prompts]
+
+
+class TestInAProgram:
+    @pytest.fixture
+    def lm(self) -> Any:
+        return DummyLM([{"reasoning": "it is so", "answer": "yes"}] * 9)
+
+    async def test_the_prompt_shows_the_passages_in_the_new_order(self, orderer: Orderer, lm: Any) -> None:
+        program = RAG(CacheOrderedRetrieve(words, orderer))
+        with dspy.context(lm=lm):
+            assert program(question="a b c").answer == "yes"
+            program(question="d c a b")
+            await program.acall(question="c e b a")
+        assert shown(lm) == [["a", "b", "c"], ["a", "b", "c", "d"], ["a", "b", "c", "e"]]
+
+    def test_it_wraps_the_retriever_of_the_settings(self, orderer: Orderer) -> None:
+        def rm(query: str, k: int) -> list[Any]:
+            return [dotdict(long_text=word) for word in query.split()[:k]]
+
+        retrieve = CacheOrderedRetrieve(dspy.Retrieve(k=3), orderer)
+        with dspy.context(rm=rm):
+            assert retrieve("a b c d").passages == ["a", "b", "c"]
+            assert retrieve("c b a d").passages == ["a", "b", "c"]
+
+    def test_it_wraps_dspys_own_embeddings(self, orderer: Orderer) -> None:
+        corpus = ["ships", "lamps", "ships and lamps"]
+
+        def embed(texts: list[str]) -> Any:
+            return np.array([[text.count("ship") * 2.0, text.count("lamp"), 0.1] for text in texts])
+
+        embeddings = pytest.importorskip("dspy.retrievers.embeddings")
+        if not hasattr(embeddings, "EmbeddingsWithScores"):
+            pytest.skip("this version gives no scores")
+        inner = embeddings.EmbeddingsWithScores(corpus, embed, k=3)
+        retrieve = CacheOrderedRetrieve(inner, orderer)
+        first, plain, ordered = retrieve("ship"), inner("lamp"), retrieve("lamp")
+        assert plain.passages != first.passages == ordered.passages
+        assert [corpus[index] for index in ordered.indices] == ordered.passages
+        assert dict(zip(ordered.passages, ordered.scores, strict=True)) == dict(
+            zip(plain.passages, plain.scores, strict=True)
+        )
+
+    def test_parallel_runs_get_their_own_passages(self, orderer: Orderer) -> None:
+        retrieve = CacheOrderedRetrieve(words, orderer)
+        queries = [f"{'abcd'[n % 4]} n{n} m{n} z" for n in range(32)]
+        parallel = dspy.Parallel(num_threads=8, disable_progress_bar=True)
+        found = parallel([(retrieve, {"query": query}) for query in queries])
+        assert [sorted(result.passages) for result in found] == [sorted(query.split()) for query in queries]
+
+    def test_an_optimiser_compiles_the_program(self, orderer: Orderer, lm: Any) -> None:
+        program = RAG(CacheOrderedRetrieve(words, orderer))
+        examples = [dspy.Example(question=f"a b {n}", answer="yes").with_inputs("question") for n in range(3)]
+        optimiser = dspy.BootstrapFewShot(metric=lambda example, found, trace: True, max_bootstrapped_demos=2)
+        with dspy.context(lm=lm):
+            compiled = optimiser.compile(program, trainset=examples)
+            assert compiled.respond.predictors()[0].demos
+            compiled(question="b a")
+        assert shown(lm)[-1] == ["a", "b"]
+
+
+class TestCopiesAndFiles:
+    @pytest.mark.parametrize(
+        "copied", [copy.deepcopy, lambda module: module.deepcopy(), lambda module: module.reset_copy()]
+    )
+    def test_copies_share_the_orderer(self, orderer: Orderer, copied: Callable[[Any], Any]) -> None:
+        program = RAG(CacheOrderedRetrieve(Found(), orderer))
+        program.retrieve("a b")
+        assert copied(program).retrieve("b a").passages == ["a", "b"]
+
+    def test_a_copy_of_a_retriever_that_cannot_be_copied_shares_that_as_well(self, orderer: Orderer) -> None:
+        class Locked:
+            lock = threading.Lock()
+
+            def __init__(self) -> None:
+                self.own = self.lock
+
+            def __call__(self, query: str) -> list[str]:
+                return query.split()
+
+        retrieve = CacheOrderedRetrieve(Locked(), orderer)
+        retrieve("a b")
+        assert retrieve.deepcopy()("b a").passages == ["a", "b"]
+
+    def test_parameters_of_the_wrapped_module_are_found(self, orderer: Orderer) -> None:
+        class Rewriting(Found):
+            def __init__(self) -> None:
+                self.rewrite = dspy.Predict("question -> query")
+
+        assert [name for name, _ in CacheOrderedRetrieve(Rewriting(), orderer).named_predictors()] == [
+            "retriever.rewrite"
+        ]
+
+    def test_the_state_of_a_program_is_saved_and_loaded(self, orderer: Orderer, tmp_path: Path) -> None:
+        program = RAG(CacheOrderedRetrieve(words, orderer))
+        program.respond.predictors()[0].demos = [dspy.Example(question="?", answer="!")]
+        program.save(tmp_path / "program.json")
+        again = RAG(CacheOrderedRetrieve(words, orderer))
+        again.load(tmp_path / "program.json")
+        assert again.dump_state() == program.dump_state()
+        program.retrieve("a b")
+        assert again.retrieve("b a").passages == ["a", "b"]
+
+    def test_a_whole_program_is_loaded_with_an_orderer_of_its_own_and_the_same_settings(self, tmp_path: Path) -> None:
+        orderer = Orderer(block_size=1, keep_first=1)
+        retrieve = CacheOrderedRetrieve(Found(), orderer, key=lambda passage: None)
+        retrieve("a b c")
+        RAG(retrieve).save(tmp_path / "program", save_program=True)
+        again = dspy.load(tmp_path / "program", allow_pickle=True).retrieve
+        assert again("a c b").passages == ["a", "c", "b"]
+        assert again("a b c").passages == ["a", "c", "b"]
+        assert again("b a c").passages[0] == "b"
+        assert retrieve("a c b").passages == ["a", "b", "c"]
+
+
+class TestConcurrency:
+    """64 at a time over one module: everybody gets their own passages, each with its own score."""
+
+    QUERIES = tuple(
+        " ".join(["abcdefgh"[n % 8], *(chr(200 + 5 * n + place) for place in range(5)), "z"]) for n in range(64)
+    )
+
+    def check(self, found: list[Any], orderer: Orderer) -> None:
+        assert [sorted(result.passages) for result in found] == [sorted(query.split()) for query in self.QUERIES]
+        assert all(result.indices == list(map(ord, result.passages)) for result in found)
+        assert [result.query for result in found] == list(self.QUERIES)
+        assert orderer.fallbacks == 0
+
+    def test_threads(self, orderer: Orderer) -> None:
+        retrieve = CacheOrderedRetrieve(Found(), orderer)
+        with ThreadPoolExecutor(64) as pool:
+            self.check(list(pool.map(retrieve, self.QUERIES)), orderer)
+
+    async def test_tasks(self, orderer: Orderer) -> None:
+        retrieve = CacheOrderedRetrieve(Found(), orderer)
+        self.check(await asyncio.gather(*[retrieve.acall(query) for query in self.QUERIES]), orderer)
+
+
+class TestWithoutDSPy:
+    def test_the_import_names_what_to_install(self, python: Any) -> None:
+        done = python("-c", "import ragorder.adapters.dspy", blocked=("dspy",))
+        assert done.returncode == 1
+        assert "ImportError" in done.stderr
+        assert "pip install 'ragorder[dspy]'" in done.stderr

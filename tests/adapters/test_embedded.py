@@ -1,0 +1,1531 @@
+"""The embedded engine as a server: OpenAI's API on a real engine with a small model, alone and behind the proxy."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+pytest.importorskip("starlette")
+pytest.importorskip("uvicorn")
+openai = pytest.importorskip("openai")
+
+import httpx
+
+from ragorder import Orderer
+from ragorder.adapters.embedded import (
+    AppTransport,
+    EngineStoppedError,
+    EngineWorker,
+    TooManyWaitingError,
+    hosted,
+    make_engine_app,
+)
+from ragorder.adapters.observing.tier_stats import TierStats
+from ragorder.adapters.proxy import Timeouts, make_app
+from ragorder.cli import main
+from ragorder.eval.tiny_model import make_model
+from ragorder.kernels.engine import EngineSettings, Request, Sampling, TieredEngine, loading
+from ragorder.kernels.profile import PrefillProfile
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+SYSTEM = {"role": "system", "content": "Answer from the documents, please."}
+TEXTS = {name: f"{name} is a document about {name}. " * 12 for name in "abcdefgh"}
+LONGEST = 2048
+COMMAND = (sys.executable, "-c", "from ragorder.cli import main; main()")
+WORD = "Zanzibar"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "embedded"
+    texts = [*TEXTS.values(), "Answer from the documents, please. Question: which?"]
+    return make_model(folder, texts=texts, layers=2, hidden_size=64, vocab_size=600, max_position_embeddings=LONGEST)
+
+
+@pytest.fixture(scope="module")
+def load(model: Path) -> Iterator[Callable[..., EngineWorker]]:
+    """Loads engines, each with a worker."""
+    workers: list[EngineWorker] = []
+
+    def load(max_unfinished: int = 64, folder: Path = model, **changes: Any) -> EngineWorker:
+        sizes: dict[str, Any] = {"device_tokens": 8192, "host_bytes": 4 << 20, "dtype": "float32", "device": "cpu"}
+        engine = TieredEngine.load(folder, EngineSettings(**sizes | changes))
+        workers.append(EngineWorker(engine, max_unfinished=max_unfinished))
+        return workers[-1]
+
+    yield load
+    for worker in workers:
+        worker.close()
+
+
+@pytest.fixture(scope="module")
+def shared_worker(load: Callable[..., EngineWorker]) -> EngineWorker:
+    return load()
+
+
+@pytest.fixture
+def worker(shared_worker: EngineWorker) -> EngineWorker:
+    """An engine with nothing cached."""
+    shared_worker.engine.clear_cache()
+    return shared_worker
+
+
+@pytest.fixture
+async def client(worker: EngineWorker) -> AsyncIterator[httpx.AsyncClient]:
+    async with reaching(make_engine_app(worker)) as client:
+        yield client
+
+
+@asynccontextmanager
+async def reaching(app: Any) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(transport=AppTransport(app), base_url="http://embedded", timeout=60) as client:
+        yield client
+
+
+async def complete(client: httpx.AsyncClient, prompt: Any = "a is a document", **fields: Any) -> Any:
+    body = {"prompt": prompt, "temperature": 0, "max_tokens": 8, **fields}
+    response = await client.post(COMPLETIONS, json=body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+async def chat(client: httpx.AsyncClient, content: Any = "Which document?", **fields: Any) -> Any:
+    messages = [SYSTEM, {"role": "user", "content": content}]
+    body = {"messages": messages, "temperature": 0, "max_tokens": 8, **fields}
+    response = await client.post(CHAT, json=body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+async def streamed(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> list[Any]:
+    """The events of a stream, which must end as one does."""
+    response = await client.post(path, json={"temperature": 0, "max_tokens": 8, **body, "stream": True})
+    assert response.status_code == 200, response.text
+    assert response.headers["content-type"].startswith("text/event-stream")
+    *events, last, rest = response.text.split("\n\n")
+    assert (last, rest) == ("data: [DONE]", "")
+    return [json.loads(event.removeprefix("data: ")) for event in events]
+
+
+async def refusal(client: httpx.AsyncClient, path: str, body: Any, status: int = 400) -> dict[str, Any]:
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    response = await client.post(path, content=content)
+    assert response.status_code == status, response.text
+    error: dict[str, Any] = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return error
+
+
+def facts(*ends: int, **others: Any) -> dict[str, Any]:
+    """What says where documents end."""
+    return {"kv_transfer_params": {"ragorder": {"documents": list(ends), **others}}}
+
+
+def expected(worker: EngineWorker, prompt: str, tokens: int = 8, **options: Any) -> str:
+    """What transformers' own greedy decoding gives for a prompt."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    tokenizer = worker.engine.tokenizer
+    plain = AutoModelForCausalLM.from_pretrained(worker.engine.model_name, dtype=torch.float32)
+    ids = torch.tensor([tokenizer.encode(prompt, **options)])
+    made = plain.generate(ids, max_new_tokens=tokens, do_sample=False, pad_token_id=0)
+    return str(tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True))
+
+
+def eventually(condition: Callable[[], Any], seconds: float = 30) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+class TestCompletions:
+    async def test_are_those_of_the_model(self, client: httpx.AsyncClient, worker: EngineWorker) -> None:
+        answer = await complete(client)
+        assert answer["choices"] == [
+            {"index": 0, "text": expected(worker, "a is a document"), "logprobs": None, "finish_reason": "length"}
+        ]
+        assert (answer["object"], answer["model"]) == ("text_completion", worker.engine.model_name)
+        assert answer["id"].startswith("cmpl-")
+
+    async def test_count_tokens(self, client: httpx.AsyncClient, worker: EngineWorker) -> None:
+        usage = (await complete(client))["usage"]
+        tokens = len(worker.engine.tokenizer.encode("a is a document"))
+        assert usage == {
+            "prompt_tokens": tokens,
+            "completion_tokens": 8,
+            "total_tokens": tokens + 8,
+            "prompt_tokens_details": {"cached_tokens": 0},
+        }
+
+    async def test_take_tokens_for_text(self, client: httpx.AsyncClient, worker: EngineWorker) -> None:
+        tokens = worker.engine.tokenizer.encode("a is a document")
+        assert (await complete(client, tokens))["choices"] == (await complete(client))["choices"]
+
+    @pytest.mark.parametrize("in_tokens", [False, True])
+    async def test_take_several_prompts(self, in_tokens: bool, client: httpx.AsyncClient, worker: EngineWorker) -> None:
+        prompts = ["a is", "b is a document about", "c"]
+        encode = worker.engine.tokenizer.encode
+        answer = await complete(client, [encode(each) for each in prompts] if in_tokens else prompts)
+        alone = [(await complete(client, each)) for each in prompts]
+        texts = [each["choices"][0]["text"] for each in alone]
+        assert [choice["text"] for choice in answer["choices"]] == texts
+        assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
+        assert answer["usage"]["prompt_tokens"] == sum(each["usage"]["prompt_tokens"] for each in alone)
+        assert answer["usage"]["completion_tokens"] == 24
+
+    async def test_have_16_tokens_unless_more_are_asked_for(self, client: httpx.AsyncClient) -> None:
+        answer = await complete(client, max_tokens=None, ignore_eos=True)
+        assert answer["usage"]["completion_tokens"] == 16
+
+    async def test_stream_the_same(self, client: httpx.AsyncClient) -> None:
+        whole = await complete(client)
+        events = await streamed(client, COMPLETIONS, {"prompt": "a is a document"})
+        assert "".join(event["choices"][0]["text"] for event in events) == whole["choices"][0]["text"]
+        assert [event["choices"][0]["finish_reason"] for event in events][-1] == "length"
+        assert all("usage" not in event for event in events)
+        assert len({event["id"] for event in events}) == 1
+        assert len(events) > 1
+
+    async def test_stream_usage_if_asked(self, client: httpx.AsyncClient) -> None:
+        whole = await complete(client)
+        body = {"prompt": "a is a document", "stream_options": {"include_usage": True}}
+        *_, last = await streamed(client, COMPLETIONS, body)
+        assert (last["choices"], last["usage"]) == ([], whole["usage"])
+
+    async def test_stream_several_prompts(self, client: httpx.AsyncClient) -> None:
+        whole = await complete(client, ["a is", "b is"])
+        events = await streamed(client, COMPLETIONS, {"prompt": ["a is", "b is"]})
+        for choice in whole["choices"]:
+            pieces = [event["choices"][0] for event in events if event["choices"][0]["index"] == choice["index"]]
+            assert "".join(piece["text"] for piece in pieces) == choice["text"]
+            assert pieces[-1]["finish_reason"] == choice["finish_reason"]
+
+    async def test_stop_in_front_of_a_text(self, client: httpx.AsyncClient) -> None:
+        whole = (await complete(client, max_tokens=32))["choices"][0]["text"]
+        stop = whole[len(whole) // 2 :][:3]
+        assert stop
+        choice = (await complete(client, max_tokens=32, stop=[stop]))["choices"][0]
+        assert choice["text"] == whole[: whole.index(stop)]
+        assert choice["finish_reason"] == "stop"
+        events = await streamed(client, COMPLETIONS, {"prompt": "a is a document", "max_tokens": 32, "stop": stop})
+        assert "".join(event["choices"][0]["text"] for event in events) == choice["text"]
+
+    async def test_draw_the_same_with_the_same_seed(self, client: httpx.AsyncClient) -> None:
+        drawn = [
+            (await complete(client, temperature=1.5, seed=seed, max_tokens=24))["choices"][0]["text"]
+            for seed in (1, 1, 2, 3)
+        ]
+        assert drawn[0] == drawn[1]
+        assert len(set(drawn)) > 1
+
+    async def test_draw_by_default(self, client: httpx.AsyncClient) -> None:
+        texts = {(await complete(client, temperature=None, max_tokens=24))["choices"][0]["text"] for _ in range(4)}
+        assert len(texts) > 1
+
+    async def test_tell_logprobs(self, client: httpx.AsyncClient) -> None:
+        choice = (await complete(client, logprobs=2, ignore_eos=True))["choices"][0]
+        logprobs = choice["logprobs"]
+        assert "".join(logprobs["tokens"]) == choice["text"]
+        assert logprobs["text_offset"][0] == 0
+        assert [len(top) for top in logprobs["top_logprobs"]] == [2] * 8
+        for token, logprob, top in zip(
+            logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True
+        ):
+            assert logprob <= 0
+            assert max(top, key=top.__getitem__) == token, "greedy takes the likeliest"
+            assert top[token] == pytest.approx(logprob, abs=1e-5)
+
+    async def test_stream_logprobs(self, client: httpx.AsyncClient) -> None:
+        whole = (await complete(client, logprobs=1))["choices"][0]["logprobs"]
+        events = await streamed(client, COMPLETIONS, {"prompt": "a is a document", "logprobs": 1})
+        pieces = [event["choices"][0]["logprobs"] for event in events]
+        for field in ("tokens", "token_logprobs"):
+            assert [each for piece in pieces for each in piece[field]] == pytest.approx(whole[field])
+
+
+class TestChats:
+    async def test_are_rendered_by_the_models_template(self, client: httpx.AsyncClient, worker: EngineWorker) -> None:
+        answer = await chat(client)
+        messages = [SYSTEM, {"role": "user", "content": "Which document?"}]
+        prompt = worker.engine.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        text = expected(worker, prompt, add_special_tokens=False)
+        message = {"role": "assistant", "content": text, "refusal": None}
+        assert answer["choices"] == [{"index": 0, "message": message, "logprobs": None, "finish_reason": "length"}]
+        assert answer["usage"]["prompt_tokens"] == len(worker.engine.tokenizer.encode(prompt, add_special_tokens=False))
+
+    async def test_take_texts_in_parts(self, client: httpx.AsyncClient) -> None:
+        parts = [{"type": "text", "text": "Which"}, {"type": "text", "text": "document?"}]
+        answer, plain = await chat(client, parts), await chat(client, "Which\ndocument?")
+        assert answer["choices"] == plain["choices"]
+        assert answer["usage"] == plain["usage"]
+
+    async def test_stream_the_same(self, client: httpx.AsyncClient) -> None:
+        whole = await chat(client)
+        body = {"messages": [SYSTEM, {"role": "user", "content": "Which document?"}]}
+        events = await streamed(client, CHAT, body | {"stream_options": {"include_usage": True}})
+        *pieces, last = events
+        deltas = [piece["choices"][0]["delta"] for piece in pieces]
+        assert deltas[0] == {"role": "assistant", "content": ""}
+        text = "".join(delta.get("content", "") for delta in deltas)
+        assert text == whole["choices"][0]["message"]["content"]
+        assert pieces[-1]["choices"][0]["finish_reason"] == "length"
+        assert last["usage"] == whole["usage"]
+
+    @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+    async def test_have_as_many_tokens_as_asked_for(self, name: str, client: httpx.AsyncClient) -> None:
+        limits = {"max_tokens": None, name: 3}
+        answer = await chat(client, **limits, ignore_eos=True)
+        assert answer["usage"]["completion_tokens"] == 3
+
+    async def test_have_the_whole_context_by_default(self, load: Callable[..., EngineWorker]) -> None:
+        async with reaching(make_engine_app(load(max_model_len=64))) as client:
+            usage = (await chat(client, max_tokens=None, ignore_eos=True))["usage"]
+        assert usage["total_tokens"] == 64
+
+    async def test_tell_logprobs(self, client: httpx.AsyncClient) -> None:
+        choice = (await chat(client, logprobs=True, top_logprobs=2))["choices"][0]
+        content = choice["logprobs"]["content"]
+        assert len(content) == 8
+        for each in content:
+            assert bytes(each["bytes"]).decode() == each["token"]
+            assert len(each["top_logprobs"]) == 2
+            assert each["top_logprobs"][0]["token"] == each["token"]
+        assert all(
+            each["top_logprobs"] == []
+            for each in (await chat(client, logprobs=True))["choices"][0]["logprobs"]["content"]
+        )
+
+    async def test_special_tokens_are_what_the_tokenizer_makes_of_them(
+        self, client: httpx.AsyncClient, worker: EngineWorker
+    ) -> None:
+        """The proxy breaks them up in documents; what else is in a message is the client's own, as in vLLM."""
+        plain, special = await chat(client, "x"), await chat(client, "x<|im_end|>")
+        assert special["usage"]["prompt_tokens"] == plain["usage"]["prompt_tokens"] + 1
+
+    async def test_options_of_the_template_reach_it(self, load: Callable[..., EngineWorker]) -> None:
+        worker = load()
+        template = worker.engine.tokenizer.chat_template
+        worker.engine.tokenizer.chat_template = template + "{% if thinking %}thinking {% endif %}"
+        async with reaching(make_engine_app(worker)) as client:
+            plain = await chat(client)
+            more = await chat(client, chat_template_kwargs={"thinking": True})
+            error = await refusal(
+                client, CHAT, {"messages": [SYSTEM], "chat_template_kwargs": {"chat_template": "{{ 7 * 7 }}"}}
+            )
+        assert more["usage"]["prompt_tokens"] > plain["usage"]["prompt_tokens"]
+        assert error["param"] == "chat_template_kwargs.chat_template"
+
+    async def test_what_the_template_refuses_is_refused(self, load: Callable[..., EngineWorker]) -> None:
+        worker = load()
+        worker.engine.tokenizer.chat_template = "{{ raise_exception('Roles must alternate') }}"
+        async with reaching(make_engine_app(worker)) as client:
+            error = await refusal(client, CHAT, {"messages": [SYSTEM]})
+            assert "Roles must alternate" in error["message"]
+            worker.engine.tokenizer.chat_template = None
+        async with reaching(make_engine_app(worker)) as client:
+            assert (await refusal(client, CHAT, {"messages": [SYSTEM]}))["code"] == "no_chat_template"
+
+
+class TestDocuments:
+    """Requests that say where their documents end find them again, to the token."""
+
+    def prompt(self, worker: EngineWorker, names: str, question: str = "Which?") -> tuple[list[int], list[int]]:
+        """Tokens, and where the front and each document end."""
+        encode = worker.engine.tokenizer.encode
+        tokens = encode("Answer from the documents, please. ")
+        ends = [len(tokens)]
+        for name in names:
+            tokens += encode(TEXTS[name])
+            ends.append(len(tokens))
+        return tokens + encode(question), ends
+
+    async def cached(
+        self, client: httpx.AsyncClient, tokens: list[int], *ends: int, prefix: int | None = None, **fields: Any
+    ) -> int:
+        said = facts(*ends) if prefix is None else facts(*ends, prefix=prefix)
+        usage = (await complete(client, tokens, max_tokens=1, **said, **fields))["usage"]
+        return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+    async def test_are_cached_from_the_second_request_on(self, client: httpx.AsyncClient, worker: EngineWorker) -> None:
+        tokens, ends = self.prompt(worker, "abc")
+        assert await self.cached(client, tokens, *ends) == 0
+        other, _ = self.prompt(worker, "abc", "And which not?")
+        assert await self.cached(client, other, *ends) == ends[-1]
+        fewer, ends_of_fewer = self.prompt(worker, "abd")
+        assert await self.cached(client, fewer, *ends_of_fewer) == ends[2]
+
+    async def test_what_is_in_front_of_them_is_shared_by_all(
+        self, client: httpx.AsyncClient, worker: EngineWorker
+    ) -> None:
+        tokens, ends = self.prompt(worker, "ab")
+        other, ends_of_other = self.prompt(worker, "ba")
+        await self.cached(client, tokens, *ends[1:], prefix=ends[0])
+        assert await self.cached(client, other, *ends_of_other[1:], prefix=ends[0]) == ends[0]
+
+    async def test_a_chats_own_front_is_found(self, client: httpx.AsyncClient, worker: EngineWorker) -> None:
+        tokenizer = worker.engine.tokenizer
+        front = tokenizer.apply_chat_template([SYSTEM, {"role": "user", "content": "@"}], tokenize=False)
+        front_tokens = len(tokenizer.encode(front.partition("@")[0], add_special_tokens=False))
+        for number, name in enumerate("ab"):
+            end = front_tokens + len(tokenizer.encode(TEXTS[name]))
+            usage = (await chat(client, TEXTS[name] + "Which?", **facts(end)))["usage"]
+            assert usage["prompt_tokens_details"]["cached_tokens"] == number * front_tokens
+
+    async def test_of_tenants_are_apart(self, client: httpx.AsyncClient, worker: EngineWorker) -> None:
+        tokens, ends = self.prompt(worker, "abc")
+        salts: list[str | None] = [None, "red", "blue", "red", None]
+        found = [await self.cached(client, tokens, *ends, cache_salt=salt) for salt in salts]
+        assert found == [0, 0, 0, ends[-1], ends[-1]]
+
+    async def test_are_found_on_the_disk_by_the_next_engine(
+        self, load: Callable[..., EngineWorker], tmp_path: Path
+    ) -> None:
+        small = {"device_tokens": 256, "host_bytes": 256 << 10, "disk_path": tmp_path / "kv"}
+        worker = load(**small)
+        tokens, ends = self.prompt(worker, "ab")
+        async with reaching(make_engine_app(worker)) as client:
+            text = (await complete(client, tokens, **facts(*ends[1:])))["choices"]
+            for names in ("cd", "ef", "gh", "de", "fg"):
+                other, ends_of_other = self.prompt(worker, names)
+                await self.cached(client, other, *ends_of_other[1:])
+            assert worker.stats().cache.disk.nodes > 0
+        worker.close()
+        worker = load(**small)
+        async with reaching(make_engine_app(worker)) as client:
+            answer = await complete(client, tokens, **facts(*ends[1:]))
+        assert answer["choices"] == text
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == worker.stats().cached.disk > 0
+
+    @pytest.mark.parametrize(
+        "said",
+        [7, "text", {"ragorder": 7}, {"ragorder": {"documents": "abc"}}, {"ragorder": {"documents": [5, 3]}}],
+        ids=ascii,
+    )
+    async def test_what_nobody_understands_is_counted_and_refuses_nobody(
+        self, said: Any, client: httpx.AsyncClient
+    ) -> None:
+        plain = await complete(client)
+        assert (await complete(client, kv_transfer_params=said))["choices"] == plain["choices"]
+
+    async def test_ends_beyond_the_prompt_are_ignored(self, client: httpx.AsyncClient, worker: EngineWorker) -> None:
+        tokens, ends = self.prompt(worker, "ab")
+        await self.cached(client, tokens, *ends, 10**9)
+        assert await self.cached(client, tokens, *ends, 10**9) == ends[-1]
+
+
+UNSUPPORTED = [
+    ("n", 2),
+    ("best_of", 2),
+    ("echo", True),
+    ("suffix", "x"),
+    ("tools", [{"type": "function", "function": {"name": "f"}}]),
+    ("tool_choice", "required"),
+    ("functions", [{"name": "f"}]),
+    ("response_format", {"type": "json_object"}),
+    ("structured_outputs", {"regex": "a"}),
+    ("guided_json", {}),
+    ("frequency_penalty", 0.5),
+    ("presence_penalty", -1),
+    ("repetition_penalty", 1.1),
+    ("top_k", 5),
+    ("min_p", 0.1),
+    ("min_tokens", 3),
+    ("logit_bias", {"5": 1}),
+    ("stop_token_ids", [1]),
+    ("skip_special_tokens", False),
+    ("truncate_prompt_tokens", 5),
+    ("reasoning_effort", "high"),
+    ("continue_final_message", True),
+    ("chat_template", "{{ messages }}"),
+    ("no_such_field", 1),
+]
+NEUTRAL = {
+    "n": 1,
+    "echo": False,
+    "tools": [],
+    "tool_choice": "none",
+    "response_format": {"type": "text"},
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0,
+    "repetition_penalty": 1.0,
+    "top_k": -1,
+    "logit_bias": {},
+    "seed": None,
+    "user": "somebody",
+    "metadata": {"a": "b"},
+    "reasoning_effort": None,
+}
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(("name", "value"), UNSUPPORTED, ids=lambda value: value if isinstance(value, str) else "")
+    @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+    async def test_what_is_not_supported_is_named(
+        self, path: str, name: str, value: Any, client: httpx.AsyncClient
+    ) -> None:
+        body = {"prompt": "a"} if path == COMPLETIONS else {"messages": [SYSTEM]}
+        error = await refusal(client, path, body | {name: value})
+        assert (error["param"], error["code"]) == (name, "unsupported_field")
+        assert name in error["message"]
+
+    async def test_what_changes_nothing_is_taken(self, client: httpx.AsyncClient) -> None:
+        assert (await complete(client, **NEUTRAL))["choices"] == (await complete(client))["choices"]
+        assert (await chat(client, **NEUTRAL))["choices"] == (await chat(client))["choices"]
+
+    @pytest.mark.parametrize(
+        ("path", "body", "param"),
+        [
+            (COMPLETIONS, {}, "prompt"),
+            (COMPLETIONS, {"prompt": []}, "prompt"),
+            (COMPLETIONS, {"prompt": [[]]}, None),
+            (COMPLETIONS, {"prompt": ""}, None),
+            (COMPLETIONS, {"prompt": 5}, "prompt"),
+            (COMPLETIONS, {"prompt": [1, "a"]}, "prompt"),
+            (COMPLETIONS, {"prompt": [True]}, "prompt[0]"),
+            (COMPLETIONS, {"prompt": [-1]}, None),
+            (COMPLETIONS, {"prompt": [10**6]}, None),
+            (COMPLETIONS, {"prompt": [10**40]}, None),
+            (COMPLETIONS, {"prompt": "a", "max_tokens": 0}, "max_tokens"),
+            (COMPLETIONS, {"prompt": "a", "max_tokens": "5"}, "max_tokens"),
+            (COMPLETIONS, {"prompt": "a", "max_tokens": 10**6}, None),
+            (COMPLETIONS, {"prompt": "a", "temperature": -1}, "temperature"),
+            (COMPLETIONS, {"prompt": "a", "top_p": 0}, "top_p"),
+            (COMPLETIONS, {"prompt": "a", "top_p": 1.5}, "top_p"),
+            (COMPLETIONS, {"prompt": "a", "seed": 2**70}, "seed"),
+            (COMPLETIONS, {"prompt": "a", "stop": ""}, "stop"),
+            (COMPLETIONS, {"prompt": "a", "stop": ["x"] * 17}, "stop"),
+            (COMPLETIONS, {"prompt": "a", "logprobs": 21}, "logprobs"),
+            (COMPLETIONS, {"prompt": "a", "stream": "yes"}, "stream"),
+            (COMPLETIONS, {"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options"),
+            (COMPLETIONS, {"prompt": "a", "cache_salt": "a/b"}, "cache_salt"),
+            (COMPLETIONS, {"prompt": "a", "cache_salt": ""}, "cache_salt"),
+            (CHAT, {}, "messages"),
+            (CHAT, {"messages": []}, "messages"),
+            (CHAT, {"messages": "hello"}, "messages"),
+            (CHAT, {"messages": [{}]}, "messages[0]"),
+            (CHAT, {"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+            (CHAT, {"messages": [SYSTEM | {"tool_calls": [{"id": "1"}]}]}, "messages[0]"),
+            (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
+            (CHAT, {"messages": [SYSTEM], "top_logprobs": 3}, "top_logprobs"),
+            (CHAT, {"messages": [SYSTEM], "logprobs": 3}, "logprobs"),
+            ("/tokenize", {}, "prompt"),
+            ("/tokenize", {"prompt": "a", "messages": []}, "prompt"),
+        ],
+        ids=ascii,
+    )
+    async def test_what_is_wrong_is_named(
+        self, path: str, body: Any, param: str | None, client: httpx.AsyncClient
+    ) -> None:
+        assert (await refusal(client, path, body))["param"] == param
+        assert (await complete(client))["choices"]
+
+    @pytest.mark.parametrize(
+        "body",
+        [b"", b"{", b"[]", b"null", b"\xff", b'{"prompt": "\\ud800"}', b"[" * 100_000, b'{"prompt": NaN}'],
+        ids=ascii,
+    )
+    async def test_what_is_no_json_object_is_refused(self, body: bytes, client: httpx.AsyncClient) -> None:
+        assert (await refusal(client, COMPLETIONS, body))["code"] == "invalid_json"
+
+    async def test_another_model_is_not_here(self, client: httpx.AsyncClient, worker: EngineWorker) -> None:
+        error = await refusal(client, COMPLETIONS, {"prompt": "a", "model": "gpt"}, status=404)
+        assert error["code"] == "model_not_found"
+        assert await complete(client, model=worker.engine.model_name)
+
+    @pytest.mark.parametrize("length", [3 * LONGEST, 2_000_000])
+    async def test_a_prompt_beyond_the_context_is_refused(self, length: int, client: httpx.AsyncClient) -> None:
+        began = time.monotonic()
+        error = await refusal(client, COMPLETIONS, {"prompt": "a " * length})
+        assert (await refusal(client, COMPLETIONS, {"prompt": [5] * length}))["code"] == error["code"]
+        messages = [{"role": "user", "content": "a " * length}]
+        assert (await refusal(client, CHAT, {"messages": messages}))["code"] == error["code"]
+        assert str(LONGEST) in error["message"]
+        assert error["code"] == "context_length_exceeded"
+        assert time.monotonic() - began < 20
+
+    async def test_a_model_without_a_tokenizer_takes_tokens(
+        self, load: Callable[..., EngineWorker], model: Path, tmp_path: Path
+    ) -> None:
+        for name in ("config.json", "generation_config.json", "model.safetensors"):
+            (tmp_path / name).symlink_to(model / name)
+        async with reaching(make_engine_app(load(folder=tmp_path))) as client:
+            answer = await complete(client, [5, 6, 7], logprobs=1, ignore_eos=True)
+            assert answer["usage"]["completion_tokens"] == 8
+            assert (await refusal(client, COMPLETIONS, {"prompt": "a"}))["code"] == "no_tokenizer"
+            assert (await refusal(client, COMPLETIONS, {"prompt": [5], "stop": "a"}))["code"] == "request_refused"
+            assert (await refusal(client, CHAT, {"messages": [SYSTEM]}))["code"] == "no_chat_template"
+
+    async def test_one_bad_prompt_of_several_refuses_all(self, client: httpx.AsyncClient, worker: EngineWorker) -> None:
+        await refusal(client, COMPLETIONS, {"prompt": [[1, 2], [10**6]]})
+        assert eventually(lambda: not worker.engine.has_unfinished)
+
+    async def test_a_body_that_is_too_long_is_refused(self, worker: EngineWorker) -> None:
+        async with reaching(make_engine_app(worker, body_limit=1000)) as client:
+            assert (await refusal(client, COMPLETIONS, {"prompt": "a" * 1000}, status=413))["code"] == "body_too_large"
+
+    async def test_other_routes_are_not_here(self, client: httpx.AsyncClient) -> None:
+        assert (await refusal(client, "/v1/embeddings", {}, status=404))["code"] == "not_found"
+        assert (await client.get(COMPLETIONS)).status_code == 405
+
+
+class TestOtherRoutes:
+    async def test_models(self, client: httpx.AsyncClient, worker: EngineWorker) -> None:
+        (model,) = (await client.get("/v1/models")).json()["data"]
+        assert (model["id"], model["max_model_len"]) == (worker.engine.model_name, LONGEST)
+
+    async def test_health(self, client: httpx.AsyncClient) -> None:
+        assert (await client.get("/health")).status_code == 200
+
+    async def test_tokenize(self, client: httpx.AsyncClient, worker: EngineWorker) -> None:
+        tokenizer = worker.engine.tokenizer
+        answer = (await client.post("/tokenize", json={"prompt": "a is", "return_token_strs": True})).json()
+        tokens = tokenizer.encode("a is")
+        assert answer == {
+            "count": len(tokens),
+            "max_model_len": LONGEST,
+            "tokens": tokens,
+            "token_strs": tokenizer.convert_ids_to_tokens(tokens),
+        }
+        answer = (await client.post("/tokenize", json={"messages": [SYSTEM]})).json()
+        rendered = tokenizer.apply_chat_template([SYSTEM], tokenize=False, add_generation_prompt=True)
+        assert tokenizer.decode(answer["tokens"]) == rendered
+
+    async def test_metrics_say_what_was_found_where(self, load: Callable[..., EngineWorker]) -> None:
+        from prometheus_client.parser import text_string_to_metric_families
+
+        worker = load()
+        async with reaching(make_engine_app(worker)) as client:
+            for _ in range(2):
+                usage = (await complete(client, "a is a document " * 20, **facts(60)))["usage"]
+            await complete(client, kv_transfer_params={"ragorder": 7})
+            page = (await client.get("/metrics")).text
+        families = list(text_string_to_metric_families(page))
+        stats = TierStats.of(families)
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        assert cached == 60
+        assert stats.hits.device == cached
+        assert stats.hits.total == worker.stats().prompt_tokens
+        assert [tier.tier for tier in stats.tiers] == ["device", "host"]
+        assert stats.tiers[0].bytes > 0
+        assert stats.tiers[1].capacity_bytes == worker.stats().cache.host.capacity_bytes
+        assert (stats.with_facts, stats.documents, stats.unreadable_facts, stats.without_facts) == (2, 2, 1, 0)
+        values = {sample.name: sample.value for family in families for sample in family.samples if not sample.labels}
+        assert values["ragorder_engine_up"] == 1
+        assert values["ragorder_engine_ttft_seconds_count"] == 3
+        assert values["ragorder_engine_generated_tokens_total"] == worker.stats().generated_tokens
+        assert all(sample.name.startswith(("ragorder_", "vllm:")) for family in families for sample in family.samples)
+
+
+def slowly(worker: EngineWorker, monkeypatch: pytest.MonkeyPatch, seconds: float = 0.05) -> None:
+    """Let each step take long."""
+    step = worker.engine.step
+
+    def slow_step() -> Any:
+        time.sleep(seconds)
+        return step()
+
+    monkeypatch.setattr(worker.engine, "step", slow_step)
+
+
+LONG = Request([5, 6, 7], sampling=Sampling(max_tokens=1000, ignore_eos=True))
+SHORT = Request([5, 6, 7], sampling=Sampling(max_tokens=2, ignore_eos=True))
+
+
+class TestWorker:
+    async def test_many_requests_share_steps(self, worker: EngineWorker) -> None:
+        before = worker.stats().steps
+        sampling = Sampling(max_tokens=12, ignore_eos=True)
+        requests = [Request([5, 6, number], sampling=sampling) for number in range(10, 30)]
+        async with worker.submit(requests) as updates:
+            completions = {place: update.completion async for place, update in updates if update.completion}
+        assert sorted(completions) == list(range(20))
+        assert all(len(each.token_ids) == 12 for each in completions.values())
+        assert worker.stats().steps - before < 20 * 12 / 2
+
+    async def test_the_event_loop_goes_on_during_a_step(
+        self, worker: EngineWorker, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        slowly(worker, monkeypatch, 0.3)
+        ticks = 0
+
+        async def tick() -> None:
+            nonlocal ticks
+            while True:
+                await asyncio.sleep(0.01)
+                ticks += 1
+
+        ticking = asyncio.create_task(tick())
+        async with worker.submit([SHORT]) as updates:
+            steps = [update async for _, update in updates]
+        ticking.cancel()
+        assert ticks > 3 * len(steps)
+
+    async def test_who_leaves_is_aborted(self, worker: EngineWorker) -> None:
+        before = worker.stats().finished.get("abort", 0)
+        async with worker.submit([LONG, LONG]) as updates:
+            await anext(updates)
+        assert await asyncio.to_thread(eventually, lambda: not worker.engine.has_unfinished)
+        stats = worker.stats()
+        assert (stats.running, stats.waiting, stats.finished["abort"] - before) == (0, 0, 2)
+
+    async def test_who_is_cancelled_before_it_is_accepted_is_never_computed(
+        self, worker: EngineWorker, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        stepping, go_on, added = threading.Event(), threading.Event(), []
+        step, add = worker.engine.step, worker.engine.add
+
+        def wait_and_step() -> Any:
+            stepping.set()
+            go_on.wait(30)
+            return step()
+
+        def note_and_add(request: Request) -> int:
+            added.append(request)
+            return add(request)
+
+        monkeypatch.setattr(worker.engine, "step", wait_and_step)
+        monkeypatch.setattr(worker.engine, "add", note_and_add)
+        async with worker.submit([LONG]) as updates:
+            assert await asyncio.to_thread(stepping.wait, 30)
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.05), worker.submit([SHORT]):
+                    pass
+            go_on.set()
+            await anext(updates)
+            await anext(updates)
+        assert added == [LONG]
+
+    async def test_so_many_may_wait(self, load: Callable[..., EngineWorker], monkeypatch: pytest.MonkeyPatch) -> None:
+        worker = load(max_unfinished=3)
+        async with worker.submit([LONG, LONG]):
+            with pytest.raises(TooManyWaitingError):
+                async with worker.submit([SHORT, SHORT]):
+                    pass
+            async with worker.submit([SHORT]) as updates:
+                assert [update async for _, update in updates][-1].completion
+        async with worker.submit([SHORT] * 3) as updates:
+            assert len([update async for _, update in updates if update.completion]) == 3
+
+    async def test_l11_more_prompts_in_a_body_than_there_can_ever_be_get_a_400(
+        self, load: Callable[..., EngineWorker]
+    ) -> None:
+        worker = load(max_unfinished=3)
+        async with reaching(make_engine_app(worker)) as client:
+            for prompt in (["a"] * 4, [[1, 2]] * 1024):
+                response = await client.post(COMPLETIONS, json={"prompt": prompt})
+                error = response.json()["error"]
+                assert (response.status_code, error["code"], error["param"]) == (400, "invalid_prompt", "prompt")
+                assert f"{len(prompt):,} prompts" in error["message"]
+                assert "at most 3" in error["message"] and "--max-requests" in error["message"]
+            response = await client.post(COMPLETIONS, json={"prompt": ["a"] * 3, "max_tokens": 1})
+            assert response.status_code == 200 and len(response.json()["choices"]) == 3
+
+    async def test_too_many_get_a_503(self, load: Callable[..., EngineWorker]) -> None:
+        worker = load(max_unfinished=1)
+        async with reaching(make_engine_app(worker)) as client, worker.submit([LONG]):
+            response = await client.post(COMPLETIONS, json={"prompt": "a"})
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "too_many_waiting")
+        assert response.headers["retry-after"] == "1"
+
+    async def test_a_failed_engine_fails_all_and_says_so(
+        self, load: Callable[..., EngineWorker], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        worker = load()
+
+        def fail() -> Any:
+            raise RuntimeError(f"out of {WORD}")
+
+        async with reaching(make_engine_app(worker)) as client:
+            async with worker.submit([LONG]) as first, worker.submit([LONG]) as second:
+                await anext(first)
+                monkeypatch.setattr(worker.engine, "step", fail)
+                for updates in (first, second):
+                    with pytest.raises(EngineStoppedError):
+                        async for _ in updates:
+                            pass
+            assert (await refusal(client, COMPLETIONS, {"prompt": "a"}, status=503))["code"] == "engine_stopped"
+            health = await client.get("/health")
+            assert (health.status_code, health.json()["error"]["code"]) == (503, "engine_stopped")
+            assert "ragorder_engine_up 0.0" in (await client.get("/metrics")).text
+        assert "RuntimeError" in caplog.text
+        assert WORD not in caplog.text
+
+    async def test_a_stream_that_fails_says_so(
+        self, load: Callable[..., EngineWorker], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        worker = load()
+        slowly(worker, monkeypatch)
+        async with reaching(make_engine_app(worker)) as client:
+            body = {"prompt": "a", "max_tokens": 1000, "stream": True, "ignore_eos": True}
+            async with client.stream("POST", COMPLETIONS, json=body) as response:
+                lines = response.aiter_lines()
+                assert json.loads((await anext(lines)).removeprefix("data: "))["choices"]
+                monkeypatch.setattr(worker.engine, "step", lambda: 1 / 0)
+                *_, last = [line async for line in lines if line]
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "engine_stopped"
+
+    async def test_a_failed_step_fails_its_requests_alone(
+        self, worker: EngineWorker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        def fail(*_: Any) -> Any:
+            raise ValueError(WORD)
+
+        async with reaching(make_engine_app(worker)) as client:
+            with monkeypatch.context() as patch:
+                patch.setattr("ragorder.kernels.engine.forward.Forward.__call__", fail)
+                error = await refusal(client, COMPLETIONS, {"prompt": "a"}, status=500)
+            assert error["code"] == "engine_error"
+            assert await complete(client)
+            body = {"prompt": "a", "max_tokens": 1000, "stream": True, "ignore_eos": True}
+            async with client.stream("POST", COMPLETIONS, json=body) as response:
+                lines = response.aiter_lines()
+                await anext(lines)
+                with monkeypatch.context() as patch:
+                    patch.setattr("ragorder.kernels.engine.forward.Forward.__call__", fail)
+                    *_, last = [line async for line in lines if line]
+            assert json.loads(last.removeprefix("data: "))["error"] == error
+            assert await complete(client)
+        assert WORD not in error["message"] + caplog.text
+
+    async def test_an_end_refuses_who_comes_later(self, load: Callable[..., EngineWorker]) -> None:
+        worker = load()
+        async with worker.submit([LONG]) as updates:
+            await anext(updates)
+            await asyncio.to_thread(worker.close)
+            with pytest.raises(EngineStoppedError):
+                async for _ in updates:
+                    pass
+        with pytest.raises(EngineStoppedError):
+            async with worker.submit([SHORT]):
+                pass
+        worker.close()
+        assert worker.stats().running == 0
+
+    def test_an_event_loop_that_has_ended_is_left_alone(self, load: Callable[..., EngineWorker]) -> None:
+        worker = load()
+
+        async def leave() -> None:
+            submission = worker.submit([LONG])
+            await anext(await submission.__aenter__())
+
+        with suppress(RuntimeError):
+            asyncio.run(leave())
+
+        async def ask() -> int:
+            async with worker.submit([SHORT]) as updates:
+                return len([update async for _, update in updates])
+
+        assert asyncio.run(ask()) == 2
+
+
+class TestTransport:
+    @asynccontextmanager
+    async def exchange(self, app: Any, **options: Any) -> AsyncIterator[httpx.Response]:
+        options = {"timeout": 10} | options
+        async with (
+            httpx.AsyncClient(transport=AppTransport(app), base_url="http://x", **options) as client,
+            client.stream("POST", "/a%20b?c=d", content=b"body", headers={"X-Y": "z"}) as response,
+        ):
+            yield response
+
+    async def test_brings_the_request(self) -> None:
+        seen = []
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            body = b""
+            while (message := await receive()).get("more_body"):
+                body += message["body"]
+            seen.append((scope["method"], scope["path"], scope["raw_path"], scope["query_string"], body))
+            assert (b"x-y", b"z") in scope["headers"]
+            await send({"type": "http.response.start", "status": 207, "headers": [(b"a", b"b")]})
+            await send({"type": "http.response.body", "body": b"whole"})
+
+        async with self.exchange(app) as response:
+            assert (response.status_code, response.headers["a"], await response.aread()) == (207, "b", b"whole")
+        assert seen == [("POST", "/a b", b"/a%20b", b"c=d", b"body")]
+
+    async def test_brings_pieces_as_they_come(self) -> None:
+        go_on = asyncio.Event()
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b"one", "more_body": True})
+            await go_on.wait()
+            await send({"type": "http.response.body", "body": b"two"})
+
+        async with self.exchange(app) as response:
+            pieces = response.aiter_raw()
+            assert await anext(pieces) == b"one"
+            go_on.set()
+            assert [piece async for piece in pieces] == [b"two"]
+
+    async def test_an_application_waits_for_a_slow_reader(self) -> None:
+        sent = 0
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            nonlocal sent
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            for _ in range(1000):
+                await send({"type": "http.response.body", "body": b"x", "more_body": True})
+                sent += 1
+            await send({"type": "http.response.body"})
+
+        async with self.exchange(app) as response:
+            await asyncio.sleep(0.05)
+            assert sent < 100
+            assert len(await response.aread()) == 1000
+
+    @pytest.mark.parametrize("begun", [False, True])
+    async def test_who_leaves_cancels_the_application(self, begun: bool) -> None:
+        cancelled = asyncio.Event()
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            if begun:
+                await send({"type": "http.response.start", "status": 200, "headers": []})
+            try:
+                await asyncio.Event().wait()
+            finally:
+                cancelled.set()
+
+        async def leave() -> None:
+            async with self.exchange(app):
+                pass
+
+        if begun:
+            await leave()
+        else:
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(leave(), 0.05)
+        assert cancelled.is_set()
+
+    @pytest.mark.parametrize("begun", [False, True])
+    @pytest.mark.parametrize("raises", [False, True])
+    async def test_an_application_that_gives_up_is_a_broken_connection(self, begun: bool, raises: bool) -> None:
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            if begun:
+                await send({"type": "http.response.start", "status": 200, "headers": []})
+                await send({"type": "http.response.body", "body": b"x", "more_body": True})
+            if raises:
+                raise RuntimeError(WORD)
+
+        with pytest.raises(httpx.RemoteProtocolError):
+            async with self.exchange(app) as response:
+                await response.aread()
+
+    async def test_an_application_that_does_not_answer_is_a_timeout(self) -> None:
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            await asyncio.Event().wait()
+
+        with pytest.raises(httpx.ReadTimeout):
+            async with self.exchange(app, timeout=0.05):
+                pass
+
+
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=5)
+    | st.sampled_from([10**400, "<|im_end|>"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+# fmt: off
+FIELDS = [
+    "prompt", "messages", "model", "stream", "stream_options", "max_tokens", "temperature", "top_p", "seed", "stop",
+    "ignore_eos", "logprobs", "cache_salt", "kv_transfer_params", "n", "tools", "response_format",
+    "chat_template_kwargs", "add_special_tokens", "top_logprobs", "content", "role", "x",
+]
+# fmt: on
+
+
+class TestBehindTheProxy:
+    """The same, in front of it the proxy, as `ragorder serve` puts them together."""
+
+    @pytest.fixture
+    def proxied(self, worker: EngineWorker) -> Any:
+        return hosted(self.proxy(worker, api_key="key"), worker)
+
+    def proxy(self, worker: EngineWorker, **options: Any) -> Any:
+        engine = make_engine_app(worker)
+        options |= {"make_transport": lambda: AppTransport(engine), "tokenizer": deepcopy(worker.engine.tokenizer)}
+        return make_app(Orderer(block_size=16), upstream="http://embedded", send_facts=True, **options)
+
+    async def test_probes_are_answered_without_a_key(self, proxied: Any) -> None:
+        async with reaching(proxied) as client:
+            for path in ("/health", "/ragorder/health"):
+                assert (await client.get(path)).status_code == 200
+            for path in ("/v1/models", "/tokenize"):
+                assert (await client.get(path)).status_code == 401
+            assert (await client.get("/v1/models", headers={"authorization": "Bearer key"})).status_code == 200
+
+    async def test_probes_are_told_of_a_failed_engine(
+        self, load: Callable[..., EngineWorker], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        worker = load()
+        monkeypatch.setattr(worker.engine, "step", lambda: 1 / 0)
+        async with reaching(hosted(self.proxy(worker), worker)) as client:
+            assert (await refusal(client, COMPLETIONS, {"prompt": "a"}, status=503))["code"] == "engine_stopped"
+            for path in ("/health", "/ragorder/health"):
+                assert (await client.get(path)).status_code == 503
+
+    async def test_who_leaves_frees_the_engine(self, worker: EngineWorker) -> None:
+        async with reaching(self.proxy(worker)) as client:
+            body = {"prompt": "a", "max_tokens": 1900, "ignore_eos": True, "stream": True}
+            async with client.stream("POST", COMPLETIONS, json=body) as response:
+                await anext(response.aiter_lines())
+                assert worker.engine.has_unfinished
+            assert await asyncio.to_thread(eventually, lambda: not worker.engine.has_unfinished)
+
+    async def test_a_slow_engine_is_a_timeout(self, worker: EngineWorker, monkeypatch: pytest.MonkeyPatch) -> None:
+        slowly(worker, monkeypatch, 0.5)
+        async with reaching(self.proxy(worker, timeouts=Timeouts(read_s=0.1))) as client:
+            assert (await refusal(client, COMPLETIONS, {"prompt": "a"}, status=504))["code"] == "upstream_timeout"
+        assert await asyncio.to_thread(eventually, lambda: not worker.engine.has_unfinished)
+
+    async def test_an_end_closes_the_engine(self, load: Callable[..., EngineWorker]) -> None:
+        worker = load()
+        told: list[str] = []
+        messages = iter(["lifespan.startup", "lifespan.shutdown"])
+
+        async def receive() -> Any:
+            return {"type": next(messages)}
+
+        async def send(message: Any) -> None:
+            told.append(message["type"])
+            assert (worker.failure is None) == (message["type"] == "lifespan.startup.complete")
+
+        await hosted(self.proxy(worker), worker)({"type": "lifespan"}, receive, send)
+        assert told == ["lifespan.startup.complete", "lifespan.shutdown.complete"]
+
+
+class TestFuzz:
+    @pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize"])
+    def test_hostile_bodies_are_answered_or_refused(self, path: str, shared_worker: EngineWorker) -> None:
+        app = make_engine_app(shared_worker)
+        statuses = set()
+        good: dict[str, Any] = {"prompt": "a"} if path == COMPLETIONS else {"messages": [SYSTEM]}
+
+        @settings(max_examples=100, suppress_health_check=list(HealthCheck))
+        @given(st.dictionaries(st.sampled_from(FIELDS), VALUES, min_size=1, max_size=3), st.binary(max_size=3))
+        def fuzz(spoilt: dict[str, Any], mangled: bytes) -> None:
+            body = good | spoilt
+            if path != "/tokenize" and type(body.get("max_tokens")) is not int:
+                body["max_tokens"] = 2
+            content = json.dumps(body).encode("utf-8", "replace")
+            if mangled:
+                middle = len(content) // 2
+                content = content[:middle] + mangled + content[middle:]
+            response = runner.run(post(content))
+            statuses.add(response.status_code)
+            assert response.status_code in (200, 400, 404), response.text
+
+        async def post(content: bytes) -> httpx.Response:
+            async with reaching(app) as client:
+                return await client.post(path, content=content)
+
+        with asyncio.Runner() as runner:
+            fuzz()
+        assert {200, 400} <= statuses
+        assert shared_worker.failure is None
+
+
+@dataclass
+class Served:
+    """`ragorder serve --engine torch` in a process of its own."""
+
+    popen: subprocess.Popen[str]
+    url: str
+    model: str
+
+    def openai(self, **options: Any) -> Any:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60, **options)
+
+    def metric(self, name: str) -> float:
+        page = httpx.get(f"{self.url}/metrics").text
+        return sum(float(line.rpartition(" ")[2]) for line in page.splitlines() if re.match(rf"{name}[ {{]", line))
+
+    def stop(self, signum: int = signal.SIGTERM) -> str:
+        """What it said on standard error, when it has ended."""
+        self.popen.send_signal(signum)
+        return self.popen.communicate(timeout=60)[1]
+
+
+@pytest.fixture(scope="module")
+def launch(model: Path) -> Iterator[Callable[..., Served]]:
+    started: list[subprocess.Popen[str]] = []
+
+    def launch(*options: str, **environment: str) -> Served:
+        command = [*COMMAND, "serve", "--engine", "torch", "--model", str(model), "--port", "0", *options]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+        popen = subprocess.Popen(command, text=True, stderr=subprocess.PIPE, env=environment)
+        started.append(popen)
+        assert popen.stderr is not None
+        lines = []
+        for line in popen.stderr:
+            if found := re.search(r"Serving on (http://\S+)/v1", line):
+                return Served(popen, found[1], str(model))
+            lines.append(line)
+        raise AssertionError("".join(lines))
+
+    yield launch
+    for popen in started:
+        popen.kill()
+        popen.communicate()
+
+
+@pytest.fixture(scope="module")
+def served(launch: Callable[..., Served]) -> Served:
+    return launch("--device-tokens", "8192", "--host-bytes", "8MiB", "--dtype", "float32")
+
+
+def tagged(names: str, **fields: Any) -> dict[str, Any]:
+    """What is sent beside the messages, with a document for each letter."""
+    documents = [{"id": name, "text": TEXTS[name]} for name in names]
+    return {"ragorder": {"documents": documents, "query": "Which?", **fields}}
+
+
+def ask(client: Any, served: Served, names: str, **fields: Any) -> Any:
+    return client.chat.completions.create(
+        model=served.model, messages=[SYSTEM], max_tokens=4, temperature=0, extra_body=tagged(names, **fields)
+    )
+
+
+class TestServer:
+    def test_the_openai_client_is_answered(self, served: Served) -> None:
+        with served.openai() as client:
+            assert [model.id for model in client.models.list()] == [served.model]
+            completion = client.completions.create(model=served.model, prompt="a is", max_tokens=4, temperature=0)
+            assert completion.usage.completion_tokens <= 4
+            messages = [SYSTEM, {"role": "user", "content": "Which?"}]
+            answer = client.chat.completions.create(model=served.model, messages=messages, max_tokens=8, temperature=0)
+            stream = client.chat.completions.create(
+                model=served.model,
+                messages=messages,
+                max_tokens=8,
+                temperature=0,
+                stream=True,
+                stream_options={"include_usage": True},
+            )
+            *chunks, last = list(stream)
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+        assert text == answer.choices[0].message.content
+        assert last.usage.total_tokens == answer.usage.total_tokens
+
+    def test_tagged_documents_are_ordered_and_found_again(self, served: Served) -> None:
+        before = served.metric("ragorder_documents_total")
+        with served.openai() as client:
+            first, second = ask(client, served, "abc"), ask(client, served, "cab")
+            third = ask(client, served, "dcba")
+        cached = [each.usage.prompt_tokens_details.cached_tokens for each in (first, second, third)]
+        documents = first.usage.prompt_tokens - 20
+        assert cached[0] < documents / 3
+        assert cached[1] > documents * 0.9
+        assert cached[2] > documents * 0.9
+        assert second.choices[0].message.content == first.choices[0].message.content, "they were put in one order"
+        assert served.metric("ragorder_documents_total") - before == 10
+        assert served.metric("vllm:ragorder_requests_with_facts_total") >= 3
+
+    @pytest.mark.parametrize("route", ["chat", "completions"])
+    def test_what_is_in_front_of_documents_is_shared(self, route: str, served: Served) -> None:
+        def cached(names: str) -> int:
+            body = {"model": served.model, "max_tokens": 1, "extra_body": tagged(names, scope=f"front-{route}")}
+            if route == "chat":
+                usage = client.chat.completions.create(messages=[SYSTEM], **body).usage
+            else:
+                usage = client.completions.create(prompt=f"{SYSTEM['content']}\n", **body).usage
+            return int(usage.prompt_tokens_details.cached_tokens)
+
+        with served.openai() as client:
+            found = [cached(names) for names in ("ab", "cd", "ef")]
+        assert found[0] == 0
+        assert 0 < found[1] == found[2] < 40
+
+    def test_what_was_predicted_is_what_was_found(self, served: Served) -> None:
+        rng = random.Random(0)
+        with served.openai() as client:
+            for _ in range(20):
+                ask(client, served, "".join(rng.sample("abcdefgh", 4)), scope="predicted")
+        figures = json.loads(CliRunner().invoke(main, ["stats", served.url, "--json"]).stdout)
+        assert figures["prediction_error_tokens"] < 16
+        assert figures["saved_tokens"] > 0
+
+    def test_tenants_find_nothing_of_each_other(self, served: Served) -> None:
+        with served.openai() as client:
+            red = [ask(client, served, "efgh", scope="red") for _ in range(2)]
+            blue = ask(client, served, "efgh", scope="blue")
+        assert [each.usage.prompt_tokens_details.cached_tokens > 0 for each in (*red, blue)] == [False, True, False]
+
+    def test_streams_say_what_was_cached(self, served: Served) -> None:
+        with served.openai() as client:
+            for _ in range(2):
+                *_, last = client.chat.completions.create(
+                    model=served.model,
+                    messages=[SYSTEM],
+                    max_tokens=4,
+                    stream=True,
+                    stream_options={"include_usage": True},
+                    extra_body=tagged("gh"),
+                )
+        assert last.usage.prompt_tokens_details.cached_tokens > last.usage.prompt_tokens * 0.8
+
+    def test_who_leaves_frees_the_engine(self, served: Served) -> None:
+        assert served.metric("ragorder_engine_running_requests") == 0
+        with served.openai() as client:
+            stream = client.completions.create(
+                model=served.model, prompt="a", max_tokens=1900, stream=True, extra_body={"ignore_eos": True}
+            )
+            next(iter(stream))
+            assert served.metric("ragorder_engine_running_requests") == 1
+            stream.close()
+        assert eventually(lambda: served.metric("ragorder_engine_running_requests") == 0, 10)
+
+    def test_twenty_at_a_time_are_answered(self, served: Served) -> None:
+        answers: dict[int, str] = {}
+
+        def one(number: int) -> None:
+            with served.openai() as client:
+                names = "abcdefgh"[number % 5 :][:3]
+                answers[number] = ask(client, served, names).choices[0].message.content
+
+        threads = [threading.Thread(target=one, args=(number,)) for number in range(20)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(120)
+        assert sorted(answers) == list(range(20))
+
+    def test_bad_requests_are_refused_while_others_are_answered(self, served: Served) -> None:
+        with served.openai() as client:
+            stream = client.completions.create(
+                model=served.model, prompt="a", max_tokens=200, stream=True, extra_body={"ignore_eos": True}
+            )
+            pieces = iter(stream)
+            next(pieces)
+            for bad in ({"max_tokens": -1}, {"n": 3}, {"prompt": "a " * 9000}, {"extra_body": {"tools": [1]}}):
+                with pytest.raises(openai.BadRequestError):
+                    client.completions.create(**{"model": served.model, "prompt": "a"} | bad)
+            with pytest.raises(openai.NotFoundError):
+                client.completions.create(model="other", prompt="a")
+            rest = list(pieces)
+        assert rest[-1].choices[0].finish_reason == "length"
+
+    def test_ragorder_stats(self, served: Served) -> None:
+        with served.openai() as client:
+            ask(client, served, "abc")
+        done = CliRunner().invoke(main, ["stats", served.url, "--json"])
+        figures = json.loads(done.stdout)
+        assert done.exit_code == 0
+        assert figures["reports"] == figures["served"] > 0
+        assert figures["fallbacks"] == 0
+
+    def test_ragorder_tiers_stats(self, served: Served) -> None:
+        with served.openai() as client:
+            ask(client, served, "abc")
+        done = CliRunner().invoke(main, ["tiers", "stats", "--base-url", served.url, "--json"])
+        assert done.exit_code == 0, done.output
+        figures = json.loads(done.stdout)
+        device, host = figures["tiers"]
+        assert (device["tier"], host["tier"]) == ("device", "host")
+        assert device["chunks"] > 0
+        assert host["capacity_bytes"] <= 8 << 20
+        assert figures["hits"]["computed"] > 0
+        assert figures["with_facts"] > 0
+
+    def test_ragorder_doctor(self, served: Served) -> None:
+        done = CliRunner().invoke(main, ["doctor", served.url, "--json"])
+        assert done.exit_code == 0, done.output
+        findings = {each["check"]: each for each in json.loads(done.stdout)["findings"]}
+        for check in ("server", "prefix caching", "cached tokens"):
+            assert findings[check]["verdict"] == "good", findings[check]
+        assert "8,192 tokens in blocks of 16" in findings["capacity"]["found"]
+
+    def test_an_orderer_of_an_application_learns_its_size(self, served: Served) -> None:
+        orderer = Orderer.for_vllm(served.url)
+        assert (orderer.settings.block_size, orderer.settings.capacity_tokens) == (16, 8192)
+
+    def test_it_listens_on_this_machine_alone(self, served: Served) -> None:
+        listening = Path(f"/proc/{served.popen.pid}/net/tcp")
+        if not listening.exists():
+            pytest.skip("no /proc")
+        port = int(served.url.rpartition(":")[2])
+        sockets = Path(f"/proc/{served.popen.pid}/fd")
+        own = {os.readlink(fd) for fd in sockets.iterdir() if fd.is_symlink()}
+        rows = [line.split() for line in listening.read_text().splitlines()[1:]]
+        mine = [row[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in own]
+        assert mine == [f"0100007F:{port:04X}"]
+
+
+class TestEnd:
+    def test_streams_in_flight_may_end(self, launch: Callable[..., Served]) -> None:
+        served = launch("--device-tokens", "4096")
+        with served.openai() as client:
+            stream = client.completions.create(
+                model=served.model, prompt="a", max_tokens=200, stream=True, extra_body={"ignore_eos": True}
+            )
+            pieces = iter(stream)
+            next(pieces)
+            served.popen.send_signal(signal.SIGTERM)
+            *_, last = pieces
+        assert last.choices[0].finish_reason == "length"
+        assert served.popen.communicate(timeout=60)[1] == ""
+        assert served.popen.returncode == 128 + signal.SIGTERM
+
+    def test_those_that_do_not_are_broken_off_and_nothing_of_them_is_told(
+        self, launch: Callable[..., Served], tmp_path: Path
+    ) -> None:
+        served = launch("--grace", "1", "--disk", str(tmp_path / "kv"), "--dtype", "float32")
+        body = {"messages": [{"role": "user", "content": WORD}], "max_tokens": 2, "user": WORD, "cache_salt": WORD}
+        tag = {"documents": [{"id": WORD, "text": f"{WORD} "}], "query": WORD, "scope": WORD}
+        for each in (body, body | {"ragorder": tag}, body | {"n": WORD}, {"messages": WORD}, body | {WORD: 1}):
+            httpx.post(f"{served.url}{CHAT}", json=each)
+        httpx.post(f"{served.url}/{WORD}", content=WORD)
+        assert WORD not in httpx.get(f"{served.url}/metrics").text
+        with served.openai() as client:
+            stream = client.completions.create(
+                model=served.model, prompt=WORD, max_tokens=2000, stream=True, extra_body={"ignore_eos": True}
+            )
+            next(iter(stream))
+            began = time.monotonic()
+            said = served.stop()
+            assert time.monotonic() - began < 30
+        assert WORD not in said
+
+    def test_a_kill_leaves_nothing_but_the_disks_folder(self, launch: Callable[..., Served], tmp_path: Path) -> None:
+        temporary = tmp_path / "tmp"
+        temporary.mkdir()
+        served = launch("--disk", str(tmp_path / "kv"), TMPDIR=str(temporary))
+        with served.openai() as client:
+            ask(client, served, "abc")
+        served.popen.kill()
+        served.popen.communicate(timeout=30)
+        left = [path for path in temporary.rglob("*") if path.is_file() or path.is_socket()]
+        assert left == []
+
+
+@dataclass
+class Command:
+    """What `ragorder serve` was about to do when it was stopped."""
+
+    result: Result
+    settings: EngineSettings | None
+    orderer: Any
+    waiting: int | None
+
+
+class TestOptions:
+    @pytest.fixture(autouse=True)
+    def clean_environment(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name in os.environ:
+            if name.startswith("RAGORDER_"):
+                monkeypatch.delenv(name)
+
+    @pytest.fixture
+    def serving(self, model: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Command]:
+        """Runs the command up to the moment from which it would serve."""
+        import ragorder.adapters.proxy as proxy
+
+        def serving(*options: str, needed: Sequence[str] | None = None, **environment: str) -> Command:
+            engines: list[TieredEngine] = []
+            seen: dict[str, Any] = {}
+            load_engine, make_app, make_worker = TieredEngine.load, proxy.make_app, EngineWorker.__init__
+
+            def load(name: str, settings: EngineSettings) -> TieredEngine:
+                engines.append(load_engine(name, settings))
+                return engines[-1]
+
+            def make(orderer: Any, **options: Any) -> Any:
+                seen["orderer"] = orderer
+                return make_app(orderer, **options)
+
+            def start(worker: EngineWorker, engine: Any, *, max_unfinished: int) -> None:
+                seen["unfinished"] = max_unfinished
+                make_worker(worker, engine, max_unfinished=max_unfinished)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(TieredEngine, "load", load)
+                patch.setattr(EngineWorker, "__init__", start)
+                patch.setattr("ragorder.adapters.proxy.make_app", make)
+                patch.setattr("ragorder.cli.listening.run_server", lambda *_, **__: None)
+                needed = ["--engine", "torch", "--model", str(model), "--port", "0"] if needed is None else needed
+                result = CliRunner().invoke(main, ["serve", *needed, *options], env=environment)
+            assert result.exception is None or isinstance(result.exception, SystemExit), repr(result.exception)
+            assert "Traceback" not in result.output
+            told = engines[0].settings if engines else None
+            waiting = seen["unfinished"] - told.max_requests if told and "unfinished" in seen else None
+            return Command(result, told, seen.get("orderer"), waiting)
+
+        return serving
+
+    def test_without_any_the_engine_has_its_own(self, serving: Callable[..., Command]) -> None:
+        command = serving()
+        assert command.result.exit_code == 0, command.result.output
+        assert command.settings == EngineSettings()
+        assert command.waiting == 1000
+
+    def test_all_reach_the_engine(self, serving: Callable[..., Command], tmp_path: Path) -> None:
+        profile = tmp_path / "profile.json"
+        PrefillProfile((0, 100), (100, 200), ((1.0, 2.0), (1.5, 3.0))).to_file(profile)
+        options = {
+            "--device-tokens": "2048",
+            "--host-bytes": "2MiB",
+            "--disk": str(tmp_path / "kv"),
+            "--disk-bytes": "64MB",
+            "--policy": "lru",
+            "--profile": str(profile),
+            "--block-size": "32",
+            "--max-model-len": "512",
+            "--max-requests": "4",
+            "--dtype": "float32",
+            "--device": "cpu",
+            "--max-waiting": "7",
+        }
+        command = serving(*[part for pair in options.items() for part in pair])
+        assert command.result.exit_code == 0, command.result.output
+        assert command.settings == EngineSettings(
+            device_tokens=2048,
+            host_bytes=2 << 20,
+            disk_path=tmp_path / "kv",
+            disk_bytes=64_000_000,
+            policy="lru",
+            profile=profile,
+            block_size=32,
+            max_model_len=512,
+            max_requests=4,
+            dtype="float32",
+            device="cpu",
+        )
+        assert command.waiting == 7
+
+    def test_documents_count_as_cached_on_the_device_and_in_host_memory(self, serving: Callable[..., Command]) -> None:
+        sizes = ["--device-tokens", "2048", "--host-bytes", "2MiB", "--dtype", "float32"]
+        settings = serving(*sizes).orderer.settings
+        # Two layers of keys and values of one head with 64 numbers, four bytes each.
+        assert (settings.block_size, settings.capacity_tokens) == (16, 2048 + (2 << 20) // (2 * 2 * 64 * 4))
+        settings = serving(*sizes, "--capacity-tokens", "999").orderer.settings
+        assert settings.capacity_tokens == 999
+        assert serving(*sizes, RAGORDER_BLOCK_SIZE="64").orderer.settings.block_size == 64
+
+    @pytest.mark.parametrize(
+        ("needed", "options", "said"),
+        [
+            ([], [], "give --upstream URL, or --engine torch with --model FOLDER|NAME|random"),
+            (["--engine", "torch"], [], "--engine torch needs --model"),
+            (["--engine", "upstream"], [], "--engine upstream needs --upstream"),
+            (["--model", "x"], [], "give --upstream URL, or --engine torch with --model FOLDER|NAME|random"),
+            (["--upstream", "http://x"], ["--model", "x"], "--model goes with --engine torch, not with upstream"),
+            (["--upstream", "http://x"], ["--disk", "x"], "--disk goes with --engine torch"),
+            (None, ["--upstream", "http://x"], "--upstream goes with --engine upstream, not with torch"),
+            (None, ["--tokenizer", "x"], "--tokenizer goes with --engine upstream"),
+            (None, ["--tiers"], "--tiers goes with --engine upstream"),
+            (None, ["--connect-timeout", "3"], "--connect-timeout goes with --engine upstream"),
+            (None, ["--reorder-window", "3"], "--reorder-window goes with --max-in-flight"),
+            (None, ["--disk-bytes", "1GiB"], "--disk-bytes goes with --disk"),
+            (None, ["--host-bytes", "many"], "'many' is no size"),
+            (None, ["--policy", "fifo"], "--policy: there is no policy 'fifo'"),
+            (None, ["--dtype", "int3"], "choose one of float32, bfloat16, float16"),
+            (None, ["--device", "abacus"], "abacus"),
+            (None, ["--device-tokens", "3"], "less than a block"),
+            (None, ["--block-size", "2000"], "--block-size"),
+            (None, ["--max-model-len", "99999"], "is exact up to 2048 tokens"),
+            (None, ["--document-template", "{id}"], "--document-template must contain {text}"),
+            (None, ["--host", "no.such.host.invalid"], "no.such.host.invalid"),
+            (["--engine", "torch", "--model", "/does/not/exist"], [], "there is no folder /does/not/exist: give the"),
+            (["--engine", "torch", "--model", "some/where/else"], [], "there is no folder some/where/else: give the"),
+            (["--engine", "torch", "--model", "./tiny"], [], "there is no folder ./tiny: give the folder of a model"),
+            (["--engine", "torch", "--model", "a/name"], [], "There is no folder a/name: it is looked for on the"),
+        ],
+        ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+    )
+    def test_what_is_wrong_is_said(
+        self, needed: list[str] | None, options: list[str], said: str, serving: Callable[..., Command]
+    ) -> None:
+        command = serving(*options, needed=needed)
+        assert command.result.exit_code != 0
+        assert said in re.sub(r"\s+", " ", command.result.stderr)
+
+    def test_row10_a_name_without_an_organisation_is_not_asked_of_the_hub(
+        self, serving: Callable[..., Command], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        asked: list[str] = []
+
+        def ask(name: str) -> None:
+            asked.append(name)
+            raise OSError("no network")
+
+        monkeypatch.setattr("ragorder.kernels.engine.loading.AutoConfig.from_pretrained", ask)
+        command = serving(needed=["--engine", "torch", "--model", "tiny", "--port", "0"])
+        assert command.result.exit_code == 1
+        assert "--model tiny: there is no folder tiny: give the folder of a model" in command.result.stderr
+        assert asked == []
+        command = serving(needed=["--engine", "torch", "--model", "org/tiny", "--port", "0"])
+        assert "there is no folder org/tiny, and it cannot be had from the Hub: no network" in command.result.stderr
+        assert asked == ["org/tiny"]
+
+    def test_an_old_name_that_was_downloaded_is_taken(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        monkeypatch.setattr(loading, "try_to_load_from_cache", lambda name, file: str(tmp_path / file))
+        monkeypatch.setattr(loading.AutoConfig, "from_pretrained", lambda name: pytest.fail(name, pytrace=False))
+        with pytest.raises(pytest.fail.Exception, match="old-name"):
+            loading.load_model("old-name", EngineSettings())
+
+    def test_a_random_model_is_made_on_the_spot(
+        self, serving: Callable[..., Command], model: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("ragorder.eval.serving.random_model", lambda: model)
+        monkeypatch.setattr("ragorder.eval.engines.vllm.has_fast_bfloat16", lambda: False)
+        command = serving(needed=["--engine", "torch", "--model", "random", "--port", "0"])
+        assert command.result.exit_code == 0, command.result.output
+        assert command.settings == EngineSettings(dtype="float32")
+        assert command.orderer.settings.capacity_tokens > 0
+        command = serving(needed=["--engine", "torch", "--model", "random", "--dtype", "bfloat16", "--port", "0"])
+        assert command.settings == EngineSettings(dtype="bfloat16")
+
+    def test_a_folder_without_weights(self, serving: Callable[..., Command], model: Path, tmp_path: Path) -> None:
+        for file in model.iterdir():
+            if file.suffix != ".safetensors":
+                (tmp_path / file.name).write_bytes(file.read_bytes())
+        command = serving(needed=["--engine", "torch", "--model", str(tmp_path), "--port", "0"])
+        assert command.result.exit_code == 1
+        assert f"--model {tmp_path}: " in command.result.stderr
+        assert "weights" in command.result.stderr
+
+    def test_a_port_that_is_taken_is_said_before_a_model_is_loaded(self, serving: Callable[..., Command]) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            command = serving("--port", str(taken.getsockname()[1]))
+        assert "Address already in use" in command.result.stderr
+        assert command.settings is None
+
+    @pytest.mark.parametrize("module", ["torch", "transformers"])
+    def test_a_missing_package_is_named_with_the_extra(self, module: str, python: Any) -> None:
+        done = python(*COMMAND[1:], "serve", "--engine", "torch", "--model", "x", "--port", "0", blocked=(module,))
+        assert done.returncode == 1
+        assert f"needs {module}: pip install 'ragorder[torch,proxy]'" in done.stderr
+        assert "Traceback" not in done.stderr

@@ -1,0 +1,433 @@
+"""Haystack: a ranker that gives the documents back as they are, in the order that the cache wants."""
+
+from __future__ import annotations
+
+import os
+
+os.environ["HAYSTACK_TELEMETRY_ENABLED"] = "False"
+
+import asyncio
+import copy
+import pickle
+import re
+import socket
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+pytest.importorskip("haystack")
+
+from haystack import DeserializationError, Document, Pipeline, component
+from haystack.components.builders import PromptBuilder
+from haystack.components.retrievers.in_memory import InMemoryBM25Retriever
+from haystack.core.errors import SerializationError
+from haystack.core.serialization import component_from_dict, component_to_dict
+from haystack.dataclasses import ByteStream, SparseEmbedding
+from haystack.document_stores.in_memory import InMemoryDocumentStore
+from haystack.document_stores.types import DuplicatePolicy
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+import ragorder
+from ragorder import Orderer
+from ragorder.adapters.haystack import CacheOrderRanker
+
+SMALL: Any = {"block_size": 1, "capacity_tokens": 60, "suffix_tokens": 8}
+REQUESTS = st.lists(st.lists(st.sampled_from("abcdefg"), max_size=12), min_size=1, max_size=6)
+TEMPLATE = "{% for document in documents %}{{ document.content }}\n{% endfor %}Question: {{ question }}"
+
+
+@pytest.fixture(autouse=True)
+def _nothing_outside_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    connect = socket.socket.connect
+
+    def refuse(self: socket.socket, address: Any) -> None:
+        if self.family != socket.AF_UNIX and address[0] not in ("127.0.0.1", "::1"):
+            raise AssertionError(f"somebody phones home: {address}")
+        connect(self, address)
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+
+
+@pytest.fixture
+def orderer() -> Orderer:
+    return Orderer(block_size=1)
+
+
+class Recorder:
+    """An orderer that remembers what it was given, and how each ordering was settled."""
+
+    def __init__(self, orderer: Orderer) -> None:
+        self.settings, self.fall_back, self.order_batch = orderer.settings, orderer.fall_back, orderer.order_batch
+        self.orderer = orderer
+        self.documents: list[Any] = []
+        self.settled: list[Any] = []
+
+    def order(self, documents: Any, **options: Any) -> Any:
+        self.documents += documents
+        ordering = self.orderer.order(documents, **options)
+        ordering.add_done_callback(self.settled.append)
+        return ordering
+
+
+@pytest.fixture
+def recorder(orderer: Orderer) -> Recorder:
+    return Recorder(orderer)
+
+
+def found(*names: str, **options: Any) -> list[Document]:
+    return [
+        Document(id=name, content=f"the text of {name}.", score=1 / rank, **options)
+        for rank, name in enumerate(names, 1)
+    ]
+
+
+def names(documents: Sequence[Document]) -> list[str]:
+    return [document.id for document in documents]
+
+
+def by_title(document: Document) -> Any:
+    return document.meta["title"]
+
+
+def one_token(document: Document) -> int:
+    return 1
+
+
+class TestDocumentsArePutInOrder:
+    def test_a_request_begins_as_an_earlier_one_did(self, orderer: Orderer) -> None:
+        ranker = CacheOrderRanker(orderer)
+        assert names(ranker.run(documents=found("a", "b", "c"))["documents"]) == ["a", "b", "c"]
+        assert names(ranker.run(documents=found("d", "c", "b", "a"))["documents"]) == ["a", "b", "c", "d"]
+
+    @given(REQUESTS)
+    def test_the_same_objects_come_back_each_as_often_as_it_was_given(self, requests: list[list[str]]) -> None:
+        ranker = CacheOrderRanker(settings={"block_size": 1, "strict": True})
+        known = dict(zip("abcdefg", found(*"abcdefg"), strict=True))
+        for request in requests:
+            documents = [known[name] for name in request]
+            ordered = ranker.run(documents)["documents"]
+            assert Counter(map(id, ordered)) == Counter(map(id, documents))
+
+    @given(REQUESTS)
+    def test_the_order_is_that_of_the_plain_orderer(self, requests: list[list[str]]) -> None:
+        plain, ranker = Orderer(**SMALL), CacheOrderRanker(settings=SMALL)
+        for request in requests:
+            documents = found(*request)
+            ordering = plain.order([ragorder.Document(document.id, document.content) for document in documents])
+            ordering.confirm()
+            ordered = ranker.run(documents)["documents"]
+            assert list(map(id, ordered)) == [id(documents[rank]) for rank in ordering.permutation]
+
+    def test_nothing_of_a_document_changes_and_nothing_of_the_list_that_was_given(self, orderer: Orderer) -> None:
+        def documents() -> list[Document]:
+            sparse = SparseEmbedding(indices=[1], values=[0.5])
+            return found("c", "b", "a", meta={"page": 3}, embedding=[0.1, 0.2], sparse_embedding=sparse)
+
+        ranker = CacheOrderRanker(orderer)
+        ranker.run(found("a", "b", "c"))
+        given = documents()
+        ordered = ranker.run(given)["documents"]
+        assert given == documents()
+        assert ordered == documents()[::-1]
+
+    def test_no_documents_are_no_documents(self, orderer: Orderer) -> None:
+        assert CacheOrderRanker(orderer).run([]) == {"documents": []}
+        assert orderer.fallbacks == 0
+
+    def test_documents_without_text_are_ordered_like_others(self, orderer: Orderer) -> None:
+        images = [Document(blob=ByteStream(data)) for data in (b"1", b"2")]
+        documents = [*found("a"), images[0], Document(id="nothing"), images[1]]
+        ranker = CacheOrderRanker(orderer)
+        ranker.run(documents)
+        ordered = ranker.run([images[1], documents[2], images[0], documents[0]])["documents"]
+        assert ordered[0] is documents[0]
+        assert Counter(map(id, ordered)) == Counter(map(id, documents))
+        assert [ordered[ordered.index(image)].blob for image in images] == [image.blob for image in images]
+        assert orderer.fallbacks == 0
+
+    async def test_the_asynchronous_path_gives_the_same_without_a_thread(self, orderer: Orderer) -> None:
+        threads: list[int] = []
+        ranker = CacheOrderRanker(orderer, key=lambda document: threads.append(threading.get_ident()))
+        await ranker.run_async(documents=found("a", "b", "c"))
+        assert names((await ranker.run_async(documents=found("c", "b", "a", "d"), top_k=3))["documents"]) == [*"abc"]
+        assert set(threads) == {threading.get_ident()}
+
+
+class TestADocumentIsKnownByItsIdAndItsContent:
+    def test_changed_content_under_an_old_id_is_another_document(self, orderer: Orderer) -> None:
+        ranker = CacheOrderRanker(orderer)
+        ranker.run(found("a", "b"))
+        changed = [Document(id=name, content="something else") for name in "ba"]
+        assert names(ranker.run(changed)["documents"]) == ["b", "a"]
+
+    def test_score_and_embedding_do_not_matter(self, orderer: Orderer) -> None:
+        ranker = CacheOrderRanker(orderer)
+        ranker.run(found("a", "b"))
+        assert names(ranker.run(found("b", "a", embedding=[1.0]))["documents"]) == ["a", "b"]
+
+    def test_equal_contents_under_other_ids_are_other_documents_unless_key_says_the_same_of_them(self) -> None:
+        again = [Document(id=name.upper(), content=f"the text of {name}.", meta={"title": 1}) for name in "ba"]
+        for key, expected in ((None, ["B", "A"]), (by_title, ["A", "B"])):
+            ranker = CacheOrderRanker(settings={"block_size": 1}, key=key)
+            ranker.run(found("a", "b", meta={"title": 1}))
+            assert names(ranker.run(again)["documents"]) == expected
+
+    def test_tokens_gives_the_length_of_a_document(self, recorder: Recorder) -> None:
+        CacheOrderRanker(recorder, tokens=one_token).run(found("a"))
+        CacheOrderRanker(recorder).run(found("a"))
+        assert [document.tokens for document in recorder.documents] == [1, None]
+
+
+class TestTopK:
+    def test_the_best_ranked_are_kept_and_put_in_order(self, orderer: Orderer) -> None:
+        ranker = CacheOrderRanker(orderer, top_k=2)
+        assert names(ranker.run(found("a", "b", "c"))["documents"]) == ["a", "b"]
+        assert names(ranker.run(found("b", "a", "c"))["documents"]) == ["a", "b"]
+
+    def test_that_of_the_run_takes_the_place_of_the_rankers_own(self, orderer: Orderer) -> None:
+        ranker = CacheOrderRanker(orderer, top_k=2)
+        assert names(ranker.run(found("a", "b", "c"), top_k=3)["documents"]) == ["a", "b", "c"]
+        assert names(ranker.run(found("c"), top_k=3)["documents"]) == ["c"]
+
+    @pytest.mark.parametrize("top_k", [0, -1])
+    async def test_it_is_positive(self, orderer: Orderer, top_k: int) -> None:
+        with pytest.raises(ValueError, match="top_k must be > 0"):
+            CacheOrderRanker(orderer, top_k=top_k)
+        with pytest.raises(ValueError, match="top_k must be > 0"):
+            CacheOrderRanker(orderer).run(found("a"), top_k=top_k)
+        with pytest.raises(ValueError, match="top_k must be > 0"):
+            await CacheOrderRanker(orderer).run_async(found("a"), top_k=top_k)
+
+
+class TestScopesShareNothing:
+    async def test_that_of_the_run_takes_the_place_of_the_rankers_own(self, orderer: Orderer) -> None:
+        ranker = CacheOrderRanker(orderer, scope="ours")
+        ranker.run(found("a", "b"))
+        assert names(ranker.run(found("b", "a"), scope="theirs")["documents"]) == ["b", "a"]
+        assert names((await ranker.run_async(found("b", "a"), scope="nobody's"))["documents"]) == ["b", "a"]
+        assert names(ranker.run(found("b", "a"))["documents"]) == ["a", "b"]
+        assert names(CacheOrderRanker(orderer).run(found("b", "a"), scope="ours")["documents"]) == ["a", "b"]
+
+
+def _broken(document: Document) -> Any:
+    raise LookupError("broken")
+
+
+class TestWhatFailsLeavesRetrievalOrder:
+    @pytest.mark.parametrize("options", [{"key": _broken}, {"tokens": _broken}, {"tokens": str}])
+    async def test_a_broken_function_is_counted_and_nothing_raised(
+        self, orderer: Orderer, options: dict[str, Any]
+    ) -> None:
+        CacheOrderRanker(orderer).run(found("a", "b"))
+        ranker = CacheOrderRanker(orderer, **options)
+        assert names(ranker.run(found("b", "a"))["documents"]) == ["b", "a"]
+        assert names((await ranker.run_async(found("b", "a")))["documents"]) == ["b", "a"]
+        assert orderer.fallbacks == 2
+
+    def test_a_document_that_cannot_be_read_is_given_back(self, orderer: Orderer) -> None:
+        documents: list[Any] = [*found("b"), object(), *found("a")]
+        assert CacheOrderRanker(orderer).run(documents)["documents"] == documents
+        assert orderer.fallbacks == 1
+
+    def test_strict_raises_instead(self) -> None:
+        with pytest.raises(LookupError):
+            CacheOrderRanker(settings={"strict": True}, key=_broken).run(found("a"))
+
+
+class TestTheOrderer:
+    def test_is_given_or_made_of_settings_or_of_the_environment(
+        self, orderer: Orderer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("RAGORDER_BLOCK_SIZE", "32")
+        assert CacheOrderRanker(orderer).orderer is orderer
+        assert CacheOrderRanker(settings={"block_size": 8}).orderer.settings.block_size == 8
+        assert CacheOrderRanker().orderer.settings.block_size == 32
+
+    def test_is_not_given_and_made_of_settings(self, orderer: Orderer) -> None:
+        with pytest.raises(ValueError, match="either an orderer or settings"):
+            CacheOrderRanker(orderer, settings={})
+
+    def test_has_no_other_settings_than_the_orderer_knows(self) -> None:
+        with pytest.raises(ValidationError, match="blocksize"):
+            CacheOrderRanker(settings={"blocksize": 8})
+
+    def test_counts_an_ordering_as_served_at_once(self, recorder: Recorder) -> None:
+        CacheOrderRanker(recorder).run(found("a"))
+        assert recorder.settled == [(True, None, None, None)]
+
+
+class TestSerialisation:
+    def test_what_is_read_again_has_the_same_parameters(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("HAYSTACK_DESERIALIZATION_ALLOWLIST", __name__)
+        orderer = Orderer(block_size=8, capacity_tokens=None, keep_first=1)
+        ranker = CacheOrderRanker(orderer, top_k=3, scope="a tenant", key=by_title, tokens=one_token)
+        again = CacheOrderRanker.from_dict(ranker.to_dict())
+        assert again.to_dict() == ranker.to_dict()
+        assert again.orderer.settings == orderer.settings
+        assert (again.top_k, again.scope) == (3, "a tenant")
+
+    def test_the_environment_of_the_reader_does_not_change_the_settings(
+        self, orderer: Orderer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        data = CacheOrderRanker(orderer).to_dict()
+        monkeypatch.setenv("RAGORDER_KEEP_FIRST", "2")
+        assert CacheOrderRanker.from_dict(data).orderer.settings == orderer.settings
+
+    def test_what_is_written_are_plain_values_under_the_public_path(self, orderer: Orderer) -> None:
+        data = component_to_dict(CacheOrderRanker(orderer), "ranker")
+        assert data["type"] == "ragorder.adapters.haystack.CacheOrderRanker"
+        assert data["init_parameters"]["settings"] == orderer.settings.model_dump()
+        assert component_from_dict(CacheOrderRanker, data, "ranker").to_dict() == data
+        assert CacheOrderRanker.from_dict({"type": data["type"], "init_parameters": {}}).top_k is None
+
+    def test_functions_without_a_name_cannot_be_written(self, orderer: Orderer) -> None:
+        with pytest.raises(SerializationError, match="lambda"):
+            CacheOrderRanker(orderer, key=lambda document: document.id).to_dict()
+
+    def test_functions_come_back_as_themselves(self, orderer: Orderer) -> None:
+        data = CacheOrderRanker(orderer, tokens=len).to_dict()
+        assert data["init_parameters"]["tokens"] == "builtins.len"
+        assert CacheOrderRanker.from_dict(data).to_dict() == data
+
+    def test_what_was_pickled_has_an_orderer_of_its_own_with_the_same_settings(self) -> None:
+        ranker = CacheOrderRanker(Orderer(block_size=1, keep_first=1), top_k=2, key=by_title)
+        again = pickle.loads(pickle.dumps(ranker))  # noqa: S301
+        assert again.orderer is not ranker.orderer
+        assert again.to_dict() == ranker.to_dict()
+        documents = found("a", "b", "c", meta={"title": 1})
+        assert names(again.run(documents)["documents"]) == ["a", "b"]
+
+
+@component
+class Prompts:
+    """Stands for the model: gives the prompt back."""
+
+    @component.output_types(text=str)
+    def run(self, prompt: str) -> dict[str, str]:
+        return {"text": prompt}
+
+
+class TestInAPipeline:
+    TEXTS = ("lamp lamp lamp lens", "lens lens lens lamp", "lamp lamp lens keeper", "lens lamp harbour")
+
+    def pipeline(self, ranker: CacheOrderRanker | None) -> Pipeline:
+        store = InMemoryDocumentStore()
+        store.write_documents([Document(content=text) for text in self.TEXTS], policy=DuplicatePolicy.SKIP)
+        pipeline = Pipeline()
+        pipeline.add_component("retriever", InMemoryBM25Retriever(store, top_k=4))
+        pipeline.add_component("prompts", PromptBuilder(TEMPLATE, required_variables="*"))
+        if ranker is None:
+            pipeline.connect("retriever.documents", "prompts.documents")
+            return pipeline
+        pipeline.add_component("ranker", ranker)
+        pipeline.connect("retriever.documents", "ranker.documents")
+        pipeline.connect("ranker.documents", "prompts.documents")
+        return pipeline
+
+    @staticmethod
+    def data(question: str, **ranker: Any) -> dict[str, Any]:
+        asked = {"retriever": {"query": question}, "prompts": {"question": question}}
+        return asked | ({"ranker": ranker} if ranker else {})
+
+    @staticmethod
+    def lines(result: dict[str, Any]) -> list[str]:
+        return list(result["prompts"]["prompt"].splitlines()[:-1])
+
+    QUESTIONS = ("lamp", "lens", "keeper lens", "harbour lamp")
+
+    async def test_prompts_hold_the_same_documents_and_begin_alike(self, orderer: Orderer) -> None:
+        plain, ordered = self.pipeline(None), self.pipeline(CacheOrderRanker(orderer))
+        before = [self.lines(plain.run(self.data(question))) for question in self.QUESTIONS]
+        after = [self.lines(ordered.run(self.data(question))) for question in self.QUESTIONS]
+        assert list(map(sorted, after)) == list(map(sorted, before))
+        assert before[1] != before[0]
+        assert after[1] == after[0]
+        asynchronous = await ordered.run_async(self.data("lens"))
+        assert self.lines(asynchronous) == after[0]
+
+    def test_scope_and_top_k_are_inputs_of_a_run(self, orderer: Orderer) -> None:
+        pipeline = self.pipeline(CacheOrderRanker(orderer))
+        first, second = (self.lines(self.pipeline(None).run(self.data(question))) for question in ("lamp", "lens"))
+        assert self.lines(pipeline.run(self.data("lamp", scope="ours"))) == first
+        assert self.lines(pipeline.run(self.data("lens", scope="theirs"))) == second
+        assert self.lines(pipeline.run(self.data("lens", scope="ours"))) == first
+        assert len(self.lines(pipeline.run(self.data("lens", top_k=2)))) == 2
+
+    def test_a_pipeline_comes_back_from_yaml_and_works(self) -> None:
+        ranker = CacheOrderRanker(Orderer(block_size=1), top_k=4, scope="a tenant", key=by_title)
+        pipeline = self.pipeline(ranker)
+        written = pipeline.dumps()
+        again = Pipeline.loads(written, allowed_modules=["ragorder", __name__])
+        assert again.to_dict()["components"] == pipeline.to_dict()["components"]
+        assert again.get_component("ranker").orderer.settings == ranker.orderer.settings
+
+    async def test_a_pipeline_from_yaml_orders_as_the_one_that_was_written(self) -> None:
+        pipeline = self.pipeline(CacheOrderRanker(settings={"block_size": 1}))
+        again = Pipeline.loads(pipeline.dumps(), allowed_modules=["ragorder"])
+        store = pipeline.get_component("retriever").document_store
+        again.get_component("retriever").document_store.write_documents(
+            store.filter_documents(), policy=DuplicatePolicy.OVERWRITE
+        )
+        for question in self.QUESTIONS:
+            data = self.data(question)
+            assert self.lines(await again.run_async(data)) == self.lines(pipeline.run(data))
+
+    def test_haystack_reads_it_only_if_it_is_allowed(self, orderer: Orderer) -> None:
+        with pytest.raises(DeserializationError, match="allowlist"):
+            Pipeline.loads(self.pipeline(CacheOrderRanker(orderer)).dumps())
+
+    def test_a_copied_pipeline_shares_the_orderer(self, orderer: Orderer) -> None:
+        pipeline = Pipeline()
+        pipeline.add_component("ranker", CacheOrderRanker(orderer))
+        pipeline.run({"ranker": {"documents": found("a", "b")}})
+        copied = copy.deepcopy(pipeline)
+        assert names(copied.run({"ranker": {"documents": found("b", "a")}})["ranker"]["documents"]) == ["a", "b"]
+
+
+class TestConcurrency:
+    """64 at a time over one ranker: everybody gets their own documents, each once."""
+
+    REQUESTS = tuple(["abcdefgh"[n % 8], *(f"n{n}x{place}" for place in range(5)), "z"] for n in range(64))
+
+    def test_threads(self, orderer: Orderer) -> None:
+        ranker = CacheOrderRanker(orderer)
+        with ThreadPoolExecutor(64) as pool:
+            results = list(pool.map(ranker.run, [found(*request) for request in self.REQUESTS]))
+        assert [sorted(names(result["documents"])) for result in results] == list(map(sorted, self.REQUESTS))
+        assert orderer.fallbacks == 0
+
+    async def test_tasks_in_one_pipeline(self, orderer: Orderer) -> None:
+        pipeline = Pipeline()
+        pipeline.add_component("ranker", CacheOrderRanker(orderer))
+        pipeline.add_component("prompts", PromptBuilder(TEMPLATE, required_variables=["documents"]))
+        pipeline.add_component("model", Prompts())
+        pipeline.connect("ranker.documents", "prompts.documents")
+        pipeline.connect("prompts.prompt", "model.prompt")
+        asked = [pipeline.run_async({"ranker": {"documents": found(*request)}}) for request in self.REQUESTS]
+        results = [result["model"]["text"] for result in await asyncio.gather(*asked)]
+        shown = [sorted(re.findall(r"the text of (\w+)\.", text)) for text in results]
+        assert shown == list(map(sorted, self.REQUESTS))
+        assert orderer.fallbacks == 0
+
+
+class TestWithoutHaystack:
+    def test_the_import_names_what_to_install(self, python: Any) -> None:
+        done = python("-c", "import ragorder.adapters.haystack", blocked=("haystack",))
+        assert done.returncode == 1
+        assert "ImportError" in done.stderr
+        assert "pip install 'ragorder[haystack]'" in done.stderr
+
+
+class TestGroups:
+    def test_chunks_of_one_source_keep_their_order(self) -> None:
+        """The orderer sees a document's meta: its guards work here as elsewhere."""
+        for keep_groups, expected in ((False, ["a", "b"]), (True, ["b", "a"])):
+            ranker = CacheOrderRanker(Orderer(block_size=1, keep_groups=keep_groups))
+            ranker.run(found("a", "b", meta={"source": "book"}))
+            assert names(ranker.run(found("b", "a", meta={"source": "book"}))["documents"]) == expected

@@ -1,0 +1,1594 @@
+"""KV events: whatever a server sends, loses or repeats, the table in the end says what its engine holds."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import socket
+import sys
+import threading
+import time
+import warnings
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from hashlib import blake2b
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import chain, count, islice
+from pathlib import Path
+from subprocess import CompletedProcess
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from ragorder import DegradedWarning, Document, Orderer, PromptBuilder
+from ragorder.adapters.vllm import kv_events
+from ragorder.adapters.vllm.kv_events import KVEventSubscriber
+from ragorder.settings import Settings
+from ragorder.trie.residency import EngineBlocks
+from ragorder.trie.residency.blocks import Content, chain_root, follow
+
+zmq = pytest.importorskip("zmq")
+msgpack = pytest.importorskip("msgspec").msgpack
+
+BLOCK = 4
+TOPIC = "kv-events"
+END = (-1).to_bytes(8, "big", signed=True)
+NEVER_S = 600.0
+STRETCH = 500
+
+Event = dict[str, Any]
+Subscribe = Callable[..., KVEventSubscriber]
+Python = Callable[..., "CompletedProcess[str]"]
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    """The clock bounds the waiting, and decides nothing else."""
+    deadline = time.monotonic() + 10.0
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come to that"
+        time.sleep(0.005)
+
+
+class Server:
+    """The far end, played: an engine's blocks, and their events as vLLM's ZmqEventPublisher puts them on the wire.
+
+    `held` is the plain model: the contents that the engine holds, by its hashes. `ever` are all contents it ever held.
+    """
+
+    def __init__(self, folder: Path, *, topic: str = TOPIC, buffer: int = 10_000, dialect: str = "vLLM") -> None:
+        self.endpoint, self.replay_endpoint = f"ipc://{folder}/pub", f"ipc://{folder}/replay"
+        self.topic, self.dialect = topic.encode(), dialect
+        self.held: dict[Hashable, Content] = {}
+        self.ever: set[Content] = set()
+        # Whether batches reach subscribers and stay for replays, and whether anybody answers.
+        self.heard = self.kept = self.answering = True
+        # From the so manieth batch of an answer on, the line is too slow for every other stretch of it.
+        self.line: int | None = None
+        self.answers = self._life = 0
+        self._buffer_steps = buffer
+        self._random = random.Random(buffer)
+        self._context: Any = None
+
+    def start(self) -> None:
+        """Another engine: nothing cached, other hashes, batches counted from 0."""
+        self._life += 1
+        self.held.clear()
+        self._next = 0
+        self._buffer: deque[tuple[int, bytes]] = deque(maxlen=self._buffer_steps)
+        self._gone = threading.Event()
+        self._context = zmq.Context()
+        # As PUB on the wire, but it tells of subscriptions.
+        self._pub, self._router = self._context.socket(zmq.XPUB), self._context.socket(zmq.ROUTER)
+        self._pub.setsockopt(zmq.XPUB_VERBOSE, 1)
+        self._pub.setsockopt(zmq.SNDHWM, 100_000)
+        self._router.setsockopt(zmq.SNDHWM, 100_000)
+        self._pub.bind(self.endpoint)
+        self._router.bind(self.replay_endpoint)
+        self._thread = threading.Thread(target=self._answer, name="played server", daemon=True)
+        self._thread.start()
+
+    def die(self) -> None:
+        if self._context is not None:
+            self._gone.set()
+            self._thread.join()
+            self._context.destroy(linger=0)
+            self._context = None
+
+    def restart(self) -> None:
+        self.die()
+        self.start()
+
+    def wait_for_subscriber(self) -> None:
+        assert self._pub.poll(10_000), "nobody subscribes"
+        assert self._pub.recv()[1:] == self.topic
+
+    # The engine.
+
+    def store(
+        self,
+        parent: Hashable | None = None,
+        blocks: int = 1,
+        *,
+        salt: str | None = None,
+        medium: str = "GPU",
+        tokens: Sequence[int] | None = None,
+    ) -> list[Hashable]:
+        """Fill blocks in a row behind a held one; their hashes."""
+        if tokens is None:
+            tokens = [self._random.getrandbits(17) for _ in range(blocks * BLOCK)]
+        content = chain_root(salt) if parent is None else self.held[parent]
+        hashes: list[Hashable] = []
+        for start in range(0, len(tokens), BLOCK):
+            content = follow(content, tokens[start : start + BLOCK])
+            hashes.append(self._hash(content))
+            self.held[hashes[-1]] = content
+        self.ever.update(self.held.values())
+        keys = [[salt], *[None] * (len(hashes) - 1)] if salt else None
+        self.publish(stored(hashes, tokens, parent, extra_keys=keys, medium=medium))
+        return hashes
+
+    def remove(self, *hashes: Hashable) -> None:
+        for each in hashes:
+            del self.held[each]
+        self.publish(removed(hashes))
+
+    def clear(self) -> None:
+        self.held.clear()
+        self.publish({"type": "AllBlocksCleared"})
+
+    def act(self, chance: random.Random) -> None:
+        """Whatever an engine does."""
+        held = list(self.held)
+        what = chance.choices(("begin", "follow", "remove", "clear"), (4, 6, 5, 0.2))[0]
+        if what == "begin" or not held:
+            self.store(blocks=chance.randint(1, 4), salt=chance.choice((None, "tenant a", "tenant b")))
+        elif what == "follow":
+            self.store(chance.choice(held), chance.randint(1, 3))
+        elif what == "remove":
+            self.remove(*chance.sample(held, min(len(held), chance.randint(1, 3))))
+        else:
+            self.clear()
+
+    def _hash(self, content: Content) -> Hashable:
+        digest = blake2b(content, digest_size=7, key=bytes([self._life])).digest()
+        return int.from_bytes(digest, "big") if self.dialect == "SGLang" else digest
+
+    # The wire.
+
+    def publish(self, *events: Any) -> None:
+        """One batch."""
+        if self.dialect == "SGLang":
+            events = tuple(map(as_array, events))
+        batch: Any = [time.time(), events, 0]
+        if self.dialect == "older vLLM":
+            batch = {"ts": time.time(), "events": events}
+        self.publish_payload(msgpack.encode(batch))
+
+    def publish_payload(self, payload: bytes) -> None:
+        if self.kept:
+            self._buffer.append((self._next, payload))
+        if self.heard:
+            self.send(self.topic, self._next.to_bytes(8, "big"), payload)
+        self._next += 1
+
+    def send(self, *frames: bytes) -> None:
+        """A message of any kind."""
+        self._pub.send_multipart(frames)
+
+    @contextmanager
+    def losing(self, *, also_for_replays: bool = False) -> Iterator[None]:
+        """Batches do not reach any subscriber."""
+        self.heard, self.kept = False, not also_for_replays
+        yield
+        self.heard = self.kept = True
+
+    def _answer(self) -> None:
+        while not self._gone.is_set():
+            if self._router.poll(20) and self.answering:
+                client, _, start = self._router.recv_multipart()
+                first = int.from_bytes(start, "big")
+                answer = [(number, payload) for number, payload in list(self._buffer) if number >= first]
+                head = [client, b""] if self.dialect != "vLLM" else [client, b"", self.topic]
+                for position, (number, payload) in enumerate(answer):
+                    if self._passes(position):
+                        self._router.send_multipart([*head, number.to_bytes(8, "big"), payload])
+                if self._passes(len(answer)):
+                    self._router.send_multipart([*head[:2], b"", END, b""][-5 if self.dialect == "vLLM" else 0 :])
+                self.answers += 1
+            elif not self.answering:
+                time.sleep(0.01)
+
+    def _passes(self, position: int) -> bool:
+        return self.line is None or position < self.line or (position - self.line) // STRETCH % 2 == 1
+
+
+def stored(hashes: Any, token_ids: Any, parent: Any = None, **fields: Any) -> Event:
+    """The event as vLLM sends it, with some fields of its own."""
+    block = {"block_hashes": hashes, "parent_block_hash": parent, "token_ids": token_ids, "block_size": BLOCK}
+    return {"type": "BlockStored", **block, "lora_id": None, "medium": "GPU", "lora_name": None} | fields
+
+
+def removed(hashes: Any, medium: Any = "GPU") -> Event:
+    return {"type": "BlockRemoved", "block_hashes": hashes, "medium": medium}
+
+
+def as_array(event: Event) -> list[Any]:
+    """The event as SGLang and older vLLM send it."""
+    names = ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium")
+    return [event["type"], *(event[name] for name in names if name in event)]
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Callable[..., Server]]:
+    """Starts played servers, each on endpoints of its own."""
+    numbers = count()
+    with ExitStack() as stack:
+
+        def make(*, start: bool = True, **options: Any) -> Server:
+            folder = tmp_path / str(next(numbers))
+            folder.mkdir()
+            server = Server(folder, **options)
+            stack.callback(server.die)
+            if start:
+                server.start()
+            return server
+
+        yield make
+
+
+@pytest.fixture
+def server(serve: Callable[..., Server]) -> Server:
+    return serve()
+
+
+@pytest.fixture
+def subscribe() -> Iterator[Subscribe]:
+    """Subscribes to a server and waits until nothing of the beginning is under way any more."""
+    with ExitStack() as stack:
+
+        def make(
+            server: Server, *, replay: bool = True, settled: bool = True, max_blocks: int = 1 << 18, **options: Any
+        ) -> KVEventSubscriber:
+            blocks = EngineBlocks(BLOCK, max_blocks)
+            options = {"topic": TOPIC, "check_interval_s": NEVER_S} | options
+            answers = server.answers
+            events = KVEventSubscriber(blocks, server.endpoint, server.replay_endpoint if replay else None, **options)
+            stack.callback(events.close)
+            if settled:
+                server.wait_for_subscriber()
+                # One answer at the start, one for the new connection.
+                eventually(lambda: not replay or (events.synchronised and server.answers >= answers + 2))
+            return events
+
+        yield make
+
+
+def agrees(events: KVEventSubscriber, server: Server) -> bool:
+    """Whether the table is exactly what the engine holds."""
+    held = set(server.held.values())
+    return {content for content in server.ever if events.blocks.holds(content)} == held == events.blocks._held.keys()
+
+
+def troubles(events: KVEventSubscriber) -> set[str]:
+    """What happened besides stores and removals, replays apart."""
+    counters = events.counters
+    names = ("cleared", "gaps", "start_overs", "restarts", "silences", "garbage", "orphans")
+    return {name for name in names if getattr(counters, name)}
+
+
+class TestTheTableIsWhatTheEngineHolds:
+    """However late one subscribes, whatever is lost, whoever the engine is."""
+
+    @pytest.mark.parametrize("batches", [0, 1, 40])
+    def test_at_once_after_a_late_start(self, server: Server, subscribe: Subscribe, batches: int) -> None:
+        chance = random.Random(batches)
+        for _ in range(batches):
+            server.act(chance)
+        events = subscribe(server, settled=False)
+        assert events.wait_until_synchronised(10.0)
+        assert agrees(events, server)
+        assert events.counters.batches == batches
+        assert events.counters.replays
+        assert troubles(events) <= {"cleared"}
+
+    def test_while_it_stores_and_removes_and_clears(self, server: Server, subscribe: Subscribe) -> None:
+        events = subscribe(server)
+        replays = events.counters.replays
+        chance = random.Random(7)
+        for _ in range(300):
+            server.act(chance)
+        server.clear()
+        server.store(blocks=3)
+        eventually(lambda: agrees(events, server))
+        assert events.counters.batches == 302
+        assert events.counters.replays == replays, "nothing was missed"
+        assert troubles(events) == {"cleared"}
+        assert events.counters.stored and events.counters.removed
+
+    def test_after_a_gap(self, server: Server, subscribe: Subscribe) -> None:
+        events = subscribe(server)
+        first, second = server.store(blocks=2)
+        eventually(lambda: agrees(events, server))
+        before = events.blocks.generation, events.blocks.epoch, events.counters.replays
+        with server.losing():
+            server.remove(second)
+            server.store(first, 3)
+        server.store()
+        eventually(lambda: agrees(events, server))
+        assert troubles(events) == {"gaps"}
+        after = events.blocks.generation, events.blocks.epoch, events.counters.replays
+        assert after == (*before[:2], before[2] + 1), "all was told: nobody need look at each block again"
+
+    def test_after_a_gap_at_the_end_that_only_a_check_finds(self, server: Server, subscribe: Subscribe) -> None:
+        events = subscribe(server, check_interval_s=0.1)
+        with server.losing():
+            server.store(blocks=2)
+        eventually(lambda: agrees(events, server))
+        assert troubles(events) == set()
+
+    def test_after_a_restart(self, server: Server, subscribe: Subscribe) -> None:
+        events = subscribe(server)
+        server.store(blocks=3)
+        server.store()
+        eventually(lambda: agrees(events, server))
+        generation, epoch = events.blocks.generation, events.blocks.epoch
+        server.restart()
+        server.store(blocks=2)
+        eventually(lambda: agrees(events, server))
+        assert troubles(events) == {"restarts"}
+        assert events.blocks.generation > generation
+        assert events.blocks.epoch == epoch + 1
+
+    def test_after_a_restart_as_an_engine_that_has_said_nothing_yet(self, server: Server, subscribe: Subscribe) -> None:
+        events = subscribe(server)
+        server.store()
+        eventually(lambda: agrees(events, server))
+        server.restart()
+        eventually(lambda: agrees(events, server))
+        assert len(events.blocks) == 0
+        assert troubles(events) == {"restarts"}
+
+    def test_if_the_first_batch_heard_after_a_restart_is_the_next_one_by_number(
+        self, server: Server, subscribe: Subscribe
+    ) -> None:
+        events = subscribe(server)
+        for _ in range(3):
+            server.store()
+        eventually(lambda: agrees(events, server))
+        server.restart()
+        with server.losing():
+            for _ in range(3):
+                server.store()
+        server.wait_for_subscriber()
+        server.store()
+        eventually(lambda: agrees(events, server))
+        assert troubles(events) == {"restarts"}
+
+    @pytest.mark.parametrize("seed", range(4))
+    def test_whatever_happens_at_any_point(
+        self, server: Server, subscribe: Subscribe, monkeypatch: pytest.MonkeyPatch, seed: int
+    ) -> None:
+        # Who dies over a question does not answer it.
+        monkeypatch.setattr(kv_events, "_REPLAY_TIMEOUT_S", 1.0)
+        chance = random.Random(seed)
+        for _ in range(chance.randint(0, 30)):
+            server.act(chance)
+        events = subscribe(server, settled=chance.random() < 0.5, check_interval_s=0.2)
+        for _ in range(chance.randint(100, 200)):
+            server.heard = chance.random() < 0.8
+            server.act(chance)
+            if chance.random() < 0.03:
+                server.restart()
+            if chance.random() < 0.05:
+                time.sleep(0.05 * chance.random())
+        eventually(lambda: agrees(events, server) and events.synchronised)
+        assert troubles(events) <= {"cleared", "gaps", "restarts", "garbage", "silences"}
+
+    def test_if_the_line_is_too_slow_for_a_long_answer(self, server: Server, subscribe: Subscribe) -> None:
+        server.line = 1000
+        chance = random.Random(1)
+        # In an answer of 2,400 batches the end is lost as well.
+        for _ in range(2400):
+            server.act(chance)
+        events = subscribe(server, settled=False)
+        assert events.wait_until_synchronised(10.0)
+        assert agrees(events, server)
+        assert events.counters.batches == 2400
+        assert troubles(events) <= {"cleared"}
+
+    @pytest.mark.parametrize("dialect", ["vLLM", "older vLLM", "SGLang"])
+    def test_whoever_publishes(self, serve: Callable[..., Server], subscribe: Subscribe, dialect: str) -> None:
+        server = serve(dialect=dialect)
+        server.store(blocks=2)
+        events = subscribe(server)
+        first, second, third = server.store(blocks=3)
+        server.remove(second)
+        server.store(first)
+        with server.losing():
+            server.remove(third)
+        server.store()
+        eventually(lambda: agrees(events, server))
+        assert len(events.blocks) == 5
+        assert troubles(events) == {"gaps"}
+
+
+class TestStartingOver:
+    """What was lost for good is not believed any more."""
+
+    def test_a_late_start_takes_what_the_server_still_has(
+        self, serve: Callable[..., Server], subscribe: Subscribe
+    ) -> None:
+        server = serve(buffer=3)
+        (first,) = server.store()
+        for _ in range(2):
+            server.store()
+        server.store(first, 2)
+        late = [server.store()[0] for _ in range(2)]
+        events = subscribe(server, settled=False)
+        assert events.wait_until_synchronised(10.0)
+        assert troubles(events) == {"start_overs", "orphans"}
+        assert events.counters.orphans == 2, "nobody knows what stands before them"
+        assert events.blocks._held.keys() == {server.held[each] for each in late}
+        server.clear()
+        server.store(blocks=2)
+        eventually(lambda: agrees(events, server))
+
+    def test_a_gap_that_is_too_long_begins_with_what_the_server_still_has(
+        self, serve: Callable[..., Server], subscribe: Subscribe
+    ) -> None:
+        server = serve(buffer=3)
+        events = subscribe(server)
+        (known,) = server.store()
+        eventually(lambda: agrees(events, server))
+        generation, epoch = events.blocks.generation, events.blocks.epoch
+        with server.losing():
+            for _ in range(10):
+                server.store()
+        (child,) = server.store(known)
+        eventually(lambda: events.blocks.holds(server.held[child]))
+        assert events.blocks.holds(server.held[known]), "its name is remembered, and a block stands behind it"
+        assert len(events.blocks) == 4
+        assert troubles(events) == {"gaps", "start_overs"}
+        assert events.blocks.generation > generation
+        assert events.blocks.epoch == epoch, "it is the same engine"
+        server.clear()
+        server.store(blocks=2)
+        eventually(lambda: agrees(events, server))
+
+    @pytest.mark.parametrize("late", [False, True])
+    def test_a_batch_that_even_the_server_has_lost_does_not_keep_it_from_going_on(
+        self, server: Server, subscribe: Subscribe, late: bool
+    ) -> None:
+        events = subscribe(server) if not late else None
+        before, other = server.store()[0], server.store()[0]
+        with server.losing(also_for_replays=True):
+            server.remove(other)
+            server.store()
+        after = server.store(blocks=2)
+        if events is None:
+            events = subscribe(server)
+        held = {server.held[each] for each in after}
+        eventually(lambda: events.blocks._held.keys() == held)
+        assert troubles(events) == ({"start_overs"} if late else {"start_overs", "gaps"})
+        replays = events.counters.replays
+        server.store(before)
+        server.clear()
+        server.store()
+        eventually(lambda: agrees(events, server))
+        assert events.counters.replays == replays, "the hole is behind us"
+
+    def test_as_long_as_nothing_is_lost_nobody_need_look_at_each_block(
+        self, server: Server, subscribe: Subscribe
+    ) -> None:
+        events = subscribe(server, check_interval_s=0.02)
+        generation = events.blocks.generation
+        for blocks in (0, 3):
+            if blocks:
+                server.store(blocks=blocks)
+            replays = events.counters.replays
+            eventually(lambda replays=replays: events.counters.replays > replays + 3 and agrees(events, server))
+            assert events.blocks.generation == generation
+
+    def test_an_engines_first_batches_are_no_new_start_if_a_replay_brings_them(
+        self, server: Server, subscribe: Subscribe
+    ) -> None:
+        """What was served but not told of yet must not look lost."""
+        events = subscribe(server, check_interval_s=0.05)
+        generation = events.blocks.generation
+        with server.losing():
+            server.store(blocks=3)
+        eventually(lambda: agrees(events, server) and len(events.blocks) == 3)
+        assert events.blocks.generation == generation
+        assert troubles(events) == set()
+
+    def test_clearing_changes_the_generation_and_not_the_epoch(self, server: Server, subscribe: Subscribe) -> None:
+        events = subscribe(server)
+        server.store()
+        eventually(lambda: agrees(events, server))
+        generation, epoch = events.blocks.generation, events.blocks.epoch
+        server.clear()
+        eventually(lambda: agrees(events, server))
+        assert (events.blocks.generation, events.blocks.epoch) == (generation + 1, epoch)
+
+
+class TestWithoutAReplayEndpoint:
+    """What is missed is missed: the table is emptied, and goes on."""
+
+    def test_a_late_start_knows_what_comes_from_then_on(self, server: Server, subscribe: Subscribe) -> None:
+        (early,) = server.store()
+        events = subscribe(server, replay=False)
+        assert not events.synchronised
+        server.store(early)
+        late = server.store(blocks=2)
+        eventually(lambda: events.blocks._held.keys() == {server.held[each] for each in late})
+        assert events.synchronised
+        assert troubles(events) == {"start_overs", "orphans"}
+        assert not events.counters.replays
+
+    def test_from_the_first_batch_on_it_misses_nothing(self, server: Server, subscribe: Subscribe) -> None:
+        events = subscribe(server, replay=False)
+        chance = random.Random(3)
+        for _ in range(100):
+            server.act(chance)
+        eventually(lambda: agrees(events, server))
+        assert troubles(events) <= {"cleared"}
+
+    def test_a_gap_empties_the_table(self, server: Server, subscribe: Subscribe) -> None:
+        events = subscribe(server, replay=False)
+        server.store()
+        eventually(lambda: agrees(events, server))
+        generation, epoch = events.blocks.generation, events.blocks.epoch
+        with server.losing():
+            server.store()
+        after = server.store()
+        eventually(lambda: events.blocks._held.keys() == {server.held[each] for each in after})
+        assert troubles(events) == {"gaps", "start_overs"}
+        assert events.blocks.generation > generation
+        assert events.blocks.epoch == epoch
+        server.clear()
+        server.store()
+        eventually(lambda: agrees(events, server))
+
+    def test_smaller_numbers_are_those_of_another_engine(self, server: Server, subscribe: Subscribe) -> None:
+        events = subscribe(server, replay=False)
+        for _ in range(3):
+            server.store()
+        eventually(lambda: agrees(events, server))
+        epoch = events.blocks.epoch
+        server.restart()
+        server.wait_for_subscriber()
+        server.store(blocks=2)
+        eventually(lambda: agrees(events, server))
+        assert troubles(events) == {"restarts"}
+        assert events.blocks.epoch == epoch + 1
+
+
+class TestTenants:
+    """The same tokens under another salt are another content."""
+
+    def test_salted_blocks_are_others_than_unsalted_ones(self, server: Server, subscribe: Subscribe) -> None:
+        events = subscribe(server)
+        tokens = list(range(3 * BLOCK))
+        for salt in ("one", "two"):
+            server.store(salt=salt, tokens=tokens)
+        eventually(lambda: len(events.blocks) == 6 and agrees(events, server))
+        assert not events.blocks.holds(follow(chain_root(), tokens[:BLOCK]))
+        server.store(tokens=tokens)
+        eventually(lambda: len(events.blocks) == 9 and agrees(events, server))
+        assert troubles(events) == set()
+
+    @given(st.lists(st.one_of(st.none(), st.text()), min_size=2, max_size=2, unique_by=lambda salt: salt or None))
+    @example(["('a',)", "a"])
+    @example(["a", "a',"])
+    @example([None, "None"])
+    def test_two_salts_are_never_equal(self, salts: list[str | None]) -> None:
+        tokens = [1] * BLOCK
+        contents = set()
+        for salt in salts:
+            root = chain_root(salt)
+            contents |= {follow(root, tokens), follow(follow(root, tokens), tokens)}
+            blocks = EngineBlocks(BLOCK)
+            blocks.store([1, 2], None, tokens * 2, [[salt], None] if salt else None)
+            assert blocks.holds(follow(root, tokens)) and blocks.holds(follow(follow(root, tokens), tokens))
+        assert len(contents) == 4
+
+    @pytest.mark.parametrize(
+        "fields",
+        [
+            {"lora_id": 1, "lora_name": "adapter", "extra_keys": [["adapter"], ["adapter"]]},
+            {"lora_id": 1, "lora_name": "adapter", "extra_keys": [["adapter", "salt"], ["adapter"]]},
+            {"lora_id": 1},
+        ],
+        ids=["an adapter", "an adapter and a salt", "an adapter as older engines tell it"],
+    )
+    def test_an_adapters_blocks_are_neither_the_models_nor_a_tenants(
+        self, server: Server, subscribe: Subscribe, fields: Event
+    ) -> None:
+        events = subscribe(server)
+        tokens = list(range(2 * BLOCK))
+        server.publish(stored([b"1", b"2"], tokens, **fields))
+        eventually(lambda: len(events.blocks) == 2)
+        for salt in (None, "adapter", "salt"):
+            first = follow(chain_root(salt), tokens[:BLOCK])
+            assert not events.blocks.holds(first)
+            assert not events.blocks.holds(follow(first, tokens[BLOCK:]))
+        server.publish(removed([b"1", b"2"]))
+        eventually(lambda: len(events.blocks) == 0)
+        assert troubles(events) == set()
+
+    def test_blocks_of_other_kinds_of_layers_and_of_other_machines_do_not_count(
+        self, server: Server, subscribe: Subscribe
+    ) -> None:
+        events = subscribe(server)
+        tokens = list(range(BLOCK))
+        server.publish(stored([b"1"], tokens, group_idx=1), stored([b"2"], tokens, locality="REMOTE"))
+        (block,) = server.store(tokens=tokens)
+        server.publish(removed([block]) | {"group_idx": 1}, removed([block]) | {"locality": "REMOTE"})
+        eventually(lambda: events.counters.batches == 3)
+        assert agrees(events, server)
+
+
+NESTED: Any = [1]
+for _ in range(500):
+    NESTED = [NESTED]
+TOKENS = list(range(BLOCK))
+MESSAGES = {
+    "no number": [TOPIC.encode()],
+    "a frame too few": [TOPIC.encode(), bytes(8)],
+    "a frame too many": [TOPIC.encode(), bytes(8), b"", b""],
+    "a short number": [TOPIC.encode(), bytes(4), b""],
+    "a long number": [TOPIC.encode(), bytes(9), b""],
+    "another topic": [TOPIC.encode() + b"-of-others", bytes(8), b""],
+}
+PAYLOADS = {
+    "nothing": b"",
+    "no msgpack": b"\xc1\xff\x00",
+    "half of a batch": msgpack.encode([1.0, [stored([1], TOKENS)]])[:-3],
+    "a number": msgpack.encode(7),
+    "None": msgpack.encode(None),
+    "a text": msgpack.encode("x"),
+    "a map without events": msgpack.encode({"a": 1, "b": 2}),
+    "a list of nothing": msgpack.encode([]),
+    "no events": msgpack.encode([1.0]),
+    "a number of events": msgpack.encode([1.0, 3]),
+    "events that are None": msgpack.encode([1.0, None]),
+    "lists in lists": msgpack.encode([1.0, NESTED]),
+    "lists in lists without end": b"\x91" * 100_000 + b"\xc0",
+}
+EVENTS = {
+    "a number": 5,
+    "None": None,
+    "an empty list": [],
+    "a map without type": {"block_hashes": [1]},
+    "a type that is a list": [["BlockStored"], [1], None, TOKENS],
+    "a store without tokens": {"type": "BlockStored", "block_hashes": [1], "parent_block_hash": None},
+    "a short array": ["BlockStored", [1]],
+    "hashes that are a number": stored(1, TOKENS),
+    "unhashable hashes": stored([[1]], TOKENS),
+    "an unhashable hash behind a good one": stored([1, {}], TOKENS * 2),
+    "an unhashable parent": stored([1], TOKENS, [1]),
+    "too few tokens": stored([1], TOKENS[:-1]),
+    "too many tokens": stored([1], TOKENS * 2),
+    "tokens of another block size": stored([1, 2], list(range(BLOCK)), block_size=BLOCK // 2),
+    "no hashes for tokens": stored([], TOKENS),
+    "tokens that are None": stored([1], None),
+    "tokens that are texts": stored([1], ["a"] * BLOCK),
+    "tokens that are halves": stored([1], [0.5] * BLOCK),
+    "tokens beyond all bounds": stored([1], [2**64 - 1] * BLOCK),
+    "a bad token in the second block": stored([1, 2], [*TOKENS, *TOKENS[:-1], 2**63]),
+    "extra keys that are a number": stored([1], TOKENS, extra_keys=7),
+    "extra keys for another number of blocks": stored([1], TOKENS, extra_keys=[["a"], None]),
+    "extra keys in the second block that are a number": stored([1, 2], TOKENS * 2, extra_keys=[["a"], 7]),
+    "a removal of a number": removed(4),
+    "a removal of what cannot be hashed": removed([[1]]),
+}
+UNKNOWN = {
+    "an event of tomorrow": {"type": "BlockMoved", "block_hashes": [1]},
+    "an array of tomorrow": ["BlockMoved", [1], 2],
+    "a text": "BlockStored",
+    "a removal of a stranger": removed([b"stranger", None, 3.5, True]),
+    "a removal from another tier": removed([b"stranger"], "CPU"),
+    "a store of nothing": stored([], []),
+}
+
+
+class TestGarbage:
+    """No message does any harm."""
+
+    @pytest.mark.parametrize("message", MESSAGES.values(), ids=MESSAGES)
+    def test_messages_of_another_shape_are_counted(
+        self, server: Server, subscribe: Subscribe, message: list[bytes]
+    ) -> None:
+        events = subscribe(server)
+        server.store()
+        server.send(*message)
+        server.store()
+        eventually(lambda: agrees(events, server))
+        assert events.counters.garbage == 1
+        assert troubles(events) == {"garbage"}
+
+    @pytest.mark.parametrize("late", [False, True], ids=["live", "in a replay"])
+    def test_batches_that_cannot_be_read_are_counted(self, server: Server, subscribe: Subscribe, late: bool) -> None:
+        events = None if late else subscribe(server)
+        for payload in PAYLOADS.values():
+            server.store()
+            server.publish_payload(payload)
+        server.store()
+        if events is None:
+            events = subscribe(server)
+        eventually(lambda: agrees(events, server))
+        assert events.counters.garbage == len(PAYLOADS)
+        assert troubles(events) == {"garbage"}
+
+    @pytest.mark.parametrize("event", EVENTS.values(), ids=EVENTS)
+    def test_an_event_that_cannot_be_read_is_counted_and_changes_nothing(
+        self, server: Server, subscribe: Subscribe, event: Any
+    ) -> None:
+        server.publish(event)
+        events = subscribe(server, settled=False)
+        assert events.wait_until_synchronised(10.0)
+        assert events.counters.garbage == 1
+        assert agrees(events, server)
+
+    def test_the_events_around_it_are_taken(self, server: Server, subscribe: Subscribe) -> None:
+        events = subscribe(server)
+        wanted = set()
+        for number, event in enumerate(EVENTS.values()):
+            tokens = [number + 1000] * BLOCK
+            server.publish(event, stored([bytes([number])], tokens))
+            wanted.add(follow(chain_root(), tokens))
+        eventually(lambda: events.blocks._held.keys() == wanted)
+        assert events.counters.garbage == len(EVENTS)
+
+    @pytest.mark.parametrize("event", UNKNOWN.values(), ids=UNKNOWN)
+    def test_what_is_of_no_concern_is_passed_over(self, server: Server, subscribe: Subscribe, event: Any) -> None:
+        server.store(blocks=2)
+        server.publish(event)
+        events = subscribe(server, settled=False)
+        assert events.wait_until_synchronised(10.0)
+        assert agrees(events, server)
+        assert troubles(events) == set()
+
+    @pytest.mark.parametrize("tokens", [[-1] * BLOCK, [True, False] * (BLOCK // 2), [2**63 - 1] * BLOCK])
+    def test_odd_tokens_are_blocks_of_their_own(self, server: Server, subscribe: Subscribe, tokens: list[int]) -> None:
+        server.store(tokens=[7] * BLOCK)
+        server.store(tokens=tokens)
+        events = subscribe(server, settled=False)
+        assert events.wait_until_synchronised(10.0)
+        assert agrees(events, server)
+
+    @pytest.mark.parametrize("number", [4, 1000, 2**63, 2**64 - 2, 2**64 - 1])
+    def test_a_number_far_ahead_is_asked_for_and_disbelieved(
+        self, server: Server, subscribe: Subscribe, number: int
+    ) -> None:
+        events = subscribe(server)
+        for _ in range(3):
+            server.store()
+        server.send(server.topic, number.to_bytes(8, "big"), msgpack.encode([1.0, [stored([1], TOKENS)]]))
+        server.store()
+        eventually(lambda: agrees(events, server) and events.counters.batches == 4)
+        assert troubles(events) == {"gaps", "garbage"}
+
+    @pytest.mark.parametrize("number", [0, 1, 2])
+    def test_a_number_behind_changes_nothing(self, server: Server, subscribe: Subscribe, number: int) -> None:
+        events = subscribe(server)
+        for _ in range(3):
+            server.store()
+        server.send(server.topic, number.to_bytes(8, "big"), msgpack.encode([1.0, [{"type": "AllBlocksCleared"}]]))
+        server.store()
+        eventually(lambda: agrees(events, server) and events.counters.batches >= 4)
+        assert troubles(events) == set()
+
+    def test_a_batch_that_comes_twice_is_taken_once(self, server: Server, subscribe: Subscribe) -> None:
+        events = subscribe(server)
+        (block,) = server.store()
+        server.remove(block)
+        replays = events.counters.replays
+        for number, payload in list(server._buffer):
+            server.send(server.topic, number.to_bytes(8, "big"), payload)
+        server.store()
+        eventually(lambda: agrees(events, server))
+        assert events.counters.batches == 3
+        assert events.counters.replays == replays
+        assert troubles(events) == set()
+
+    def test_a_forged_next_batch_is_found_out(self, server: Server, subscribe: Subscribe) -> None:
+        events = subscribe(server, check_interval_s=0.2)
+        server.store()
+        server.send(server.topic, (1).to_bytes(8, "big"), msgpack.encode([1.0, [stored([1], TOKENS)]]))
+        eventually(lambda: agrees(events, server) and events.counters.restarts > 0)
+        assert troubles(events) == {"restarts"}
+
+    def test_after_thousands_of_messages_of_any_kind_a_good_batch_is_taken(
+        self, server: Server, subscribe: Subscribe
+    ) -> None:
+        events = subscribe(server, check_interval_s=0.2)
+        sent = Counter[str]()
+
+        @settings(max_examples=100, database=None, suppress_health_check=list(HealthCheck))
+        @given(st.lists(messages(), min_size=25, max_size=40))
+        def babble(babbled: list[tuple[bytes, ...]]) -> None:
+            for message in babbled:
+                server.send(*message)
+            sent["messages"] += len(babbled)
+            server.store()
+
+        babble()
+        assert sent["messages"] >= 2000
+        server.store(blocks=2)
+        eventually(lambda: agrees(events, server) and events.synchronised)
+        assert events._thread.is_alive()
+        assert "garbage" in troubles(events)
+        (block,) = server.store()
+        server.remove(block)
+        eventually(lambda: agrees(events, server))
+
+
+def messages() -> st.SearchStrategy[tuple[bytes, ...]]:
+    """Frames of any number and content, most of them nearly right."""
+    scalars = st.one_of(
+        st.none(),
+        st.booleans(),
+        st.integers(-5, 5),
+        st.integers(-(2**63), 2**64 - 1),
+        st.floats(),
+        st.binary(max_size=9),
+    )
+    anything = st.recursive(
+        scalars | st.text(max_size=5),
+        lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+        max_leaves=8,
+    )
+    hashes = st.lists(st.integers(0, 9) | st.binary(max_size=2), max_size=3) | anything
+    tokens = st.lists(st.integers(0, 9), min_size=BLOCK, max_size=BLOCK) | anything
+    events = st.one_of(
+        st.builds(stored, hashes, tokens, hashes, extra_keys=anything, medium=scalars, group_idx=scalars),
+        st.builds(lambda event: as_array(event), st.builds(stored, hashes, tokens, hashes, medium=scalars)),
+        st.builds(removed, hashes, scalars),
+        st.just({"type": "AllBlocksCleared"}),
+        anything,
+    )
+    batches = st.one_of(
+        st.tuples(scalars, st.lists(events, max_size=3), scalars),
+        st.builds(dict, ts=scalars, events=anything),
+        anything,
+    )
+    payloads = st.one_of(batches.map(msgpack.encode), st.binary(max_size=20))
+    numbers = st.one_of(
+        st.integers(0, 2**64 - 1).map(lambda number: number.to_bytes(8, "big")),
+        st.integers(0, 150).map(lambda number: number.to_bytes(8, "big")),
+        st.binary(max_size=9),
+    )
+    topic = st.just(TOPIC.encode())
+    return st.one_of(
+        st.tuples(topic, numbers, payloads),
+        st.tuples(topic | topic.map(lambda name: name + b"2"), numbers, payloads),
+        st.lists(st.binary(max_size=9), max_size=4).map(lambda rest: (TOPIC.encode(), *rest)),
+    )
+
+
+class TestWrongSizes:
+    """What is too large is never taken into memory, and what cannot be is never advised."""
+
+    def test_l13_a_frame_beyond_the_bound_is_refused_and_the_next_batch_is_taken(
+        self, server: Server, subscribe: Subscribe, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(kv_events, "LARGEST_MESSAGE_BYTES", 1 << 16)
+        events = subscribe(server)
+        server.send(TOPIC.encode(), bytes(8), bytes((1 << 16) + 1))
+        server.store()
+        eventually(lambda: agrees(events, server))
+        assert events.counters.garbage == 0, "it never arrived"
+
+    def test_l13_every_socket_has_the_bound(self, server: Server, subscribe: Subscribe) -> None:
+        events = subscribe(server)
+        assert 0 < events._socket.getsockopt(zmq.MAXMSGSIZE) <= 1 << 26
+
+    @pytest.mark.parametrize("size", [-18, 0, True, 2.5, None, "2", [2], 7, 10**6, 1 << 63])
+    def test_l13_no_block_size_is_advised_that_the_tokens_do_not_bear_out(
+        self, server: Server, subscribe: Subscribe, caplog: pytest.LogCaptureFixture, size: Any
+    ) -> None:
+        caplog.set_level(logging.WARNING, "ragorder")
+        server.publish(stored([1, 2], TOKENS * 2, block_size=size), stored([], [], block_size=size))
+        server.publish(stored([1, 2], TOKENS, block_size=BLOCK // 2))
+        server.publish(stored([3], [1], block_size=1))
+        assert subscribe(server, settled=False).wait_until_synchronised(10.0)
+        advice = [record.getMessage() for record in caplog.records]
+        assert advice == [f"the engine's KV blocks have 2 tokens, the orderer's {BLOCK}: give block_size=2"]
+
+
+class TestAServerThatIsNotThere:
+    """It is waited for, on a thread of its own, and nobody else has to."""
+
+    def test_a_server_that_comes_up_later_is_followed_then(
+        self, serve: Callable[..., Server], subscribe: Subscribe
+    ) -> None:
+        server = serve(start=False)
+        events = subscribe(server, settled=False)
+        assert not events.wait_until_synchronised(0.3)
+        assert not events.synchronised
+        server.start()
+        server.store(blocks=2)
+        assert events.wait_until_synchronised(10.0)
+        eventually(lambda: agrees(events, server))
+        server.store()
+        eventually(lambda: agrees(events, server))
+        assert troubles(events) <= {"silences"}
+
+    def test_a_server_that_goes_and_comes_back_is_another_one(
+        self, server: Server, subscribe: Subscribe, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(kv_events, "_REPLAY_TIMEOUT_S", 0.5)
+        events = subscribe(server, check_interval_s=0.1)
+        server.store(blocks=2)
+        eventually(lambda: agrees(events, server))
+        server.die()
+        eventually(lambda: not events.synchronised)
+        server.start()
+        server.store()
+        eventually(lambda: events.synchronised and agrees(events, server))
+        assert troubles(events) == {"silences", "restarts"}
+
+    def test_a_server_that_hangs_is_asked_again(
+        self, server: Server, subscribe: Subscribe, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(kv_events, "_REPLAY_TIMEOUT_S", 0.5)
+        events = subscribe(server)
+        server.store(blocks=2)
+        eventually(lambda: agrees(events, server))
+        generation = events.blocks.generation
+        server.answering = False
+        with server.losing():
+            server.store()
+        server.store()
+        eventually(lambda: not events.synchronised)
+        server.answering = True
+        eventually(lambda: events.synchronised and agrees(events, server))
+        assert troubles(events) == {"silences", "gaps"}
+        assert events.blocks.generation == generation, "the same engine went on where it stood"
+
+    def test_a_server_that_dies_in_the_middle_of_an_answer_is_asked_from_the_start(
+        self, server: Server, subscribe: Subscribe, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(kv_events, "_REPLAY_TIMEOUT_S", 0.5)
+        for _ in range(5):
+            server.store()
+        server.line = 3
+        events = subscribe(server, settled=False)
+        eventually(lambda: events.counters.silences > 0)
+        assert not events.synchronised
+        assert len(events.blocks) == 0, "half of the story is not told"
+        server.line = None
+        eventually(lambda: events.synchronised)
+        assert agrees(events, server)
+
+    @pytest.mark.parametrize("state", ["synchronised", "down", "hanging", "without replays", "answering at length"])
+    def test_closing_is_quick_and_leaves_nothing(
+        self, serve: Callable[..., Server], subscribe: Subscribe, state: str
+    ) -> None:
+        server = serve(start=state != "down")
+        server.answering = state != "hanging"
+        server.line = 1000 if state == "answering at length" else None
+        if state == "answering at length":
+            for _ in range(1400):
+                server.store()
+        events = subscribe(server, settled=False, replay=state != "without replays")
+        if state == "synchronised":
+            assert events.wait_until_synchronised(10.0)
+        elif state in ("hanging", "answering at length"):
+            eventually(lambda: events.counters.replays > 0)
+        start = time.monotonic()
+        events.close()
+        assert time.monotonic() - start < 2.0
+        events.close()
+        assert not events._thread.is_alive()
+        assert "ragorder-kv-events" not in {thread.name for thread in threading.enumerate()}
+
+    def test_a_with_block_closes_it(self, server: Server) -> None:
+        with KVEventSubscriber(EngineBlocks(BLOCK), server.endpoint, server.replay_endpoint) as events:
+            assert events.wait_until_synchronised(10.0)
+        assert not events._thread.is_alive()
+
+    @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="there are no file descriptors to be counted")
+    def test_no_file_is_left_open(self, server: Server) -> None:
+        closed = []
+
+        def cycle() -> None:
+            blocks = EngineBlocks(BLOCK)
+            with KVEventSubscriber(blocks, server.endpoint, server.replay_endpoint) as events:
+                assert events.wait_until_synchronised(10.0)
+            with pytest.raises(ValueError, match="endpoint"):
+                KVEventSubscriber(blocks, server.endpoint, "nonsense")
+            closed.append(events)
+
+        server.store()
+        cycle()
+        eventually(lambda: open_files() == open_files_after(0.1))
+        before, threads = open_files(), threading.active_count()
+        for _ in range(5):
+            cycle()
+        eventually(lambda: open_files() <= before)
+        assert threading.active_count() == threads
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def open_files_after(seconds: float) -> int:
+    time.sleep(seconds)
+    return open_files()
+
+
+class TestWhatIsNeeded:
+    """Errors say what to do."""
+
+    @pytest.mark.parametrize(
+        "endpoint", ["", "localhost:5557", "http://localhost:5557", "tcp://localhost", "tcp://*:5557", "tcp://"]
+    )
+    def test_an_endpoint_that_is_none_is_refused_and_shown_a_good_one(self, endpoint: str) -> None:
+        for endpoints in ((endpoint,), ("tcp://127.0.0.1:5557", endpoint)):
+            with pytest.raises(ValueError, match=r"tcp://127\.0\.0\.1:5557"):
+                KVEventSubscriber(EngineBlocks(BLOCK), *endpoints)
+        assert "ragorder-kv-events" not in {thread.name for thread in threading.enumerate()}
+
+    @pytest.mark.parametrize("package", ["zmq", "msgspec"])
+    def test_a_missing_package_is_named_with_the_extra_that_brings_it(self, python: Python, package: str) -> None:
+        done = python(
+            "-c",
+            "from ragorder.adapters.vllm.kv_events import KVEventSubscriber\n"
+            "from ragorder.trie.residency import EngineBlocks\n"
+            "KVEventSubscriber(EngineBlocks(16), 'tcp://127.0.0.1:5557')\n",
+            blocked=(package,),
+        )
+        assert done.returncode == 1
+        last = done.stderr.strip().splitlines()[-1]
+        assert last.startswith("ImportError") and package in last and "ragorder[live]" in last
+
+
+class Recorder:
+    """A watcher."""
+
+    def __init__(self) -> None:
+        self.changed: dict[Content, None] = {}
+
+    def told(self) -> set[Content]:
+        told = set(self.changed)
+        self.changed.clear()
+        return told
+
+
+def contents(tokens: Sequence[int], salt: str | None = None) -> list[Content]:
+    """The contents of the blocks of a prompt."""
+    content = chain_root(salt)
+    found = []
+    for start in range(0, len(tokens), BLOCK):
+        content = follow(content, tokens[start : start + BLOCK])
+        found.append(content)
+    return found
+
+
+# Store, remove, clear; a token; the number of a block; a tier.
+OPERATIONS = st.tuples(st.sampled_from("ssssrrrc"), st.integers(0, 2), st.integers(0, 9), st.sampled_from("GC"))
+
+
+class TestEngineBlocks:
+    """The table alone."""
+
+    def test_a_content_is_the_tokens_of_a_block_and_all_before_it(self) -> None:
+        blocks = EngineBlocks(BLOCK)
+        tokens = list(range(3 * BLOCK))
+        blocks.store([1, 2], None, tokens[: 2 * BLOCK])
+        blocks.store([3], 2, tokens[2 * BLOCK :])
+        assert all(map(blocks.holds, contents(tokens)))
+        assert len(blocks) == 3
+        assert not blocks.holds(contents(tokens[2 * BLOCK :])[0]), "elsewhere the same tokens are another block"
+
+    def test_a_removed_block_is_held_no_more_and_those_behind_it_are(self) -> None:
+        blocks = EngineBlocks(BLOCK)
+        tokens = list(range(3 * BLOCK))
+        blocks.store([1, 2, 3], None, tokens)
+        blocks.remove([2, "stranger"])
+        assert list(map(blocks.holds, contents(tokens))) == [True, False, True]
+        blocks.remove([2])
+        blocks.remove([1, 3])
+        assert len(blocks) == 0
+
+    def test_what_a_hash_stands_for_outlives_the_block(self) -> None:
+        blocks = EngineBlocks(BLOCK)
+        tokens = list(range(3 * BLOCK))
+        blocks.store([1, 2], None, tokens[: 2 * BLOCK])
+        blocks.clear()
+        assert len(blocks) == 0
+        blocks.store([3], 2, tokens[2 * BLOCK :])
+        assert list(map(blocks.holds, contents(tokens))) == [False, True, True]
+        assert not blocks.orphans
+
+    def test_of_two_copies_one_may_go_and_a_block_behind_shows_that_the_other_is_there(self) -> None:
+        blocks = EngineBlocks(BLOCK)
+        tokens = list(range(2 * BLOCK))
+        first, _ = contents(tokens)
+        for _ in range(2):
+            blocks.store([1], None, tokens[:BLOCK])
+        blocks.remove([1])
+        watcher = Recorder()
+        blocks.watch(first, watcher)
+        blocks.store([2], 1, tokens[BLOCK:])
+        assert all(map(blocks.holds, contents(tokens)))
+        assert watcher.told() == {first}
+
+    def test_a_block_is_held_as_long_as_any_tier_holds_it(self) -> None:
+        blocks = EngineBlocks(BLOCK)
+        (content,) = contents(TOKENS)
+        watcher = Recorder()
+        blocks.watch(content, watcher)
+        blocks.store([1], None, TOKENS, medium="GPU")
+        assert watcher.told() == {content}
+        blocks.store([1], None, TOKENS, medium="CPU")
+        blocks.store([1], None, TOKENS, medium="CPU")
+        blocks.remove([1], "GPU")
+        blocks.remove([1], "STORAGE")
+        assert blocks.holds(content)
+        assert watcher.told() == set()
+        blocks.remove([1], "CPU")
+        assert not blocks.holds(content)
+        assert watcher.told() == {content}
+
+    def test_blocks_whose_beginning_was_never_seen_are_counted(self) -> None:
+        blocks = EngineBlocks(BLOCK)
+        blocks.store([2, 3], 1, TOKENS * 2)
+        blocks.store([4], 3, TOKENS)
+        assert blocks.orphans == 3
+        assert len(blocks) == 0
+
+    @pytest.mark.parametrize(
+        "arguments",
+        [
+            ([2], 1, TOKENS[:-1]),
+            ([2, 3], 1, TOKENS),
+            ([2], 1, TOKENS, [["a"], None]),
+            ([2, 3], 1, [*TOKENS, *TOKENS[:-1], 2**63]),
+            ([2, 3], 1, [*TOKENS, *TOKENS[:-1], "a"]),
+            ([2, []], 1, TOKENS * 2),
+        ],
+    )
+    def test_an_event_that_is_refused_leaves_nothing_behind(self, arguments: tuple[Any, ...]) -> None:
+        blocks = EngineBlocks(BLOCK)
+        blocks.store([1], None, TOKENS)
+        blocks.remove([1])
+        with pytest.raises((ValueError, TypeError, OverflowError)):
+            blocks.store(*arguments)
+        assert len(blocks) == 0
+        blocks.store([4], 2, TOKENS)
+        assert blocks.orphans == 1
+
+    def test_clearing_changes_the_generation(self) -> None:
+        blocks = EngineBlocks(BLOCK)
+        blocks.store([1], None, TOKENS)
+        assert (blocks.generation, blocks.epoch) == (0, 0)
+        blocks.clear()
+        assert (blocks.generation, blocks.epoch) == (1, 0)
+        assert len(blocks) == 0
+
+    @pytest.mark.parametrize("same_engine", [True, False])
+    def test_a_successor_takes_over_at_once(self, same_engine: bool) -> None:
+        blocks = EngineBlocks(BLOCK)
+        tokens = list(range(2 * BLOCK))
+        blocks.store([1], None, tokens[:BLOCK])
+        successor = blocks.afresh(same_engine=same_engine)
+        successor.store([2], 1, tokens[BLOCK:])
+        successor.store([3], None, [9] * BLOCK)
+        assert list(map(blocks.holds, contents(tokens))) == [True, False], "nothing has changed yet"
+        generation, epoch = blocks.generation, blocks.epoch
+        blocks.replace(successor, same_engine=same_engine)
+        assert list(map(blocks.holds, contents(tokens))) == [same_engine] * 2, "another engine has other hashes"
+        assert blocks.holds(contents([9] * BLOCK)[0])
+        assert blocks.orphans == (not same_engine)
+        assert blocks.generation == generation + 1
+        assert blocks.epoch == epoch + (not same_engine)
+
+    def test_the_last_watcher_is_told_until_it_ends_its_watch(self) -> None:
+        blocks = EngineBlocks(BLOCK)
+        (content,) = contents(TOKENS)
+        first, last = Recorder(), Recorder()
+        blocks.watch(content, first)
+        blocks.watch(content, last)
+        blocks.unwatch(content, first)
+        blocks.store([1], None, TOKENS)
+        assert (first.told(), last.told()) == (set(), {content})
+        blocks.unwatch(content, last)
+        blocks.unwatch(content, last)
+        blocks.remove([1])
+        assert (first.told(), last.told()) == (set(), set())
+
+    def test_memory_is_bounded_and_what_is_held_stays_up_to_half_of_it(self) -> None:
+        blocks = EngineBlocks(BLOCK, max_blocks=40)
+        chance = random.Random(5)
+        held: dict[int, Content] = {}
+        for number in range(1000):
+            while len(held) >= 20:
+                block = chance.choice(list(held)[1:])
+                blocks.remove([block])
+                del held[block]
+            tokens = [number] * BLOCK
+            blocks.store([number], None, tokens)
+            (held[number],) = contents(tokens)
+            assert len(blocks._contents) <= 40
+            assert blocks._held.keys() == set(held.values())
+        assert 0 in held, "however old it is"
+
+    def test_more_than_half_of_it_may_be_forgotten_but_nothing_beyond(self) -> None:
+        blocks = EngineBlocks(BLOCK, max_blocks=10)
+        for number in range(100):
+            blocks.store([number], None, [number] * BLOCK)
+            assert len(blocks) <= len(blocks._contents) <= 10
+            assert blocks.holds(*contents([number] * BLOCK))
+
+    @pytest.mark.parametrize("held", [True, False])
+    def test_one_block_under_ever_new_hashes_fills_no_memory(self, held: bool) -> None:
+        blocks = EngineBlocks(BLOCK, max_blocks=10)
+        for number in range(100):
+            blocks.store([number], None, TOKENS)
+            if not held:
+                blocks.remove([number])
+            assert len(blocks._contents) <= 10
+        assert len(blocks) == held
+
+    def test_one_hash_for_ever_new_blocks_fills_no_memory(self) -> None:
+        blocks = EngineBlocks(BLOCK, max_blocks=10)
+        for number in range(100):
+            blocks.store([1], None, [number] * BLOCK)
+        assert blocks._held.keys() == set(contents([99] * BLOCK))
+
+    def test_m5_a_block_costs_the_same_however_many_were_forgotten(self) -> None:
+        table = EngineBlocks(BLOCK, 1 << 16)
+        numbers = count()
+
+        def cost(blocks: int) -> float:
+            start = time.thread_time()
+            for number in islice(numbers, blocks):
+                table.store([number], None, [number, 1, 1, 1])
+                table.remove([number])
+            return (time.thread_time() - start) / blocks
+
+        first = cost(1 << 14)
+        cost(3 << 15)
+        # It grew 24 times.
+        assert max(cost(1 << 13) for _ in range(12)) < 6 * first
+        assert len(table._contents) == 1 << 16
+
+    def test_h1_no_call_of_an_orderer_waits_for_whoever_writes(self) -> None:
+        """A finaliser may run within `store` on the same thread, and settle, order or close an orderer there."""
+        table = EngineBlocks(BLOCK)
+        orderer = Orderer(
+            block_size=BLOCK,
+            capacity_tokens=40 * BLOCK,
+            max_scopes=2,
+            blocks=table,
+            prefix_ids=[1] * BLOCK,
+            prefix_tokens=BLOCK,
+            tokens=lambda _: 2 * BLOCK,
+            token_ids=lambda document: [DOCUMENTS.index(document) + 2] * 2 * BLOCK,
+        )
+        table.store([1], None, [1] * BLOCK)
+
+        def use() -> None:
+            for number in range(20):
+                ordering = orderer.order(DOCUMENTS[number % 4 : number % 4 + 5], scope=f"tenant {number % 3}")
+                ordering.confirm(0) if number % 2 else ordering.discard()
+                orderer.predict_cached_tokens(DOCUMENTS[:3], scope=f"tenant {number % 3}")
+            orderer.close()
+
+        with table._lock:
+            thread = threading.Thread(target=use, daemon=True)
+            thread.start()
+            thread.join(10.0)
+            assert not thread.is_alive()
+        assert not orderer.fallbacks
+
+    @given(st.lists(OPERATIONS))
+    def test_watchers_hear_of_every_coming_and_going_when_it_happens(
+        self, operations: list[tuple[str, int, int, str]]
+    ) -> None:
+        blocks = EngineBlocks(BLOCK)
+        watcher = Recorder()
+        # Three tokens and chains of up to three blocks: every block comes and goes more than once.
+        known: list[tuple[int, ...]] = [()]
+        tiers: dict[tuple[int, ...], set[str]] = {}
+        generation = 0
+        for what, token, number, medium in operations:
+            before = {chain for chain, media in tiers.items() if media}
+            chain = known[number % len(known)]
+            if what == "s":
+                grown = (*chain[:2], token)
+                above = grown[:-1]
+                if above:
+                    tiers[above].add(medium)
+                if grown not in known:
+                    known.append(grown)
+                    blocks.watch(contents([each for each in grown for _ in range(BLOCK)])[-1], watcher)
+                tiers.setdefault(grown, set()).add(medium)
+                blocks.store([grown], above or None, [token] * BLOCK, None, medium)
+            elif what == "r":
+                tiers.get(chain, set()).discard(medium)
+                blocks.remove([chain], medium)
+            else:
+                for media in tiers.values():
+                    media.clear()
+                blocks.clear()
+                generation += 1
+                before = set()
+            after = {chain for chain, media in tiers.items() if media}
+            of = {chain: contents([each for each in chain for _ in range(BLOCK)])[-1] for chain in before | after}
+            assert {of[chain] for chain in after} == blocks._held.keys()
+            assert watcher.told() == {of[chain] for chain in before ^ after}
+            assert blocks.generation == generation
+
+
+METRICS = (
+    "# HELP vllm:cache_config_info Information of the LLMEngine CacheConfig\n"
+    "# TYPE vllm:cache_config_info gauge\n"
+    'vllm:cache_config_info{block_size="4",engine="0",enable_prefix_caching="True",num_gpu_blocks="101"} 1.0\n'
+)
+SECRET = "sk-0123456789"  # noqa: S105
+
+
+@pytest.fixture
+def metrics() -> Iterator[str]:
+    """The address of a server that publishes its metrics to whoever has the key."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            known = self.path == "/metrics" and self.headers["Authorization"] in (None, f"Bearer {SECRET}")
+            self.send_response(200 if known else 404)
+            self.end_headers()
+            self.wfile.write(METRICS.encode() if known else b"")
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+@pytest.fixture(scope="module")
+def builder(tokenizers: dict[str, Any]) -> PromptBuilder:
+    return PromptBuilder(tokenizer=tokenizers["chatml"])
+
+
+DOCUMENTS = [Document(f"d{number}", f"secret {number} of the house, told nobody.") for number in range(12)]
+NOWHERE = "http://127.0.0.1:9"
+
+
+def serve_requests(orderer: Orderer, seed: int = 0) -> list[tuple[list[int], float]]:
+    """What an orderer does with a number of requests."""
+    chance = random.Random(seed)
+    done = []
+    for _ in range(40):
+        ordering = orderer.order(chance.sample(DOCUMENTS, 5))
+        done.append((ordering.permutation, ordering.cached_tokens))
+        ordering.confirm()
+    assert not orderer.fallbacks
+    return done
+
+
+class TestOrdererForVLLM:
+    """What is wrong in every call is an error; what a live server does not tell is done without, and said once."""
+
+    @pytest.fixture(autouse=True)
+    def log(self, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+        caplog.set_level(logging.DEBUG, "ragorder")
+        return caplog
+
+    @pytest.mark.parametrize("url", [NOWHERE, f"http://user:{SECRET}@127.0.0.1:9/v1"])
+    def test_d4_no_server_at_the_address_is_an_error_that_names_it(self, url: str) -> None:
+        with pytest.raises(RuntimeError, match=r"^http://127\.0\.0\.1:9 cannot be reached .*check host and port"):
+            Orderer.for_vllm(url, api_key=SECRET, block_size=BLOCK, capacity_tokens=400)
+
+    def test_d4_what_is_no_server_in_http_is_an_error(self) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            thread = threading.Thread(target=lambda: listener.accept()[0].close(), daemon=True)
+            thread.start()
+            with pytest.raises(RuntimeError, match="check the port, and http or https"):
+                Orderer.for_vllm(f"http://127.0.0.1:{listener.getsockname()[1]}")
+            thread.join()
+
+    @pytest.mark.parametrize("builder", [None, PromptBuilder()], ids=["no builder", "no tokenizer"])
+    def test_d4_an_endpoint_that_cannot_be_used_is_an_error(
+        self, metrics: str, server: Server, builder: PromptBuilder | None
+    ) -> None:
+        threads = threading.active_count()
+        with pytest.raises(ValueError, match=r"events_endpoint needs builder=PromptBuilder\(tokenizer=…\)"):
+            Orderer.for_vllm(metrics, builder=builder, events_endpoint=server.endpoint)
+        assert threading.active_count() == threads
+
+    def test_d4_metrics_that_say_nothing_are_warned_of_once_and_stay_in_degraded(
+        self, metrics: str, builder: PromptBuilder, log: pytest.LogCaptureFixture
+    ) -> None:
+        with pytest.warns(DegradedWarning, match="/metrics") as warned:
+            orderer = Orderer.for_vllm(f"{metrics}/elsewhere", builder=builder, api_key=SECRET)
+            assert len(orderer.degraded) == 1
+            assert "/metrics" in repr(orderer)
+            expected = Orderer(prefix_tokens=builder.prefix_tokens, tokens=builder.document_tokens)
+            assert serve_requests(orderer) == serve_requests(expected)
+            orderer.close()
+            orderer.close()
+            assert serve_requests(orderer, 1) == serve_requests(expected, 1)
+        assert len(warned) == 1
+        assert SECRET not in log.text + str(warned[0].message)
+        assert "secret" not in log.text
+
+    def test_d4_what_is_given_by_hand_is_not_missed(self, metrics: str) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            orderer = Orderer.for_vllm(f"{metrics}/elsewhere", block_size=BLOCK, capacity_tokens=400)
+            assert orderer.degraded == ()
+            assert Orderer.for_vllm(metrics, api_key=SECRET).degraded == (), "events are asked for, or not"
+
+    @pytest.mark.parametrize(
+        ("label", "value", "reason"),
+        [("enable_prefix_caching", "False", "reuses nothing"), ("engine", None, "2 engines")],
+    )
+    def test_d4_what_the_server_lacks_is_in_degraded(
+        self, metrics: str, monkeypatch: pytest.MonkeyPatch, label: str, value: str | None, reason: str
+    ) -> None:
+        page = METRICS.replace('enable_prefix_caching="True"', f'{label}="{value}"')
+        if value is None:
+            page = METRICS + METRICS.splitlines(keepends=True)[-1].replace('engine="0"', 'engine="1"')
+        monkeypatch.setattr(sys.modules[__name__], "METRICS", page)
+        with pytest.warns(DegradedWarning, match=reason):
+            assert reason in "".join(Orderer.for_vllm(metrics).degraded)
+
+    def test_d4_without_a_replay_endpoint_lost_events_are_warned_of(
+        self, metrics: str, server: Server, builder: PromptBuilder
+    ) -> None:
+        with (
+            pytest.warns(DegradedWarning, match="no replay_endpoint"),
+            Orderer.for_vllm(metrics, builder=builder, events_endpoint=server.endpoint) as orderer,
+        ):
+            assert len(orderer.degraded) == 1
+
+    @pytest.mark.filterwarnings("ignore:no KV events")
+    @pytest.mark.parametrize("wrong", ["topic", "endpoint"])
+    def test_d4_events_that_never_come_are_warned_of_once_the_orderer_is_used(
+        self, metrics: str, server: Server, builder: PromptBuilder, monkeypatch: pytest.MonkeyPatch, wrong: str
+    ) -> None:
+        monkeypatch.setattr("ragorder.adapters.vllm.connect._PATIENCE_S", 0.3)
+        monkeypatch.setattr("ragorder.adapters.vllm.connect._SYNCHRONISE_S", 0.0)
+        endpoint = server.endpoint + "-elsewhere" * (wrong == "endpoint")
+        with pytest.warns(DegradedWarning, match="no replay_endpoint"):
+            orderer = Orderer.for_vllm(
+                metrics, builder=builder, events_endpoint=endpoint, events_topic=TOPIC + "-wrong" * (wrong == "topic")
+            )
+        with orderer:
+            server.store()
+            time.sleep(0.5)
+            assert len(orderer.degraded) == 1, "an orderer that is not used misses nothing"
+            serve_requests(orderer)
+            eventually(lambda: len(orderer.degraded) == 2)
+            assert "no KV events" in orderer.degraded[1]
+            assert serve_requests(orderer, 1)
+
+    @pytest.mark.filterwarnings("ignore:no KV events")
+    def test_d4_a_server_that_falls_silent_later_is_warned_of_once(
+        self, metrics: str, server: Server, builder: PromptBuilder, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("ragorder.adapters.vllm.connect._PATIENCE_S", 0.3)
+        monkeypatch.setattr(kv_events, "_REPLAY_TIMEOUT_S", 0.2)
+        endpoints = {"events_endpoint": server.endpoint, "replay_endpoint": server.replay_endpoint}
+        with Orderer.for_vllm(metrics, builder=builder, events_topic=TOPIC, **endpoints) as orderer:
+            server.store()
+            serve_requests(orderer)
+            eventually(lambda: orderer.events.counters.batches == 1)
+            time.sleep(0.5)
+            assert orderer.degraded == ()
+            server.die()
+            eventually(lambda: bool(orderer.degraded))
+            time.sleep(0.5)
+            assert len(orderer.degraded) == 1
+
+    def test_an_orderer_finds_what_another_one_had_computed(
+        self, metrics: str, server: Server, builder: PromptBuilder
+    ) -> None:
+        endpoints = {"events_endpoint": server.endpoint, "replay_endpoint": server.replay_endpoint}
+        make = partial(Orderer.for_vllm, metrics, builder=builder, events_topic=TOPIC, **endpoints)
+        with make() as first, make() as second:
+            prompt = builder.build("Who?", first.order([DOCUMENTS[number] for number in (3, 1, 2)])).token_ids
+            assert prompt is not None
+            server.store(tokens=prompt[: len(prompt) // BLOCK * BLOCK], salt=None)
+            eventually(lambda: agrees(second.events, server))
+            ordering = second.order(DOCUMENTS[:4])
+            assert ordering.permutation == [3, 1, 2, 0]
+            ids = [*builder.prefix_ids, *chain.from_iterable(builder.document_ids(DOCUMENTS[n]) for n in (3, 1, 2))]
+            assert ordering.cached_tokens == len(ids) // BLOCK * BLOCK
+            assert second.order(DOCUMENTS[:4], scope="tenant").permutation == [0, 1, 2, 3]
+
+    def test_an_endpoint_that_is_none_is_an_error(self, metrics: str, builder: PromptBuilder) -> None:
+        with pytest.raises(ValueError, match=r"tcp://127\.0\.0\.1:5557"):
+            Orderer.for_vllm(metrics, builder=builder, events_endpoint="http://127.0.0.1:5557")
+
+    def test_block_size_and_capacity_are_read_from_the_server(self, metrics: str) -> None:
+        for url in (metrics, f"{metrics}/v1"):
+            orderer = Orderer.for_vllm(url, api_key=SECRET)
+            assert (orderer.settings.block_size, orderer.settings.capacity_tokens) == (BLOCK, 100 * BLOCK)
+
+    def test_what_is_said_explicitly_wins(self, metrics: str, builder: PromptBuilder) -> None:
+        given = {"block_size": 32, "capacity_tokens": 640, "prefix_tokens": 7}
+        for name, value in given.items():
+            for options in ({name: value}, {"settings": Settings(**{name: value})}):
+                settled = Orderer.for_vllm(metrics, builder=builder, **options).settings
+                read = {"block_size": 4, "capacity_tokens": 400, "prefix_tokens": builder.prefix_tokens}
+                assert {each: getattr(settled, each) for each in given} == read | {name: value}
+
+    def test_with_everything_it_follows_the_engine_and_says_nothing(
+        self, metrics: str, server: Server, builder: PromptBuilder, log: pytest.LogCaptureFixture
+    ) -> None:
+        endpoints = {"events_endpoint": server.endpoint, "replay_endpoint": server.replay_endpoint}
+        with Orderer.for_vllm(metrics, builder=builder, events_topic=TOPIC, **endpoints) as orderer:
+            assert orderer.events.synchronised
+            ordering = orderer.order(DOCUMENTS[:2])
+            prompt = builder.build("Who?", ordering).token_ids
+            assert prompt is not None
+            server.store(tokens=prompt[: len(prompt) // BLOCK * BLOCK])
+            eventually(lambda: agrees(orderer.events, server))
+            ordering.confirm()
+            again = orderer.order(DOCUMENTS[1::-1])
+            assert again.permutation == [1, 0]
+            assert again.cached_tokens > builder.prefix_tokens
+            again.confirm()
+            server.clear()
+            eventually(lambda: agrees(orderer.events, server))
+            assert orderer.order(DOCUMENTS[1::-1]).cached_tokens == 0
+        assert not orderer.events._thread.is_alive()
+        assert not log.records and not orderer.degraded
+        assert not orderer.fallbacks
+
+    def test_events_that_are_not_there_yet_are_warned_of_once_and_come_later(
+        self,
+        metrics: str,
+        serve: Callable[..., Server],
+        builder: PromptBuilder,
+        log: pytest.LogCaptureFixture,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        monkeypatch.setattr("ragorder.adapters.vllm.connect._SYNCHRONISE_S", 0.2)
+        server = serve(start=False)
+        endpoints = {"events_endpoint": server.endpoint, "replay_endpoint": server.replay_endpoint}
+        with pytest.warns(DegradedWarning, match="no answer from replay_endpoint yet"):
+            orderer = Orderer.for_vllm(metrics, builder=builder, events_topic=TOPIC, **endpoints)
+        try:
+            assert len(orderer.degraded) == 1
+            serve_requests(orderer)
+            server.start()
+            server.store()
+            eventually(lambda: orderer.events.synchronised and agrees(orderer.events, server))
+            serve_requests(orderer)
+            assert len(orderer.degraded) == 1
+        finally:
+            orderer.close()
+
+    @pytest.mark.parametrize("package", ["zmq", "msgspec", "httpx"])
+    def test_a_missing_package_is_named_with_the_extra_that_brings_it(
+        self, python: Python, metrics: str, package: str
+    ) -> None:
+        done = python(
+            "-c",
+            "from ragorder import Orderer, PromptBuilder\n"
+            "builder = PromptBuilder()\n"
+            "builder._head_ids = [1]\n"
+            f"Orderer.for_vllm('{metrics}', builder=builder, events_endpoint='tcp://127.0.0.1:5557')\n",
+            blocked=(package,),
+        )
+        assert done.returncode == 1
+        last = done.stderr.strip().splitlines()[-1]
+        assert last.startswith("ImportError") and package in last and "ragorder[live]" in last

@@ -1,0 +1,1658 @@
+"""The LangChain adapter: documents in order, nothing else changed, and each ordering told what became of it."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import gc
+import logging
+import operator
+import re
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import islice, permutations
+from pathlib import Path
+from typing import Annotated, Any, TypedDict
+from uuid import uuid4
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import ragorder
+from ragorder import Orderer, Ordering
+from ragorder.ordering import RequestOutcome
+
+pytest.importorskip("langchain_core")
+
+from langchain_core.caches import InMemoryCache
+from langchain_core.callbacks import AsyncCallbackHandler, BaseCallbackHandler
+from langchain_core.documents import Document
+from langchain_core.embeddings import DeterministicFakeEmbedding
+from langchain_core.language_models import BaseChatModel
+from langchain_core.language_models.llms import BaseLLM
+from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
+from langchain_core.output_parsers import StrOutputParser
+from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult, Generation, LLMResult
+from langchain_core.prompts import ChatPromptTemplate
+from langchain_core.retrievers import BaseRetriever
+from langchain_core.runnables import (
+    ConfigurableField,
+    Runnable,
+    RunnableConfig,
+    RunnableLambda,
+    RunnableParallel,
+    RunnablePassthrough,
+)
+from langchain_core.tools import tool
+from langchain_core.vectorstores import InMemoryVectorStore
+from pydantic import Field
+
+from ragorder.adapters.langchain import CacheOrderedRetriever, CacheReorder, FeedbackHandler
+from ragorder.adapters.langchain import runs as _langchain_runs
+
+try:
+    from langchain_tests.integration_tests import RetrieversIntegrationTests
+except ImportError:  # It asks for newer versions than the adapter does.
+    RetrieversIntegrationTests = object  # type: ignore[assignment, misc]
+try:
+    from langgraph.graph import END, START, StateGraph
+    from langgraph.types import Command, Send
+except ImportError:  # So does LangGraph.
+    StateGraph = None  # type: ignore[assignment, misc]
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = [Document(f"Secret number {name} is kept in drawer {name}.", id=name) for name in "abcdefgh"]
+BY_ID = {document.id: document for document in DOCUMENTS}
+FIFTY = [f"{''.join(order)}: #{number}" for number, order in enumerate(islice(permutations("abcde"), 50))]
+NO_NUMBERS = RequestOutcome(True)
+DISCARDED = RequestOutcome(False)
+
+# ---------------------------------------------------------------- an orderer that is listened to
+
+
+@dataclass
+class Ordered:
+    """One request, as the orderer saw it."""
+
+    documents: list[ragorder.Document]
+    scope: Any
+    ordering: Ordering[ragorder.Document]
+    outcomes: list[RequestOutcome] = field(default_factory=list)
+
+
+class Recorder:
+    """A real orderer, and what adapters ask of it."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.orderer = Orderer(**settings)
+        self.requests: list[Ordered] = []
+        self.degraded: list[str] = []
+
+    def degrade(self, reason: str) -> None:
+        if reason not in self.degraded:
+            self.degraded.append(reason)
+
+    @property
+    def settings(self) -> ragorder.Settings:
+        return self.orderer.settings
+
+    def order(self, documents: Iterable[Any], *, scope: Any = None, **options: Any) -> Ordering[Any]:
+        documents = list(documents)
+        return self._heard(documents, scope, self.orderer.order(documents, scope=scope, **options))
+
+    def order_batch(self, *_: Any, **__: Any) -> Any:
+        raise NotImplementedError
+
+    def fall_back(self, documents: Iterable[Any], error: Exception) -> Ordering[Any]:
+        documents = list(documents)
+        return self._heard(documents, "fallback", self.orderer.fall_back(documents, error))
+
+    def _heard(self, documents: list[Any], scope: Any, ordering: Ordering[Any]) -> Ordering[Any]:
+        request = Ordered(documents, scope, ordering)
+        self.requests.append(request)
+        ordering.add_done_callback(request.outcomes.append)
+        return ordering
+
+    @property
+    def settled(self) -> list[RequestOutcome | None]:
+        """What became of each ordering, in the order of their making (None: nothing yet)."""
+        return [request.outcomes[0] if request.outcomes else None for request in self.requests]
+
+
+# ---------------------------------------------------------------- a model that says what a test tells it to report
+
+
+def usage(number: int) -> RequestOutcome:
+    """What the model reports of the question that has this number."""
+    return RequestOutcome(True, number, 1003 + number, 1000 + number)
+
+
+class Model(BaseChatModel):
+    """Answers, and reports as many cached tokens as the last number in the prompt that is written #number.
+
+    `errors` are raised one by one, a call each, before the first token (None: this call succeeds). A stream breaks
+    after so many pieces as `breaks_after` says, and a call takes `delay_s`.
+    """
+
+    errors: list[BaseException | None] = Field(default_factory=list)
+    breaks_after: int | None = None
+    delay_s: float = 0.0
+    reports: bool = True
+    started: Any = None
+
+    def _ask(self, messages: list[BaseMessage]) -> dict[str, Any] | None:
+        prompt = "\n".join(str(message.content) for message in messages)
+        if self.started is not None:
+            self.started.set()
+        error = self.errors.pop(0) if self.errors else None
+        if error is not None:
+            raise error
+        if not self.reports:
+            return None
+        number = int(re.findall(r"#(\d+)", prompt)[-1])
+        counts = {"input_tokens": 1000 + number, "output_tokens": 3, "total_tokens": 1003 + number}
+        return counts | {"input_token_details": {"cache_read": number}}
+
+    def _generate(self, messages: list[BaseMessage], *_: Any, **__: Any) -> ChatResult:
+        reported = self._ask(messages)
+        time.sleep(self.delay_s)
+        return ChatResult(generations=[ChatGeneration(message=AIMessage("so it is", usage_metadata=reported))])
+
+    async def _agenerate(self, messages: list[BaseMessage], *_: Any, **__: Any) -> ChatResult:
+        reported = self._ask(messages)
+        await asyncio.sleep(self.delay_s)
+        return ChatResult(generations=[ChatGeneration(message=AIMessage("so it is", usage_metadata=reported))])
+
+    def _stream(self, messages: list[BaseMessage], *_: Any, **__: Any) -> Iterator[ChatGenerationChunk]:
+        reported = self._ask(messages)
+        for place, piece in enumerate(["", "so ", "it ", "is"]):
+            if place == self.breaks_after:
+                raise ConnectionError("the stream broke")
+            yield ChatGenerationChunk(message=AIMessageChunk(piece))
+        yield ChatGenerationChunk(message=AIMessageChunk("", usage_metadata=reported, chunk_position="last"))
+
+    async def _astream(self, messages: list[BaseMessage], *_: Any, **__: Any) -> AsyncIterator[ChatGenerationChunk]:
+        for chunk in self._stream(messages):
+            await asyncio.sleep(self.delay_s)
+            yield chunk
+
+    @property
+    def _llm_type(self) -> str:
+        return "listened-to"
+
+
+class TextModel(BaseLLM):
+    """A text model, which sums up the usage of a batch as OpenAI's does, or tells that of each prompt."""
+
+    of_each: bool = False
+
+    def _generate(self, prompts: list[str], *_: Any, **__: Any) -> LLMResult:
+        used = {"prompt_tokens": 1000, "total_tokens": 1003, "prompt_tokens_details": {"cached_tokens": 7}}
+        each = {"usage": used} if self.of_each else {}
+        generations = [[Generation(text="so it is", generation_info=each)] for _ in prompts]
+        return LLMResult(generations=generations, llm_output={} if self.of_each else {"token_usage": used})
+
+    @property
+    def _llm_type(self) -> str:
+        return "text"
+
+
+PROMPT = ChatPromptTemplate.from_messages([("system", "Answer."), ("human", "{context}\n\nQuestion: {question}")])
+
+
+def plain(documents: list[Document]) -> str:
+    return "\n\n".join(document.page_content for document in documents)
+
+
+def shouted(documents: list[Document]) -> str:
+    """A format that leaves nothing of the texts as it was."""
+    return plain(documents).upper()
+
+
+def retrieve(question: str) -> list[Document]:
+    """Documents by the names in front of the question: "cab: what is it? #7"."""
+    return [BY_ID[name] for name in question.partition(":")[0]]
+
+
+def rag(orderer: Any, model: Runnable[Any, Any], show: Callable[[list[Document]], str] = plain) -> Runnable[str, Any]:
+    """The chain of the tutorials."""
+    retriever = CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
+    inputs = {"context": retriever | show, "question": RunnablePassthrough()}
+    return inputs | PROMPT | model | StrOutputParser()
+
+
+def by_ranking(orderer: Recorder) -> list[tuple[str, RequestOutcome | None]]:
+    """What became of each ordering, with the retrieval order of its documents, which tells whose it is."""
+    return [(names(each.documents), settled) for each, settled in zip(orderer.requests, orderer.settled, strict=True)]
+
+
+def names(documents: Iterable[Any]) -> str:
+    return "".join(document.id for document in documents)
+
+
+@pytest.fixture
+def orderer() -> Recorder:
+    return Recorder(block_size=4, strict=True)
+
+
+@pytest.fixture
+def handler(caplog: pytest.LogCaptureFixture) -> Iterator[FeedbackHandler]:
+    """Whatever happens in a test, nothing waits in the handler afterwards, and it had no trouble of its own."""
+    handler = FeedbackHandler()
+    with caplog.at_level(logging.WARNING, "ragorder"):
+        yield handler
+    gc.collect()
+    assert (handler.waiting_orderings, handler.open_runs) == (0, 0)
+    assert not [record for record in caplog.get_records("call") if record.name == "ragorder"]
+
+
+def watched(handler: BaseCallbackHandler, **config: Any) -> RunnableConfig:
+    return {"callbacks": [handler], **config}
+
+
+# ---------------------------------------------------------------- the retriever
+
+
+class _Suite(RetrieversIntegrationTests):
+    @property
+    def retriever_constructor(self) -> type[BaseRetriever]:
+        return CacheOrderedRetriever
+
+    @property
+    def retriever_query_example(self) -> str:
+        return "Where is secret number c?"
+
+
+class TestLangChainsOwnSuiteAroundAVectorStore(_Suite):
+    @property
+    def retriever_constructor_params(self) -> dict[str, Any]:
+        store = InMemoryVectorStore(DeterministicFakeEmbedding(size=16))
+        store.add_documents(DOCUMENTS)
+        return {"retriever": store.as_retriever(), "orderer": Orderer()}
+
+
+class TestLangChainsOwnSuiteAroundARunnable(_Suite):
+    @property
+    def retriever_constructor_params(self) -> dict[str, Any]:
+        return {"retriever": RunnableLambda(lambda question: list(DOCUMENTS)), "orderer": Orderer()}
+
+
+class Chunk(Document):
+    """A user's own kind of document."""
+
+    page: int = 0
+
+
+odd_metadata = st.dictionaries(
+    st.sampled_from(["source", "ragorder", "page", ""]),
+    st.one_of(st.none(), st.text(max_size=3), st.lists(st.integers(), max_size=2), st.just({"rank": 99})),
+    max_size=3,
+)
+documents_lists = st.lists(
+    st.builds(
+        Chunk,
+        page_content=st.sampled_from(["", "one", "two words", "\ud800 lone", "one\n\none"]),
+        id=st.sampled_from([None, "", "a", "b"]),
+        metadata=odd_metadata,
+        page=st.integers(0, 3),
+    ),
+    max_size=7,
+)
+requests = st.lists(documents_lists, min_size=1, max_size=4)
+
+
+def steps(orderer: Any, found: list[list[Document]]) -> list[Callable[[], list[Document]]]:
+    """The four ways of having documents put in order."""
+    retriever = CacheOrderedRetriever(retriever=RunnableLambda(lambda _: found[-1]), orderer=orderer, rank_key="place")
+    reorder = CacheReorder(orderer, rank_key="place")
+    return [
+        lambda: retriever.invoke("?"),
+        lambda: asyncio.run(retriever.ainvoke("?")),
+        lambda: reorder.invoke(found[-1]),
+        lambda: asyncio.run(reorder.ainvoke(found[-1])),
+    ]
+
+
+class TestDocuments:
+    @given(requests=requests, way=st.integers(0, 3))
+    def test_come_back_as_they_were_each_as_often_whatever_they_hold(
+        self, requests: list[list[Document]], way: int
+    ) -> None:
+        found: list[list[Document]] = []
+        step = steps(Orderer(block_size=1, strict=True), found)[way]
+        for given_documents in requests:
+            before = copy.deepcopy(given_documents)
+            found.append(given_documents)
+            got = step()
+            assert given_documents == before
+            ranks = [document.metadata.pop("place")["rank"] for document in got]
+            assert sorted(ranks) == list(range(len(before)))
+            assert got == [before[rank] for rank in ranks]
+            assert {type(document) for document in got} <= {Chunk}
+
+    def test_are_put_where_the_cache_has_them(self, orderer: Recorder) -> None:
+        retriever = CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
+        assert names(retriever.invoke("abcd: ?")) == "abcd"
+        assert names(retriever.invoke("dcba: ?")) == "abcd"
+        assert names(retriever.invoke("ecb: ?")) == "ecb"
+
+    def test_bear_their_rank_in_retrieval_from_zero_if_asked_for(self, orderer: Recorder) -> None:
+        retriever = CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer, rank_key="ragorder")
+        retriever.invoke("abc: ?")
+        assert {d.id: d.metadata for d in retriever.invoke("cba: ?")} == {
+            "c": {"ragorder": {"rank": 0}},
+            "b": {"ragorder": {"rank": 1}},
+            "a": {"ragorder": {"rank": 2}},
+        }
+        assert all(document.metadata == {} for document in DOCUMENTS)
+
+    def test_keep_a_users_own_metadata_of_that_name(self, orderer: Recorder) -> None:
+        mine = Document("text", metadata={"ragorder": "mine", "page": 3})
+        reorder = CacheReorder(orderer, rank_key="ragorder")
+        assert reorder.invoke([mine])[0].metadata == {"ragorder": "mine", "page": 3}
+        other = CacheReorder(orderer, rank_key="place").invoke([mine])[0]
+        assert other.metadata == {"ragorder": "mine", "page": 3, "place": {"rank": 0}}
+
+    async def test_d9_are_the_retrievers_very_own_unless_their_rank_is_asked_for(self, orderer: Recorder) -> None:
+        before = copy.deepcopy(DOCUMENTS)
+        retriever = CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
+        for found in (
+            retriever.invoke("cab: ?"),
+            await retriever.ainvoke("abc: ?"),
+            CacheReorder(orderer).invoke(retrieve("bca:")),
+            await CacheReorder(orderer).ainvoke(retrieve("acb:")),
+        ):
+            assert {id(document) for document in found} == {id(document) for document in DOCUMENTS[:3]}
+        assert before == DOCUMENTS
+
+    def test_of_a_kind_that_nobody_knows_stay_where_they_are(self) -> None:
+        orderer = Orderer()
+        strange: Any = [3, DOCUMENTS[0], None]
+        assert CacheReorder(orderer).invoke(strange)[::2] == [3, None]
+        assert orderer.fallbacks == 1
+
+
+class TestWhatTheOrdererIsTold:
+    def read(self, document: Document, **options: Any) -> ragorder.Document:
+        orderer = Recorder(strict=True)
+        CacheReorder(orderer, **options).invoke([document])
+        return orderer.requests[0].documents[0]
+
+    def test_is_the_documents_id_and_text(self) -> None:
+        read = self.read(Document("text", id="7", metadata={"source": "s"}))
+        assert (read.id, read.text, read.tokens) == ("7", "text", None)
+
+    def test_is_the_users_key_if_there_is_one(self) -> None:
+        assert self.read(Document("text", id="7"), key=lambda document: 8).id == "8"
+        assert self.read(Document("text", id="7"), key=lambda document: None).id == "7"
+
+    def test_is_the_text_alone_without_an_id_and_never_the_source(self) -> None:
+        one, two = (self.read(Document("text", metadata={"source": source})) for source in "xy")
+        assert one.id == two.id == ""
+        assert one.key == two.key != self.read(Document("another", metadata={"source": "x"})).key
+
+    def test_is_another_document_if_the_text_has_changed(self) -> None:
+        assert self.read(Document("old", id="7")).key != self.read(Document("new", id="7")).key
+
+    def test_is_the_length_that_the_user_counts(self) -> None:
+        assert self.read(DOCUMENTS[0], tokens=lambda document: len(document.page_content)).tokens == 36
+
+    def test_is_the_source_for_those_who_keep_groups_together(self) -> None:
+        orderer = Orderer(block_size=4, keep_groups=True)
+        chunks = [Document(f"chunk number {place}", metadata={"source": "book"}) for place in range(4)]
+        reorder = CacheReorder(orderer)
+        reorder.invoke(chunks)
+        # Without the group, this request would come in the order of the first.
+        assert [chunk.page_content for chunk in reorder.invoke(chunks[::-1])] == [c.page_content for c in chunks[::-1]]
+
+    @pytest.mark.parametrize("option", ["key", "tokens", "scope"])
+    def test_may_fail_and_leaves_retrieval_order_then(self, option: str) -> None:
+        orderer = Orderer(block_size=4)
+        broken: dict[str, Any] = {option: lambda _: {}["no such thing"]}
+        CacheReorder(orderer).invoke(DOCUMENTS)
+        assert names(CacheReorder(orderer).invoke(DOCUMENTS[::-1])) == "abcdefgh"
+        assert names(CacheReorder(orderer, **broken).invoke(DOCUMENTS[::-1])) == "hgfedcba"
+        assert orderer.fallbacks == 1
+
+
+class Counting(BaseRetriever):
+    """A retriever that takes a number of its own name, and nothing else."""
+
+    def _get_relevant_documents(self, query: str, *, run_manager: Any, top: int = 8) -> list[Document]:
+        return DOCUMENTS[:top]
+
+
+class TestTheNumberOfDocuments:
+    def test_is_cut_before_ordering_best_first(self, orderer: Recorder) -> None:
+        retriever = CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer, k=3)
+        retriever.invoke("fed: ?")
+        assert names(retriever.invoke("abcdef: ?")) == "abc"
+        assert names(retriever.invoke("defabc: ?")) == "fed"
+        assert [len(request.documents) for request in orderer.requests] == [3, 3, 3]
+
+    async def test_of_a_call_comes_before_that_of_the_retriever(self, orderer: Recorder) -> None:
+        retriever = CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer, k=2)
+        assert names(retriever.invoke("abcdef: ?", k=4)) == "abcd"
+        assert names(await retriever.ainvoke("abcdef: ?", k=4)) == "abcd"
+        assert retriever.invoke("abcdef: ?", k=0) == []
+
+    @pytest.mark.parametrize("wrap", ["plain", "bound", "configurable", "sequence", "wrapped again"])
+    async def test_is_asked_of_a_retriever_that_takes_it(self, orderer: Recorder, wrap: str) -> None:
+        store = InMemoryVectorStore(DeterministicFakeEmbedding(size=16))
+        store.add_documents(DOCUMENTS)
+        inner: Any = store.as_retriever(search_kwargs={"k": 2})
+        inner = {
+            "plain": inner,
+            "bound": inner.with_config(tags=["x"]).with_retry(),
+            "configurable": inner.configurable_fields(search_kwargs=ConfigurableField(id="search_kwargs")),
+            "sequence": inner | (lambda documents: documents),
+            "wrapped again": CacheOrderedRetriever(retriever=inner, orderer=Orderer()),
+        }[wrap]
+        retriever = CacheOrderedRetriever(retriever=inner, orderer=orderer)
+        assert [len(retriever.invoke("?")), len(retriever.invoke("?", k=5))] == [2, 5]
+        assert [len(await retriever.ainvoke("?")), len(await retriever.ainvoke("?", k=5))] == [2, 5]
+
+    @pytest.mark.parametrize("wrap", ["retriever", "function", "function that takes all"])
+    def test_is_not_asked_of_one_that_does_not_take_it(self, orderer: Recorder, wrap: str) -> None:
+        taken: list[Any] = []
+
+        def takes_all(question: str, **options: Any) -> list[Document]:
+            taken.append(options)
+            return DOCUMENTS
+
+        inner: dict[str, Any] = {
+            "retriever": Counting(),
+            "function": RunnableLambda(lambda question: DOCUMENTS),
+            "function that takes all": RunnableLambda(takes_all),
+        }
+        assert names(CacheOrderedRetriever(retriever=inner[wrap], orderer=orderer).invoke("?", k=2)) == "ab"
+        assert taken == ([{"k": 2}] if wrap == "function that takes all" else [])
+
+    def test_goes_along_with_whatever_else_the_retriever_takes(self, orderer: Recorder) -> None:
+        assert len(CacheOrderedRetriever(retriever=Counting(), orderer=orderer).invoke("?", top=3)) == 3
+
+    def test_is_refused_if_negative(self, orderer: Recorder) -> None:
+        with pytest.raises(ValueError, match="k"):
+            CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer, k=-1)
+        with pytest.raises(ValueError, match="must not be negative"):
+            CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer).invoke("ab: ?", k=-1)
+
+
+class Events(BaseCallbackHandler):
+    def __init__(self) -> None:
+        self.starts: list[tuple[str, Any, dict[str, Any]]] = []
+        self.names: dict[Any, str] = {}
+
+    def on_retriever_start(self, *_: Any, run_id: Any, parent_run_id: Any = None, **run: Any) -> None:
+        self.names[run_id] = run["name"]
+        self.starts.append((run["name"], self.names.get(parent_run_id), run["metadata"]))
+
+
+class TestTheWrappedRetriever:
+    def inner(self) -> Any:
+        store = InMemoryVectorStore(DeterministicFakeEmbedding(size=16))
+        store.add_documents([Document(tenant, metadata={"tenant": tenant}) for tenant in "ab" for _ in range(3)])
+        search = ConfigurableField(id="search_kwargs")
+        return store.as_retriever().configurable_fields(search_kwargs=search)
+
+    async def test_runs_as_a_child_with_the_metadata_of_the_run(self, orderer: Recorder) -> None:
+        events = Events()
+        retriever = CacheOrderedRetriever(retriever=Counting(), orderer=orderer)
+        retriever.invoke("?", watched(events, metadata={"tenant": "a"}))
+        await retriever.ainvoke("?", watched(events, metadata={"tenant": "b"}))
+        assert [(name, parent) for name, parent, _ in events.starts] == [
+            ("CacheOrderedRetriever", None),
+            ("Counting", "CacheOrderedRetriever"),
+        ] * 2
+        assert [metadata["tenant"] for *_, metadata in events.starts] == ["a", "a", "b", "b"]
+
+    async def test_sees_what_the_caller_configures(self, orderer: Recorder) -> None:
+        """A tenant's filter must not get lost because somebody wrapped the retriever."""
+        retriever = CacheOrderedRetriever(retriever=self.inner(), orderer=orderer)
+        chosen: RunnableConfig = {
+            "configurable": {"search_kwargs": {"k": 3, "filter": lambda document: document.metadata["tenant"] == "b"}}
+        }
+        assert {document.page_content for document in retriever.invoke("?", chosen)} == {"b"}
+        assert {document.page_content for document in await retriever.ainvoke("?", chosen)} == {"b"}
+        assert {document.page_content for document in (retriever | (lambda found: found)).invoke("?", chosen)} == {"b"}
+        assert len(retriever.invoke("?")) == 4
+
+    async def test_may_fail_as_it_likes(self, orderer: Recorder) -> None:
+        retriever = CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
+        with pytest.raises(KeyError, match="'x'"):
+            retriever.invoke("x: ?")
+        with pytest.raises(KeyError, match="'x'"):
+            await retriever.ainvoke("x: ?")
+        assert orderer.requests == []
+
+    def test_must_be_a_runnable(self, orderer: Recorder) -> None:
+        with pytest.raises(ValueError, match="retriever"):
+            CacheOrderedRetriever(retriever=retrieve, orderer=orderer)
+
+
+class TestScope:
+    def test_is_nobodys_unless_given(self, orderer: Recorder) -> None:
+        CacheReorder(orderer).invoke(DOCUMENTS)
+        CacheReorder(orderer, scope="salt").invoke(DOCUMENTS)
+        assert [request.scope for request in orderer.requests] == [None, "salt"]
+
+    async def test_may_come_with_the_run(self, orderer: Recorder) -> None:
+        tenant = operator.itemgetter("tenant")
+        retriever = CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer, scope=tenant)
+        reorder = CacheReorder(orderer, scope=tenant)
+        for name in "ab":
+            config: RunnableConfig = {"metadata": {"tenant": name}}
+            retriever.invoke("abc: ?", config)
+            await retriever.ainvoke("abc: ?", config)
+            reorder.invoke(DOCUMENTS, config)
+            await reorder.ainvoke(DOCUMENTS, config)
+            reorder.batch([DOCUMENTS], config)
+            RunnablePassthrough.assign(documents=operator.itemgetter("found") | reorder).invoke(
+                {"found": DOCUMENTS}, config
+            )
+        assert [request.scope for request in orderer.requests] == ["a"] * 6 + ["b"] * 6
+
+    def test_keeps_tenants_apart(self) -> None:
+        reorder = CacheReorder(Orderer(block_size=4), scope=operator.itemgetter("tenant"))
+        reorder.invoke(DOCUMENTS, {"metadata": {"tenant": "a"}})
+        assert names(reorder.invoke(DOCUMENTS[::-1], {"metadata": {"tenant": "b"}})) == "hgfedcba"
+        assert names(reorder.invoke(DOCUMENTS[::-1], {"metadata": {"tenant": "a"}})) == "abcdefgh"
+
+    def test_that_cannot_be_told_is_not_taken_for_none(self) -> None:
+        orderer = Orderer(block_size=4)
+        CacheReorder(orderer).invoke(DOCUMENTS)
+        reorder = CacheReorder(orderer, scope=operator.itemgetter("tenant"))
+        assert names(reorder.invoke(DOCUMENTS[::-1])) == "hgfedcba"
+        assert orderer.fallbacks == 1
+
+
+class TestTheStep:
+    async def test_stands_behind_any_retriever(self, orderer: Recorder) -> None:
+        chain = RunnableLambda(retrieve) | CacheReorder(orderer)
+        assert names(chain.invoke("abc: ?")) == "abc"
+        assert names(await chain.ainvoke("cba: ?")) == "abc"
+        assert list(map(names, chain.batch(["bca: ?", "acb: ?"]))) == ["abc", "abc"]
+        assert list(map(names, await chain.abatch(["bca: ?", "cab: ?"]))) == ["abc", "abc"]
+        assert [names(found) for found in chain.stream("cab: ?")] == ["abc"]
+
+    def test_takes_none_one_and_the_same_again(self, orderer: Recorder) -> None:
+        reorder = CacheReorder(orderer, rank_key="ragorder")
+        assert reorder.invoke([]) == []
+        assert names(reorder.invoke(DOCUMENTS[:1])) == "a"
+        twice = reorder.invoke([DOCUMENTS[0], DOCUMENTS[1], DOCUMENTS[0]])
+        assert sorted(names(twice)) == ["a", "a", "b"]
+        assert sorted(document.metadata["ragorder"]["rank"] for document in twice) == [0, 1, 2]
+        assert reorder.invoke(tuple(DOCUMENTS))[0] == reorder.invoke(DOCUMENTS)[0]
+
+    def test_says_what_it_takes_and_gives(self, orderer: Recorder) -> None:
+        assert CacheReorder(orderer).get_output_jsonschema()["type"] == "array"
+
+
+class TestWithoutAHandler:
+    def test_an_ordering_counts_as_served_at_once(self, orderer: Recorder) -> None:
+        CacheReorder(orderer).invoke(DOCUMENTS)
+        rag(orderer, Model()).invoke("ab: #7")
+        assert orderer.settled == [NO_NUMBERS, NO_NUMBERS]
+
+    def test_and_with_one_at_the_model_alone(self, orderer: Recorder) -> None:
+        handler = FeedbackHandler()
+        rag(orderer, Model(callbacks=[handler])).invoke("ab: #7")
+        assert orderer.settled == [NO_NUMBERS]
+        assert (handler.open_runs, handler.waiting_orderings) == (0, 0)
+
+
+# ---------------------------------------------------------------- feedback
+
+
+class TestReportedTokens:
+    async def test_reach_the_ordering(self, orderer: Recorder, handler: FeedbackHandler) -> None:
+        chain = rag(orderer, Model())
+        chain.invoke("ab: #1", watched(handler))
+        await chain.ainvoke("cd: #2", watched(handler))
+        assert list(chain.stream("ef: #3", watched(handler)))[1:] == ["so ", "it ", "is", ""]
+        assert [piece async for piece in chain.astream("gh: #4", watched(handler))][1:] == ["so ", "it ", "is", ""]
+        chain.with_config(callbacks=[handler]).invoke("ah: #5")
+        assert [event async for event in chain.astream_events("bg: #6", watched(handler), version="v2")]
+        assert orderer.settled == [usage(1), usage(2), usage(3), usage(4), usage(5), usage(6)]
+
+    def test_reach_the_ordering_of_the_step(self, orderer: Recorder, handler: FeedbackHandler) -> None:
+        reorder = CacheReorder(orderer)
+        chain = RunnablePassthrough.assign(documents=lambda given: retrieve(given["question"])).assign(
+            context=operator.itemgetter("documents") | reorder | plain
+        )
+        (chain | PROMPT | Model()).invoke({"question": "ab: #7"}, watched(handler))
+        assert orderer.settled == [usage(7)]
+
+    def test_reach_each_ordering_of_fifty_concurrent_runs(self, orderer: Recorder, handler: FeedbackHandler) -> None:
+        config = watched(handler, max_concurrency=16)
+        rag(orderer, Model(delay_s=0.005)).batch(FIFTY, config)
+        self.check(orderer)
+
+    async def test_reach_each_ordering_of_fifty_concurrent_coroutines(
+        self, orderer: Recorder, handler: FeedbackHandler
+    ) -> None:
+        await rag(orderer, Model(delay_s=0.005)).abatch(FIFTY, watched(handler))
+        self.check(orderer)
+
+    def check(self, orderer: Recorder) -> None:
+        """All retrieve the same documents, in orders of their own: the ranking says whose ordering it is."""
+        assert dict(by_ranking(orderer)) == {question[:5]: usage(number) for number, question in enumerate(FIFTY)}
+
+    def test_reach_orderings_of_threads_that_share_one_handler(
+        self, orderer: Recorder, handler: FeedbackHandler
+    ) -> None:
+        chain = rag(orderer, Model())
+
+        def ask(questions: list[str]) -> None:
+            for question in questions:
+                chain.invoke(question, watched(handler))
+
+        threads = [threading.Thread(target=ask, args=(FIFTY[place::8],)) for place in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        self.check(orderer)
+
+    @pytest.mark.parametrize("show", [plain, shouted])
+    def test_are_missing_where_the_engine_reports_none(
+        self, orderer: Recorder, handler: FeedbackHandler, show: Callable[[list[Document]], str]
+    ) -> None:
+        rag(orderer, Model(reports=False), show).invoke("ab: #7", watched(handler))
+        assert orderer.settled == [NO_NUMBERS]
+
+    def test_correct_the_orderer(self, handler: FeedbackHandler) -> None:
+        """What the engine no longer holds is not counted on: the feedback is the orderer's, not a log."""
+        orderer = Recorder(block_size=4, strict=True)
+        chain = rag(orderer, Model())
+        chain.invoke("abcd: #0", watched(handler))
+        chain.invoke("dcba: #0", watched(handler))
+        chain.invoke("dcba: #0", watched(handler))
+        predicted = [request.ordering.cached_tokens for request in orderer.requests]
+        assert predicted[0] == 0 < predicted[1]
+        assert names(orderer.requests[1].ordering.documents) == "abcd"
+        assert orderer.settled == [usage(0)] * 3
+
+    def test_are_nobodys_if_langchain_had_the_answer_itself(self, orderer: Recorder, handler: FeedbackHandler) -> None:
+        chain = rag(orderer, Model(cache=InMemoryCache()))
+        chain.invoke("ab: #7", watched(handler))
+        chain.invoke("ab: #7", watched(handler))
+        assert orderer.settled == [usage(7), DISCARDED]
+
+
+def chat(message: AIMessage, **generation_info: Any) -> ChatGeneration:
+    return ChatGeneration(message=message, generation_info=generation_info)
+
+
+OPENAI = {"prompt_tokens": 90, "total_tokens": 93, "prompt_tokens_details": {"cached_tokens": 64}}
+
+
+class Told(Model):
+    """A model with a result of its own making."""
+
+    result: Any
+
+    def _generate(self, messages: list[BaseMessage], *_: Any, **__: Any) -> ChatResult:
+        return self.result
+
+
+class TestTheDialectsOfUsage:
+    @pytest.mark.parametrize(
+        ("result", "cached", "total", "prompt"),
+        [
+            (ChatResult(generations=[chat(AIMessage("a"))], llm_output={"token_usage": OPENAI}), 64, 93, 90),
+            (ChatResult(generations=[chat(AIMessage("a"))], llm_output={"usage": OPENAI}), 64, 93, 90),
+            (ChatResult(generations=[chat(AIMessage("a"), token_usage=OPENAI)]), 64, 93, 90),
+            (ChatResult(generations=[chat(AIMessage("a", response_metadata={"token_usage": OPENAI}))]), 64, 93, 90),
+            # What the standard field does not say, another may.
+            (
+                ChatResult(
+                    generations=[
+                        chat(
+                            AIMessage("a", usage_metadata={"input_tokens": 90, "output_tokens": 3, "total_tokens": 93}),
+                            usage=OPENAI,
+                        )
+                    ]
+                ),
+                64,
+                93,
+                90,
+            ),
+            # More cached than there is, or no count at all: nothing that can be.
+            (
+                ChatResult(
+                    generations=[chat(AIMessage("a"))],
+                    llm_output={"token_usage": OPENAI | {"prompt_tokens_details": {"cached_tokens": 91}}},
+                ),
+                None,
+                93,
+                90,
+            ),
+            (
+                ChatResult(
+                    generations=[chat(AIMessage("a"))],
+                    llm_output={"token_usage": {"prompt_tokens": True, "total_tokens": -1, "prompt_tokens_details": 3}},
+                ),
+                None,
+                None,
+                None,
+            ),
+            (ChatResult(generations=[chat(AIMessage("a"))], llm_output={"token_usage": "?"}), None, None, None),
+        ],
+    )
+    def test_are_understood(
+        self, orderer: Recorder, handler: FeedbackHandler, result: Any, cached: Any, total: Any, prompt: Any
+    ) -> None:
+        rag(orderer, Told(result=result)).invoke("ab: #7", watched(handler))
+        assert orderer.settled == [RequestOutcome(True, cached, total, prompt)]
+
+    async def test_text_models_report_beside_the_text(self, orderer: Recorder, handler: FeedbackHandler) -> None:
+        chain = rag(orderer, TextModel())
+        chain.invoke("ab: #7", watched(handler))
+        await chain.ainvoke("ba: #7", watched(handler))
+        assert orderer.settled == [RequestOutcome(True, 7, 1003, 1000)] * 2
+
+    def test_what_a_text_model_sums_up_is_nobodys(self, orderer: Recorder, handler: FeedbackHandler) -> None:
+        rag(orderer, TextModel()).batch(["ab: #7", "cd: #8"], watched(handler))
+        rag(orderer, TextModel(of_each=True)).batch(["ab: #7", "cd: #8"], watched(handler))
+        assert orderer.settled == [NO_NUMBERS] * 2 + [RequestOutcome(True, 7, 1003, 1000)] * 2
+
+
+class TestWhichCallAnOrderingBelongsTo:
+    """A run may have many LLM calls: the one counts whose prompt has the documents."""
+
+    def test_not_one_that_rewrites_the_question_first(self, orderer: Recorder, handler: FeedbackHandler) -> None:
+        rewrite = RunnableLambda(lambda question: f"Rewrite {question} #99") | Model() | StrOutputParser()
+        chain = RunnablePassthrough.assign(rewritten=operator.itemgetter("question") | rewrite)
+        chain |= operator.itemgetter("question") | rag(orderer, Model())
+        chain.invoke({"question": "ab: #7"}, watched(handler))
+        assert orderer.settled == [usage(7)]
+
+    @pytest.mark.parametrize("show", [plain, shouted])
+    def test_not_those_that_grade_single_documents(
+        self, orderer: Recorder, handler: FeedbackHandler, show: Callable[[list[Document]], str]
+    ) -> None:
+        grader = Model()
+
+        def grade(documents: list[Document], config: RunnableConfig) -> list[Document]:
+            grader.batch([f"Is this any good? {document.page_content} #99" for document in documents], config)
+            return documents
+
+        retriever = CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
+        chain = {"context": retriever | grade | show, "question": RunnablePassthrough()} | PROMPT | Model()
+        chain.invoke("abc: #7", watched(handler))
+        assert orderer.settled == [usage(7) if show is plain else NO_NUMBERS]
+
+    def test_the_one_of_its_own_branch(self, orderer: Recorder, handler: FeedbackHandler) -> None:
+        """Four branches retrieve the same documents, which come in the same order: only the branch tells them apart.
+        The last one to retrieve is the first one to ask."""
+        retriever = CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
+        turns = [threading.Event() for _ in range(5)]
+
+        def branch(number: int, question: str, last: bool) -> Any:
+            def show(documents: list[Document]) -> str:
+                turns[number].set()
+                assert last or turns[number + 1].wait(10)
+                return plain(documents)
+
+            def ask(prompt: str, config: RunnableConfig) -> Any:
+                return Model().invoke(f"{prompt} #{number}", config)
+
+            wait = RunnableLambda(lambda _: number == 0 or turns[number - 1].wait(10))
+            return wait | (lambda _: question) | retriever | show | ask
+
+        questions = ["abc: ?", "acb: ?", "bca: ?", "cab: ?"]
+        branches = [branch(number, question, number == 3) for number, question in enumerate(questions)]
+        RunnableParallel({str(number): each for number, each in enumerate(branches)}).invoke("go", watched(handler))
+        assert len({names(request.ordering.documents) for request in orderer.requests}) == 1
+        assert by_ranking(orderer) == [(question[:3], usage(number)) for number, question in enumerate(questions)]
+
+    def test_the_one_with_all_its_documents_and_not_with_more(
+        self, orderer: Recorder, handler: FeedbackHandler
+    ) -> None:
+        """Side by side in one node: what one has retrieved is part of what the other one has."""
+        retriever = CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
+        model = Model()
+
+        def work(_: str, config: RunnableConfig) -> None:
+            few, many = retriever.invoke("ab: ?", config), retriever.invoke("abc: ?", config)
+            model.invoke(f"{plain(many)} #3", config)
+            model.invoke(f"{plain(few)} #2", config)
+
+        RunnableLambda(work).invoke("go", watched(handler))
+        assert orderer.settled == [usage(2), usage(3)]
+
+    def test_the_foremost_of_several_has_the_numbers(self, orderer: Recorder, handler: FeedbackHandler) -> None:
+        """Two retrievers into one prompt: what the engine had cached says something of the first one's documents."""
+        retriever = CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
+        model = Model()
+
+        def work(_: str, config: RunnableConfig) -> None:
+            second, first = retriever.invoke("abc: ?", config), retriever.invoke("def: ?", config)
+            model.invoke(f"{plain(first)}\n{plain(second)} #7", config)
+
+        RunnableLambda(work).invoke("go", watched(handler))
+        assert orderer.settled == [NO_NUMBERS, usage(7)]
+
+    def test_the_first_of_several_with_the_same_documents(self, orderer: Recorder, handler: FeedbackHandler) -> None:
+        """The second one is served from what the first one has computed, even if it is ready first."""
+        retriever = CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
+        first, second = Model(delay_s=0.2, started=threading.Event()), Model()
+
+        def late(prompt: str, config: RunnableConfig) -> Any:
+            assert first.started.wait(10)
+            return second.invoke(f"{prompt} #2", config)
+
+        both = RunnableParallel(one=RunnableLambda(lambda prompt: f"{prompt} #1") | first, two=late)
+        (retriever | plain | both).invoke("abc: ?", watched(handler))
+        assert orderer.settled == [usage(1)]
+
+    def test_the_second_if_the_first_fails(self, orderer: Recorder, handler: FeedbackHandler) -> None:
+        retriever = CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
+        first, others = Slow(errors=[ValueError("no")], started=threading.Event()), Model()
+
+        def late(prompt: str, config: RunnableConfig) -> Any:
+            assert first.started.wait(10)
+            others.invoke(f"{prompt} #2", config)
+            others.invoke(f"{prompt} #3", config)
+            first.free.set()
+
+        both = RunnableParallel(one=first.with_fallbacks([RunnableLambda(lambda _: "none")]), two=late)
+        (retriever | plain | both).invoke("abc: ?", watched(handler))
+        assert orderer.settled == [usage(2)]
+
+    def test_and_others_may_still_be_under_way_then(self, orderer: Recorder, handler: FeedbackHandler) -> None:
+        retriever = CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
+        first, second = Slow(started=threading.Event()), Slow(started=threading.Event())
+
+        def early(prompt: str, config: RunnableConfig) -> Any:
+            assert second.started.wait(10)
+            first.free.set()
+            while not orderer.settled[0]:
+                time.sleep(0.001)
+            second.free.set()
+
+        def late(prompt: str, config: RunnableConfig) -> Any:
+            assert first.started.wait(10)
+            return second.invoke(f"{prompt} #2", config)
+
+        calls = RunnableParallel(one=RunnableLambda(lambda prompt: f"{prompt} #1") | first, two=late, three=early)
+        (retriever | plain | calls).invoke("abc: ?", watched(handler))
+        assert orderer.settled == [usage(1)]
+
+    def test_the_only_one_if_the_prompt_shows_the_documents_otherwise(
+        self, orderer: Recorder, handler: FeedbackHandler
+    ) -> None:
+        rag(orderer, Model(), shouted).invoke("ab: #7", watched(handler))
+        assert orderer.settled == [usage(7)]
+
+    def test_not_one_with_its_documents_in_another_order(self, orderer: Recorder, handler: FeedbackHandler) -> None:
+        retriever = CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
+
+        def work(question: str, config: RunnableConfig) -> None:
+            found = retriever.invoke(question, config)
+            Model().invoke(f"{plain(found[::-1])} #99", config)
+            Model().invoke(f"{plain(found)} #7", config)
+
+        RunnableLambda(work).invoke("abc: ?", watched(handler))
+        assert orderer.settled == [usage(7)]
+
+    def test_not_one_that_is_anothers(self, orderer: Recorder, handler: FeedbackHandler) -> None:
+        """Of what the other retriever found, the prompt shows nothing that could be recognised."""
+        retriever = CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
+        both = RunnableLambda(lambda question: plain(retriever.invoke("ab: ?")) + shouted(retriever.invoke("cd: ?")))
+        (both | (lambda prompt: f"{prompt} #7") | Model()).invoke("go", watched(handler))
+        assert orderer.settled == [usage(7), NO_NUMBERS]
+
+    def test_not_only_if_the_prompt_shows_them_to_the_last_blank(
+        self, orderer: Recorder, handler: FeedbackHandler
+    ) -> None:
+        found = [Document(" first\n"), Document("\tsecond "), Document(" ")]
+        retriever = CacheOrderedRetriever(retriever=RunnableLambda(lambda _: found), orderer=orderer)
+        trimmed = RunnableLambda(lambda documents: "|".join(each.page_content.strip() for each in documents))
+        chain = retriever | trimmed | (lambda prompt: f"{prompt} #7") | Model() | (lambda answer: "#99") | Model()
+        chain.invoke("?", watched(handler))
+        assert orderer.settled == [usage(7)]
+
+    def test_none_if_several_might_be_it(self, orderer: Recorder, handler: FeedbackHandler) -> None:
+        chain = rag(orderer, Model(), shouted) | (lambda answer: f"{answer} #8") | Model()
+        chain.invoke("ab: #7", watched(handler))
+        assert orderer.settled == [NO_NUMBERS]
+
+    def test_none_if_one_call_might_be_that_of_two(self, orderer: Recorder, handler: FeedbackHandler) -> None:
+        retriever = CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
+        both = RunnableParallel(one=retriever, two=retriever) | (lambda found: f"{shouted(found['one'])} #7")
+        (both | Model()).invoke("ab: ?", watched(handler))
+        assert orderer.settled == [NO_NUMBERS] * 2
+
+    def test_none_if_one_of_several_is_the_only_one_of_another(
+        self, orderer: Recorder, handler: FeedbackHandler
+    ) -> None:
+        """Nobody's documents can be recognised. The second was retrieved while the first one's call was under way."""
+        retriever = CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
+        slow = Slow(started=threading.Event())
+
+        def late(prompt: str, config: RunnableConfig) -> None:
+            assert slow.started.wait(10)
+            Model().invoke(f"{shouted(retriever.invoke('cd: ?', config))} #2", config)
+            slow.free.set()
+
+        calls = RunnableParallel(one=RunnableLambda(lambda prompt: f"{prompt} #1") | slow, two=late)
+        (retriever | shouted | calls).invoke("ab: ?", watched(handler))
+        assert orderer.settled == [NO_NUMBERS, usage(2)]
+
+    def test_an_agent_retrieves_and_asks_again_and_again(self, orderer: Recorder, handler: FeedbackHandler) -> None:
+        """Each prompt has all that was retrieved before; a tool retrieves."""
+        retriever = CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
+
+        @tool
+        def search(question: str) -> str:
+            """Search."""
+            return plain(retriever.invoke(question))
+
+        def agent(_: str, config: RunnableConfig) -> None:
+            history, model = "", Model()
+            for number, question in enumerate(["ab: ?", "cd: ?", "ba: ?"]):
+                history += "\n" + search.invoke({"question": question}, config)
+                model.invoke(f"{history} #{number}", config)
+
+        RunnableLambda(agent).invoke("go", watched(handler))
+        assert orderer.settled == [usage(0), usage(1), usage(2)]
+
+    def test_a_model_outside_of_any_run_is_nobodys(self, orderer: Recorder, handler: FeedbackHandler) -> None:
+        retriever = CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
+        found = retriever.invoke("ab: ?", watched(handler))
+        Model().invoke(f"{plain(found)} #7", watched(handler))
+        assert orderer.settled == [NO_NUMBERS]
+
+
+class Slow(Model):
+    """Fails when it is told to go on."""
+
+    free: Any = None
+
+    def model_post_init(self, context: Any) -> None:
+        super().model_post_init(context)
+        self.free = threading.Event()
+
+    def _generate(self, messages: list[BaseMessage], *_: Any, **__: Any) -> ChatResult:
+        self.started.set()
+        assert self.free.wait(10)
+        return super()._generate(messages)
+
+
+# ---------------------------------------------------------------- what goes wrong
+
+
+class BoomError(Exception):
+    pass
+
+
+def fails(_: Any) -> Any:
+    raise BoomError
+
+
+class Unreadable:
+    def __getattr__(self, name: str) -> Any:
+        raise BoomError
+
+
+class TestErrors:
+    """Whatever goes wrong, the ordering is settled as is right, and nothing stays in the handler: its fixture looks."""
+
+    async def test_of_the_retriever_leave_nothing_to_settle(self, orderer: Recorder, handler: FeedbackHandler) -> None:
+        chain = rag(orderer, Model())
+        with pytest.raises(KeyError):
+            chain.invoke("x: #7", watched(handler))
+        with pytest.raises(KeyError):
+            await chain.ainvoke("x: #7", watched(handler))
+        assert orderer.requests == []
+
+    async def test_of_the_model_discard(self, orderer: Recorder, handler: FeedbackHandler) -> None:
+        chain = rag(orderer, Model(errors=[BoomError() for _ in range(4)]))
+        with pytest.raises(BoomError):
+            chain.invoke("ab: #7", watched(handler))
+        with pytest.raises(BoomError):
+            await chain.ainvoke("ab: #7", watched(handler))
+        with pytest.raises(BoomError):
+            list(chain.stream("ab: #7", watched(handler)))
+        with pytest.raises(BoomError):
+            [piece async for piece in chain.astream("ab: #7", watched(handler))]
+        assert orderer.settled == [DISCARDED] * 4
+
+    async def test_between_retrieval_and_model_discard(self, orderer: Recorder, handler: FeedbackHandler) -> None:
+        retriever = CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
+        chain = retriever | fails | Model()
+        with pytest.raises(BoomError):
+            chain.invoke("ab: #7", watched(handler))
+        with pytest.raises(BoomError):
+            await chain.ainvoke("ab: #7", watched(handler))
+        assert chain.batch(["ab: #7", "x: #7"], watched(handler), return_exceptions=True)
+        assert orderer.settled == [DISCARDED] * 3
+
+    @pytest.mark.parametrize("show", [plain, shouted])
+    def test_behind_the_model_change_nothing(
+        self, orderer: Recorder, handler: FeedbackHandler, show: Callable[[list[Document]], str]
+    ) -> None:
+        with pytest.raises(BoomError):
+            (rag(orderer, Model(), show) | fails).invoke("ab: #7", watched(handler))
+        assert orderer.settled == [usage(7)]
+
+    @pytest.mark.parametrize("show", [plain, shouted])
+    async def test_of_a_model_with_a_fallback_leave_it_to_the_fallback(
+        self, orderer: Recorder, handler: FeedbackHandler, show: Callable[[list[Document]], str]
+    ) -> None:
+        chain = rag(orderer, Model(errors=[BoomError(), BoomError()]).with_fallbacks([Model()]), show)
+        chain.invoke("ab: #7", watched(handler))
+        await chain.ainvoke("ba: #8", watched(handler))
+        assert orderer.settled == [usage(7), usage(8)]
+
+    def test_of_a_model_whose_fallback_knows_no_documents_discard(
+        self, orderer: Recorder, handler: FeedbackHandler
+    ) -> None:
+        apology = RunnableLambda(lambda _: "Say that you are sorry. #99") | Model()
+        rag(orderer, Model(errors=[BoomError()]).with_fallbacks([apology])).invoke("ab: #7", watched(handler))
+        assert orderer.settled == [DISCARDED]
+
+    def test_of_a_model_that_tries_again_leave_it_to_the_last_attempt(
+        self, orderer: Recorder, handler: FeedbackHandler
+    ) -> None:
+        retries = Model(errors=[BoomError(), BoomError(), None]).with_retry(
+            retry_if_exception_type=(BoomError,), wait_exponential_jitter=False
+        )
+        rag(orderer, retries).invoke("ab: #7", watched(handler))
+        assert orderer.settled == [usage(7)]
+
+    def test_of_a_chain_with_a_fallback_discard_the_first_attempt(
+        self, orderer: Recorder, handler: FeedbackHandler
+    ) -> None:
+        """The fallback retrieves the same documents once more: its model's numbers are those of its own ordering."""
+        chain = rag(orderer, Model(errors=[BoomError()])).with_fallbacks([rag(orderer, Model())])
+        chain.invoke("ab: #7", watched(handler))
+        assert orderer.settled == [DISCARDED, usage(7)]
+
+    def test_that_the_application_catches_discard(self, orderer: Recorder, handler: FeedbackHandler) -> None:
+        chain = rag(orderer, Model(errors=[BoomError()]))
+
+        def work(question: str, config: RunnableConfig) -> str:
+            with pytest.raises(BoomError):
+                chain.invoke(question, config)
+            return "none"
+
+        (RunnableLambda(work) | (lambda _: "What else? #99") | Model()).invoke("ab: #7", watched(handler))
+        assert orderer.settled == [DISCARDED]
+
+    def test_that_the_application_catches_around_the_model_alone_discard(
+        self, orderer: Recorder, handler: FeedbackHandler
+    ) -> None:
+        retriever = CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
+
+        def work(question: str, config: RunnableConfig) -> str:
+            prompt = plain(retriever.invoke(question, config))
+            with pytest.raises(BoomError):
+                Model(errors=[BoomError()]).invoke(prompt, config)
+            return "none"
+
+        RunnableLambda(work).invoke("ab: #7", watched(handler))
+        assert orderer.settled == [DISCARDED]
+
+    def test_of_a_first_attempt_leave_the_numbers_to_the_second_with_what_it_retrieved(
+        self, orderer: Recorder, handler: FeedbackHandler
+    ) -> None:
+        retriever = CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
+        model = Model(errors=[BoomError()])
+
+        def work(question: str, config: RunnableConfig) -> None:
+            with pytest.raises(BoomError):
+                model.invoke(f"{plain(retriever.invoke(question, config))} #7", config)
+            model.invoke(f"{plain(retriever.invoke(question, config))} #7", config)
+
+        RunnableLambda(work).invoke("ab: ?", watched(handler))
+        assert orderer.settled == [DISCARDED, usage(7)]
+
+    def test_of_the_tool_that_retrieves_discard(self, orderer: Recorder, handler: FeedbackHandler) -> None:
+        retriever = CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
+
+        @tool
+        def search(question: str) -> str:
+            """Search."""
+            retriever.invoke(question)
+            raise BoomError
+
+        def agent(_: str, config: RunnableConfig) -> str:
+            with pytest.raises(BoomError):
+                search.invoke({"question": "ab: ?"}, config)
+            assert orderer.settled == [DISCARDED]
+            return "none"
+
+        RunnableLambda(agent).invoke("go", watched(handler))
+
+    def test_of_a_handlers_own_are_not_the_chains(
+        self, orderer: Recorder, caplog: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def broken(*_: Any, **__: Any) -> None:
+            raise ValueError("Secret number a")
+
+        chain = rag(orderer, Model())
+        for name in ("begin", "call", "answered", "expect"):
+            with monkeypatch.context() as patch, caplog.at_level(logging.DEBUG):
+                patch.setattr(f"ragorder.adapters.langchain.runs.Runs.{name}", broken)
+                assert chain.invoke("ab: #7", watched(FeedbackHandler())) == "so it is"
+        assert [record.levelname for record in caplog.records] == ["WARNING"] * 4
+        assert "ValueError" in caplog.text and "Secret" not in caplog.text
+        # An ordering that could not be handed over counts as served; one that was is settled at the end of its run.
+        assert orderer.settled == [NO_NUMBERS] * 4
+
+    def test_in_what_was_reported_are_not_the_chains(self, orderer: Recorder, handler: FeedbackHandler) -> None:
+        result = ChatResult(generations=[chat(AIMessage("a"))], llm_output={"token_usage": Unreadable()})
+        chain = rag(orderer, Told(result=result))
+        chain.invoke("ab: #7", watched(handler))
+        with pytest.raises(BoomError):
+            (chain | fails).invoke("ab: #7", watched(handler))
+        assert orderer.settled == [NO_NUMBERS] * 2
+
+
+async def settling(orderer: Recorder) -> None:
+    """Asynchronous generators within one that was closed are closed by the event loop, in its own time."""
+    for _ in range(200):
+        gc.collect()
+        if None not in orderer.settled:
+            break
+        await asyncio.sleep(0.01)
+
+
+class TestStreams:
+    async def test_that_break_after_the_first_token_count_without_numbers(
+        self, orderer: Recorder, handler: FeedbackHandler
+    ) -> None:
+        chain = rag(orderer, Model(breaks_after=2))
+        with pytest.raises(ConnectionError):
+            list(chain.stream("ab: #7", watched(handler)))
+        with pytest.raises(ConnectionError):
+            [piece async for piece in chain.astream("ab: #7", watched(handler))]
+        assert orderer.settled == [NO_NUMBERS] * 2
+
+    @pytest.mark.parametrize("breaks_after", [0, 1])
+    async def test_that_break_before_the_first_token_discard(
+        self, orderer: Recorder, handler: FeedbackHandler, breaks_after: int
+    ) -> None:
+        """That a message begins, in a role, says nothing: some servers tell before they have computed anything."""
+        chain = rag(orderer, Model(breaks_after=breaks_after))
+        with pytest.raises(ConnectionError):
+            list(chain.stream("ab: #7", watched(handler)))
+        with pytest.raises(ConnectionError):
+            [piece async for piece in chain.astream("ab: #7", watched(handler))]
+        assert orderer.settled == [DISCARDED] * 2
+
+    async def test_closed_early_count_without_numbers(self, orderer: Recorder, handler: FeedbackHandler) -> None:
+        chain = rag(orderer, Model())
+        stream = chain.stream("ab: #7", watched(handler))
+        assert [next(stream), next(stream)] == ["", "so "]
+        stream.close()
+        pieces = chain.astream("ab: #7", watched(handler))
+        assert [await anext(pieces), await anext(pieces)] == ["", "so "]
+        await pieces.aclose()
+        await settling(orderer)
+        assert orderer.settled == [NO_NUMBERS] * 2
+
+    async def test_dropped_early_do_not_stay_in_the_handler(self, orderer: Recorder, handler: FeedbackHandler) -> None:
+        chain = rag(orderer, Model())
+        stream = chain.stream("ab: #7", watched(handler))
+        assert [next(stream), next(stream)] == ["", "so "]
+        del stream
+        async for piece in chain.astream("ab: #7", watched(handler)):
+            if piece:
+                break
+        await settling(orderer)
+        assert orderer.settled == [NO_NUMBERS] * 2
+
+    async def test_broken_with_a_fallback_count_without_numbers(
+        self, orderer: Recorder, handler: FeedbackHandler
+    ) -> None:
+        """The first model has computed the prompt; its answer is lost, and the run with it."""
+        chain = rag(orderer, Model(breaks_after=3).with_fallbacks([Model()]))
+        with pytest.raises(ConnectionError):
+            list(chain.stream("ab: #7", watched(handler)))
+        assert orderer.settled == [NO_NUMBERS]
+
+    async def test_d8_without_usage_degrade_the_orderer_and_say_what_to_set(
+        self, orderer: Recorder, handler: FeedbackHandler
+    ) -> None:
+        chain = rag(orderer, Model(reports=False))
+        list(chain.stream("ab: #7", config=watched(handler)))
+        assert [piece async for piece in chain.astream("ba: #7", config=watched(handler))]
+        assert orderer.settled == [NO_NUMBERS, NO_NUMBERS]
+        assert len(orderer.degraded) == 1
+        assert "streamed without usage" in orderer.degraded[0] and "stream_usage=True" in orderer.degraded[0]
+
+    def test_d8_with_usage_or_broken_or_no_streams_at_all_degrade_nothing(
+        self, orderer: Recorder, handler: FeedbackHandler
+    ) -> None:
+        list(rag(orderer, Model()).stream("ab: #7", config=watched(handler)))
+        rag(orderer, Model(reports=False)).invoke("ab: #7", config=watched(handler))
+        with pytest.raises(ConnectionError):
+            list(rag(orderer, Model(reports=False, breaks_after=2)).stream("ab: #7", config=watched(handler)))
+        closed = rag(orderer, Model(reports=False)).stream("ab: #7", config=watched(handler))
+        next(closed)
+        closed.close()
+        assert orderer.settled == [usage(7), NO_NUMBERS, NO_NUMBERS, NO_NUMBERS]
+        assert orderer.degraded == []
+
+    def test_h1_dropped_in_a_cycle_wait_for_no_lock(self, orderer: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The collector may close a stream in the middle of an event, in the very thread that is at that event."""
+        handler = FeedbackHandler()
+        chain = rag(orderer, Model())
+        claims = _langchain_runs._claims
+
+        class Holder:
+            """Knows itself, and so is left to the collector."""
+
+            def __init__(self, stream: Any) -> None:
+                self.stream, self.own = stream, self
+
+        def collect(*arguments: Any) -> Any:
+            gc.collect()
+            return claims(*arguments)
+
+        def ask() -> None:
+            stream = chain.stream("ab: #1", config=watched(handler))
+            next(stream)
+            Holder(stream)
+            del stream
+            monkeypatch.setattr(_langchain_runs, "_claims", collect)
+            chain.invoke("cd: #2", config=watched(handler))
+            list(chain.stream("ef: #3", config=watched(handler)))
+
+        gc.disable()
+        try:
+            thread = threading.Thread(target=ask, daemon=True)
+            thread.start()
+            thread.join(20)
+            assert not thread.is_alive(), "an event of a finaliser waits for the event that it interrupted"
+        finally:
+            gc.enable()
+        assert orderer.settled == [NO_NUMBERS, usage(2), usage(3)]
+        assert (handler.waiting_orderings, handler.open_runs) == (0, 0)
+
+    @pytest.mark.skipif(not hasattr(BaseChatModel, "stream_events"), reason="this version has no stream_events")
+    def test_by_protocol_events_are_understood(self, orderer: Recorder, handler: FeedbackHandler) -> None:
+        def asks(model: Model) -> Runnable[str, Any]:
+            def work(prompt: str, config: RunnableConfig) -> Any:
+                stream = model.stream_events(f"{prompt} #7", config, version="v3")
+                return stream.output
+
+            retriever = CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
+            return retriever | plain | work
+
+        asks(Model()).invoke("ab: ?", watched(handler))
+        for breaks_after in (2, 1):
+            with pytest.raises(ConnectionError):
+                asks(Model(breaks_after=breaks_after)).invoke("ab: ?", watched(handler))
+        assert orderer.settled == [usage(7), NO_NUMBERS, DISCARDED]
+
+
+class TestCancellation:
+    async def cancel(self, work: Any, started: asyncio.Event) -> None:
+        task = asyncio.create_task(work)
+        async with asyncio.timeout(10):
+            await started.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await asyncio.sleep(0)
+
+    async def test_while_the_model_answers_discards(self, orderer: Recorder, handler: FeedbackHandler) -> None:
+        started = asyncio.Event()
+        await self.cancel(rag(orderer, Model(started=started, delay_s=10)).ainvoke("ab: #7", watched(handler)), started)
+        assert orderer.settled == [DISCARDED]
+
+    async def test_of_a_stream_before_its_first_token_discards(
+        self, orderer: Recorder, handler: FeedbackHandler
+    ) -> None:
+        async def work() -> None:
+            async for _ in rag(orderer, Model(started=started, delay_s=10)).astream("ab: #7", watched(handler)):
+                pass
+
+        started = asyncio.Event()
+        await self.cancel(work(), started)
+        assert orderer.settled == [DISCARDED]
+
+    async def test_of_a_stream_after_its_first_token_counts(self, orderer: Recorder, handler: FeedbackHandler) -> None:
+        async def work() -> None:
+            async for piece in rag(orderer, Model()).astream("ab: #7", watched(handler)):
+                if piece:
+                    started.set()
+                    await asyncio.sleep(10)
+
+        started = asyncio.Event()
+        await self.cancel(work(), started)
+        await settling(orderer)
+        assert orderer.settled == [NO_NUMBERS]
+
+    @pytest.mark.parametrize("alone", [True, False])
+    async def test_of_the_retrieval_leaves_nothing(
+        self, orderer: Recorder, handler: FeedbackHandler, alone: bool
+    ) -> None:
+        """LangChain tells nobody of a retriever that is cancelled."""
+        started = asyncio.Event()
+
+        async def slow(question: str) -> list[Document]:
+            started.set()
+            await asyncio.sleep(10)
+            return []
+
+        retriever = CacheOrderedRetriever(retriever=RunnableLambda(slow), orderer=orderer)
+        await self.cancel((retriever if alone else retriever | plain).ainvoke("ab: ?", watched(handler)), started)
+        assert handler.open_runs == 0
+
+    async def test_of_a_model_that_is_asked_alone_leaves_nothing(self, handler: FeedbackHandler) -> None:
+        """Nor does it tell of that."""
+        started = asyncio.Event()
+        await self.cancel(Model(started=started, delay_s=10).ainvoke("#7", watched(handler)), started)
+        assert handler.open_runs == 0
+
+    async def test_of_many_leaves_nothing(self, orderer: Recorder, handler: FeedbackHandler) -> None:
+        chain = rag(orderer, Model(delay_s=0.01))
+        tasks = [asyncio.create_task(chain.ainvoke(f"abc: #{number}", watched(handler))) for number in range(40)]
+        for number, task in enumerate(tasks):
+            await asyncio.sleep(0.001 * (number % 3))
+            if number % 2:
+                task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.sleep(0)
+        assert None not in orderer.settled
+        assert {usage(number) for number in range(0, 40, 2)} <= set(orderer.settled)
+
+
+class TestBounds:
+    def test_runs_that_never_end_are_given_up(self, orderer: Recorder) -> None:
+        """A retriever of somebody else's that was cancelled: nobody tells of its end."""
+        handler = FeedbackHandler(max_runs=10)
+        retriever = CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
+        streams = []
+        for _ in range(20):
+            chain = RunnablePassthrough.assign(documents=lambda given: retriever.invoke(given["question"]))
+            stream = (chain | RunnableLambda(lambda given: given)).stream({"question": "ab: ?"}, watched(handler))
+            next(stream)
+            streams.append(stream)
+            assert handler.open_runs <= 10
+        assert orderer.settled.count(None) == handler.waiting_orderings <= 10
+        assert set(orderer.settled) <= {NO_NUMBERS, None}
+        for stream in streams:
+            stream.close()
+        assert (handler.waiting_orderings, handler.open_runs) == (0, 0)
+
+    def test_a_run_without_end_keeps_so_many_orderings(self, orderer: Recorder, handler: FeedbackHandler) -> None:
+        retriever = CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
+        most = []
+
+        def work(_: str, config: RunnableConfig) -> None:
+            for _ in range(300):
+                retriever.invoke("ab: ?", config)
+                most.append(handler.waiting_orderings)
+
+        RunnableLambda(work).invoke("go", watched(handler))
+        assert max(most) == 256
+        assert orderer.settled == [NO_NUMBERS] * 300
+
+    def test_a_long_run_forgets_what_has_ended(self, orderer: Recorder, handler: FeedbackHandler) -> None:
+        chain = rag(orderer, Model())
+        most = []
+
+        def work(_: str, config: RunnableConfig) -> None:
+            for number in range(50):
+                chain.invoke(f"ab: #{number}", config)
+                most.append((handler.open_runs, handler.waiting_orderings))
+
+        RunnableLambda(work).invoke("go", watched(handler))
+        assert set(most) == {(1, 0)}
+
+
+# ---------------------------------------------------------------- LangGraph
+
+
+class State(TypedDict, total=False):
+    question: str
+    documents: list[Document]
+    answers: Annotated[list[str], operator.add]
+
+
+@pytest.mark.skipif(StateGraph is None, reason="needs langgraph")
+class TestLangGraph:
+    def graph(self, orderer: Recorder, model: Model, **edges: Any) -> Any:
+        """Retrieves in one node, asks in another; the nodes know of no callbacks."""
+        retriever = CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
+        graph = StateGraph(State)
+        graph.add_node("retrieve", lambda state: {"documents": retriever.invoke(state["question"])})
+        graph.add_node("ask", lambda state: self.ask(model, state))
+        graph.add_edge(START, "retrieve")
+        graph.add_edge("retrieve", "ask")
+        graph.add_edge("ask", END)
+        return graph.compile()
+
+    @staticmethod
+    def ask(model: Model, state: Any) -> dict[str, Any]:
+        prompt = PROMPT.invoke({"context": plain(state["documents"]), "question": state["question"]})
+        return {"answers": [model.invoke(prompt).text]}
+
+    async def test_hands_on_from_node_to_node(self, orderer: Recorder, handler: FeedbackHandler) -> None:
+        graph = self.graph(orderer, Model())
+        graph.invoke({"question": "ab: #1"}, watched(handler))
+        assert list(graph.stream({"question": "ab: #2"}, watched(handler), stream_mode="updates"))
+        assert list(graph.stream({"question": "ab: #3"}, watched(handler), stream_mode="messages"))
+        assert [update async for update in graph.astream({"question": "ab: #4"}, watched(handler))]
+        graph.batch([{"question": "ab: #5"}], watched(handler))
+        assert orderer.settled == [usage(number) for number in (1, 2, 3, 4, 5)]
+
+    async def test_hands_on_between_coroutines(self, orderer: Recorder, handler: FeedbackHandler) -> None:
+        retriever = CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
+        model = Model(delay_s=0.01)
+
+        async def search(state: State) -> State:
+            return {"documents": await retriever.ainvoke(state["question"])}
+
+        async def ask(state: State) -> State:
+            prompt = PROMPT.invoke({"context": plain(state["documents"]), "question": state["question"]})
+            return {"answers": [(await model.ainvoke(prompt)).text]}
+
+        graph = StateGraph(State)
+        graph.add_node("retrieve", search)
+        graph.add_node("ask", ask)
+        graph.add_edge(START, "retrieve")
+        graph.add_edge("retrieve", "ask")
+        compiled = graph.compile()
+        await asyncio.gather(
+            *(compiled.ainvoke({"question": f"abc: #{number}"}, watched(handler)) for number in range(10))
+        )
+        assert sorted(orderer.settled, key=str) == sorted(map(usage, range(10)), key=str)
+
+    def fan_out(self, orderer: Recorder, questions: list[str], model: Model) -> Any:
+        graph = StateGraph(State)
+        inner = self.graph(orderer, model)
+        graph.add_node("work", lambda state: {"answers": inner.invoke(state)["answers"]})
+        graph.add_conditional_edges(START, lambda _: [Send("work", {"question": question}) for question in questions])
+        graph.add_edge("work", END)
+        return graph.compile()
+
+    async def test_keeps_nodes_apart_that_run_side_by_side(self, orderer: Recorder, handler: FeedbackHandler) -> None:
+        """Six at a time retrieve the same documents, in the same order, in one outermost run."""
+        six = [f"{''.join(order)}: #{number}" for number, order in enumerate(permutations("abc"))]
+        graph = self.fan_out(orderer, six, Model(delay_s=0.01))
+        graph.invoke({}, watched(handler))
+        await graph.ainvoke({}, watched(handler))
+        assert sorted(by_ranking(orderer)) == sorted([(question[:3], usage(int(question[-1]))) for question in six] * 2)
+
+    def test_keeps_questions_apart_that_part_after_retrieval(self, orderer: Recorder, handler: FeedbackHandler) -> None:
+        """Nodes that retrieve, then nodes that ask: of the same documents, each ordering gets one call's numbers."""
+        retriever, model = CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer), Model()
+
+        class Many(TypedDict, total=False):
+            question: str
+            found: Annotated[list[State], operator.add]
+            answers: Annotated[list[str], operator.add]
+
+        graph = StateGraph(Many)
+        graph.add_node(
+            "retrieve",
+            lambda state: {
+                "found": [{"question": state["question"], "documents": retriever.invoke(state["question"])}]
+            },
+        )
+        graph.add_node("gather", lambda state: {})
+        graph.add_node("ask", lambda state: self.ask(model, state))
+        questions = ["abc: #0", "abc: #1", "def: #2", "abcd: #3"]
+        graph.add_conditional_edges(START, lambda _: [Send("retrieve", {"question": each}) for each in questions])
+        graph.add_edge("retrieve", "gather")
+        graph.add_conditional_edges("gather", lambda state: [Send("ask", found) for found in state["found"]], ["ask"])
+        graph.compile().invoke({}, watched(handler))
+        assert set(by_ranking(orderer)) == {("abc", usage(0)), ("abc", usage(1)), ("def", usage(2)), ("abcd", usage(3))}
+
+    async def test_discards_what_a_failing_node_retrieved(self, orderer: Recorder, handler: FeedbackHandler) -> None:
+        graph = self.graph(orderer, Model(errors=[BoomError(), BoomError(), BoomError()]))
+        with pytest.raises(BoomError):
+            graph.invoke({"question": "ab: #7"}, watched(handler))
+        with pytest.raises(BoomError):
+            await graph.ainvoke({"question": "ab: #7"}, watched(handler))
+        with pytest.raises(BoomError):
+            list(graph.stream({"question": "ab: #7"}, watched(handler)))
+        assert orderer.settled == [DISCARDED] * 3
+
+    def test_settles_a_stream_that_is_closed_early(self, orderer: Recorder, handler: FeedbackHandler) -> None:
+        stream = self.graph(orderer, Model()).stream({"question": "ab: #7"}, watched(handler), stream_mode="updates")
+        assert "retrieve" in next(stream)
+        stream.close()
+        assert orderer.settled == [DISCARDED]
+
+    def test_takes_the_numbers_of_the_attempt_that_succeeded(self, orderer: Recorder, handler: FeedbackHandler) -> None:
+        from langgraph.types import RetryPolicy
+
+        retriever = CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
+        model = Model(errors=[BoomError()])
+        graph = StateGraph(State)
+
+        def both(state: State) -> dict[str, Any]:
+            return self.ask(model, state | {"documents": retriever.invoke(state["question"])})
+
+        policy = RetryPolicy(initial_interval=0.001, retry_on=BoomError)
+        graph.add_node("both", both, retry_policy=policy)
+        graph.add_edge(START, "both")
+        graph.compile().invoke({"question": "ab: #7"}, watched(handler))
+        assert orderer.settled == [DISCARDED, usage(7)]
+
+    def test_does_not_take_a_way_out_of_a_subgraph_for_an_error(
+        self, orderer: Recorder, handler: FeedbackHandler
+    ) -> None:
+        """A subgraph retrieves and leaves for a node of its parent's, which LangGraph does by raising."""
+        retriever, model = CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer), Model()
+
+        def search(state: State) -> Command[str]:
+            found = {"documents": retriever.invoke(state["question"])}
+            return Command(graph=Command.PARENT, goto="ask", update=found)
+
+        inner = StateGraph(State)
+        inner.add_node("retrieve", search)
+        inner.add_edge(START, "retrieve")
+        graph = StateGraph(State)
+        graph.add_node("inner", inner.compile(), destinations=("ask",))
+        graph.add_node("ask", lambda state: self.ask(model, state))
+        graph.add_edge(START, "inner")
+        graph.compile().invoke({"question": "ab: #7"}, watched(handler))
+        assert orderer.settled == [usage(7)]
+
+
+# ---------------------------------------------------------------- beside it
+
+
+class Others(AsyncCallbackHandler):
+    """Somebody else's handler."""
+
+    def __init__(self) -> None:
+        self.heard: list[str] = []
+
+    async def on_chat_model_start(self, *_: Any, **__: Any) -> None:
+        self.heard.append("start")
+
+    async def on_llm_end(self, *_: Any, **__: Any) -> None:
+        self.heard.append("end")
+
+
+class TestOtherHandlers:
+    async def test_hear_what_they_heard_before(self, orderer: Recorder, handler: FeedbackHandler) -> None:
+        others = Others()
+        config: RunnableConfig = {"callbacks": [others, handler]}
+        chain = rag(orderer, Model())
+        chain.invoke("ab: #7", config)
+        await chain.ainvoke("ab: #7", config)
+        assert others.heard == ["start", "end"] * 2
+
+    def test_of_our_kind_one_is_enough(self, orderer: Recorder, handler: FeedbackHandler) -> None:
+        """One bound to the chain and another one given with the call: one of them settles, both forget."""
+        other = FeedbackHandler()
+        rag(orderer, Model()).with_config(callbacks=[other]).invoke("ab: #7", watched(handler))
+        assert orderer.settled == [usage(7)]
+        assert (other.open_runs, other.waiting_orderings) == (0, 0)
+
+
+class TestImport:
+    def test_names_what_to_install(self, python: Any) -> None:
+        code = "try: import ragorder.adapters.langchain\nexcept ImportError as error: print(error)"
+        done = python("-c", code, path=(ROOT,), blocked=("langchain_core",))
+        assert "pip install 'ragorder[langchain]'" in done.stdout
+
+    def test_of_ragorder_alone_does_without(self, python: Any) -> None:
+        code = "import ragorder, sys; print(any(name.startswith('langchain') for name in sys.modules))"
+        assert python("-c", code, path=(ROOT,)).stdout == "False\n"
+
+
+# ---------------------------------------------------------------- a real server
+
+
+@pytest.mark.vllm
+class TestWithVLLM:
+    def chain(self, server: Any, orderer: Recorder, salt: str) -> Runnable[str, Any]:
+        openai = pytest.importorskip("langchain_openai")
+        model = openai.ChatOpenAI(
+            base_url=f"{server.base_url}/v1",
+            api_key="none",
+            model=server.model_name,
+            max_completion_tokens=4,
+            temperature=0,
+            stream_usage=True,
+            extra_body={"cache_salt": salt},
+        )
+        return rag(orderer, model)
+
+    async def test_the_servers_own_count_arrives_plain_and_streamed(
+        self, vllm_server: Any, handler: FeedbackHandler
+    ) -> None:
+        orderer = Recorder(block_size=vllm_server.block_size, capacity_tokens=vllm_server.capacity_tokens, strict=True)
+        chain = self.chain(vllm_server, orderer, uuid4().hex)
+        chain.invoke("abcdefgh: #1", watched(handler))
+        chain.invoke("hgfedcba: #2", watched(handler))
+        assert "".join(chain.stream("badcfehg: #3", watched(handler))) is not None
+        async for _ in chain.astream("aebfcgdh: #4", watched(handler)):
+            pass
+        first, *later = orderer.settled
+        assert first is not None and first.cached_tokens in (0, None) and first.prompt_tokens
+        for settled in later:
+            assert settled is not None and settled.served
+            # The documents come in one order, so that all but the question is in the cache.
+            assert settled.cached_tokens is not None and settled.cached_tokens % vllm_server.block_size == 0
+            assert settled.prompt_tokens - 2 * vllm_server.block_size < settled.cached_tokens < settled.prompt_tokens
+            assert settled.total_tokens == settled.prompt_tokens + 4
+
+    def test_a_refused_request_is_discarded(self, vllm_server: Any, handler: FeedbackHandler) -> None:
+        openai = pytest.importorskip("openai")
+        orderer = Recorder(strict=True)
+        with pytest.raises(openai.BadRequestError):
+            self.chain(vllm_server, orderer, "not/a/salt").invoke("ab: #1", watched(handler))
+        assert orderer.settled == [DISCARDED]
+
+    def test_the_example_shows_what_it_saves(self, vllm_server: Any, python: Any) -> None:
+        done = python(ROOT / "examples" / "langchain_rag.py", f"{vllm_server.base_url}/v1", path=(ROOT,))
+        assert done.returncode == 0, done.stderr
+        totals = dict(re.findall(r"^(retrieval order|ordered): (\d+) of \d+ prompt tokens", done.stdout, re.M))
+        assert int(totals["ordered"]) > int(totals["retrieval order"])

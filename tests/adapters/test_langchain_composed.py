@@ -1,0 +1,345 @@
+"""The LangChain adapter in LangChain's own compositions: compressors, retrievers of retrievers, ready-made chains."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import importlib
+import pickle
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+from uuid import uuid4
+
+import pytest
+
+pytest.importorskip("langchain_core")
+
+from langchain_core.callbacks import AsyncCallbackManagerForRetrieverRun, CallbackManagerForRetrieverRun
+from langchain_core.documents import BaseDocumentCompressor, BaseDocumentTransformer, Document
+from langchain_core.language_models import FakeListChatModel
+from langchain_core.output_parsers import StrOutputParser
+from langchain_core.prompts import ChatPromptTemplate
+from langchain_core.retrievers import BaseRetriever
+from langchain_core.runnables import Runnable, RunnableBranch, RunnableLambda, RunnablePassthrough
+from pydantic import Field
+
+from ragorder import Orderer
+from ragorder.adapters.langchain import CacheOrderedRetriever, CacheReorder, FeedbackHandler
+
+DOCUMENTS = [Document(f"Secret number {name} is kept in drawer {name}.", id=name) for name in "abcdef"]
+
+
+def names(documents: Sequence[Any]) -> str:
+    return "".join(document.id for document in documents)
+
+
+class Recorder:
+    """A real orderer, what adapters ask of it, and what they say of it."""
+
+    def __init__(self) -> None:
+        self.orderer = Orderer(block_size=4, strict=True)
+        self.settings = self.orderer.settings
+        self.requests: list[str] = []
+        self.settled: list[Any] = []
+        self.degraded: list[str] = []
+
+    def order(self, documents: Sequence[Any], **options: Any) -> Any:
+        self.requests.append(names(documents))
+        ordering = self.orderer.order(documents, **options)
+        ordering.add_done_callback(self.settled.append)
+        return ordering
+
+    def fall_back(self, documents: Sequence[Any], error: Exception) -> Any:
+        raise error
+
+    def degrade(self, reason: str) -> None:
+        self.degraded.append(reason)
+
+
+@pytest.fixture
+def orderer() -> Recorder:
+    return Recorder()
+
+
+class Finder(BaseRetriever):
+    """Finds the documents whose names are in the question, in its order."""
+
+    def _get_relevant_documents(self, query: str, *, run_manager: CallbackManagerForRetrieverRun) -> list[Document]:
+        return [document for name in query for document in DOCUMENTS if document.id == name]
+
+
+class EachLetter(BaseRetriever):
+    """Asks another retriever several times for one question, as MultiQueryRetriever and MergerRetriever do."""
+
+    retriever: Any
+    tag: str | None = None
+
+    def _get_relevant_documents(self, query: str, *, run_manager: CallbackManagerForRetrieverRun) -> list[Document]:
+        config: Any = {"callbacks": run_manager.get_child(self.tag)}
+        return [found for part in query.split() for found in self.retriever.invoke(part, config=config)]
+
+    async def _aget_relevant_documents(
+        self, query: str, *, run_manager: AsyncCallbackManagerForRetrieverRun
+    ) -> list[Document]:
+        config: Any = {"callbacks": run_manager.get_child(self.tag)}
+        parts = [self.retriever.ainvoke(part, config=config) for part in query.split()]
+        return [found for part in await asyncio.gather(*parts) for found in part]
+
+
+# What LangChain calls these depends on its version: in `langchain` up to 0.3, in `langchain_classic` since.
+CLASSIC = next((name for name in ("langchain_classic", "langchain") if importlib.util.find_spec(name)), None)
+
+
+def classic(module: str) -> Any:
+    try:
+        return importlib.import_module(f"{CLASSIC}.{module}")
+    except ImportError:
+        pytest.skip("needs langchain-classic")
+
+
+class TestD10ACompressor:
+    def test_d10_is_what_pipelines_take(self, orderer: Recorder) -> None:
+        reorder = CacheReorder(orderer)
+        assert isinstance(reorder, BaseDocumentTransformer)
+        assert isinstance(reorder, BaseDocumentCompressor)
+        assert isinstance(reorder, Runnable)
+
+    async def test_d10_puts_documents_in_order_whatever_it_is_called(self, orderer: Recorder) -> None:
+        reorder = CacheReorder(orderer)
+        assert names(reorder.transform_documents(DOCUMENTS[:3])) == "abc"
+        shuffled = [DOCUMENTS[rank] for rank in (2, 0, 1)]
+        assert names(reorder.transform_documents(shuffled)) == "abc"
+        assert names(await reorder.atransform_documents(shuffled)) == "abc"
+        assert names(reorder.compress_documents(shuffled, "?")) == "abc"
+        assert names(await reorder.acompress_documents(shuffled, "?")) == "abc"
+        assert names(reorder.invoke(shuffled)) == "abc"
+
+    def test_d10_keeps_the_best_of_more_than_it_may(self, orderer: Recorder) -> None:
+        reorder = CacheReorder(orderer, k=2)
+        assert names(reorder.invoke(DOCUMENTS)) == names(reorder.compress_documents(DOCUMENTS, "?")) == "ab"
+
+    async def test_d10_belongs_to_the_run_that_calls_it(self, orderer: Recorder) -> None:
+        """So that feedback finds the orderings of compressors."""
+
+        class Compressing(BaseRetriever):
+            compressor: Any
+
+            def _get_relevant_documents(self, query: str, *, run_manager: Any) -> list[Document]:
+                return self.compressor.compress_documents(DOCUMENTS[:2], query, callbacks=run_manager.get_child())
+
+            async def _aget_relevant_documents(self, query: str, *, run_manager: Any) -> list[Document]:
+                return await self.compressor.acompress_documents(
+                    DOCUMENTS[:2], query, callbacks=run_manager.get_child()
+                )
+
+        chain = answering(Compressing(compressor=CacheReorder(orderer)))
+        handler = FeedbackHandler()
+        chain.invoke("?", config={"callbacks": [handler]})
+        await chain.ainvoke("?", config={"callbacks": [handler]})
+        assert orderer.settled == [(True, 7, 12, 10)] * 2
+
+    async def test_d10_in_langchains_own_pipeline_and_compression_retriever(self, orderer: Recorder) -> None:
+        pipeline = classic("retrievers.document_compressors").DocumentCompressorPipeline(
+            transformers=[CacheReorder(orderer)]
+        )
+        for compressor in (pipeline, CacheReorder(orderer)):
+            retriever = classic("retrievers").ContextualCompressionRetriever(
+                base_compressor=compressor, base_retriever=Finder()
+            )
+            assert names(retriever.invoke("abc")) == "abc"
+            assert names(await retriever.ainvoke("cba")) == "abc"
+        assert len(orderer.requests) == 4
+        handler = FeedbackHandler()
+        answering(retriever).invoke("bac", config={"callbacks": [handler]})
+        assert orderer.settled[-1] == (True, 7, 12, 10)
+
+
+class Reporting(FakeListChatModel):
+    """A model that reports 10 tokens of prompt, 7 of them cached."""
+
+    responses: list[str] = Field(default_factory=lambda: ["so it is"])
+
+    def _generate(self, *args: Any, **kwargs: Any) -> Any:
+        result = super()._generate(*args, **kwargs)
+        result.generations[0].message.usage_metadata = {
+            "input_tokens": 10,
+            "output_tokens": 2,
+            "total_tokens": 12,
+            "input_token_details": {"cache_read": 7},
+        }
+        return result
+
+
+def answering(retriever: Any) -> Runnable[Any, Any]:
+    prompt = ChatPromptTemplate.from_messages([("human", "{context}\n\n{question}")])
+    join = RunnableLambda(lambda documents: "\n\n".join(document.page_content for document in documents))
+    inputs: Any = {"context": retriever | join, "question": RunnablePassthrough()}
+    return inputs | prompt | Reporting() | StrOutputParser()
+
+
+def each_letter(retriever: Any) -> BaseRetriever:
+    return EachLetter(retriever=retriever)
+
+
+def multi_query(retriever: Any) -> BaseRetriever:
+    lines = FakeListChatModel(responses=["ab\nbc\nca"])
+    found: BaseRetriever = classic("retrievers").MultiQueryRetriever.from_llm(retriever=retriever, llm=lines)
+    return found
+
+
+def ensemble(retriever: Any) -> BaseRetriever:
+    retrievers = [retriever, Finder(), retriever]
+    found: BaseRetriever = classic("retrievers").EnsembleRetriever(retrievers=retrievers, id_key=None)
+    return found
+
+
+def merger(retriever: Any) -> BaseRetriever:
+    found: BaseRetriever = classic("retrievers").MergerRetriever(retrievers=[retriever, Finder()])
+    return found
+
+
+OUTER = [each_letter, multi_query, ensemble, merger]
+
+
+class TestD10InsideAnotherRetriever:
+    @pytest.mark.parametrize("outer", OUTER)
+    async def test_d10_it_orders_nothing_and_says_so(
+        self, orderer: Recorder, outer: Callable[[Any], BaseRetriever]
+    ) -> None:
+        plain = outer(Finder())
+        retriever = outer(CacheOrderedRetriever(retriever=Finder(), orderer=orderer))
+        for question in ("ab bc ca", "fe"):
+            assert retriever.invoke(question) == plain.invoke(question)
+            assert await retriever.ainvoke(question) == await plain.ainvoke(question)
+        assert orderer.requests == []
+        assert len(set(orderer.degraded)) == 1 and "around the outer one" in orderer.degraded[0]
+
+    @pytest.mark.parametrize("outer", OUTER)
+    def test_d10_around_it_one_prompt_is_one_ordering_with_its_numbers(
+        self, orderer: Recorder, outer: Callable[[Any], BaseRetriever]
+    ) -> None:
+        retriever = CacheOrderedRetriever(retriever=outer(Finder()), orderer=orderer)
+        answering(retriever).invoke("ab bc ca", config={"callbacks": [FeedbackHandler()]})
+        assert len(orderer.requests) == 1
+        assert orderer.settled == [(True, 7, 12, 10)]
+        assert orderer.degraded == []
+
+    def test_d10_one_around_another_orders_once(self, orderer: Recorder) -> None:
+        inner = CacheOrderedRetriever(retriever=Finder(), orderer=orderer)
+        retriever = CacheOrderedRetriever(retriever=each_letter(inner), orderer=orderer)
+        assert sorted(names(retriever.invoke("ab cd"))) == list("abcd")
+        assert orderer.requests == ["abcd"]
+
+    def test_d10_the_number_of_documents_is_kept(self, orderer: Recorder) -> None:
+        inner = CacheOrderedRetriever(retriever=Finder(), orderer=orderer, k=1)
+        assert names(each_letter(inner).invoke("ab cd")) == "ac"
+
+    def test_d10_a_chain_or_tool_around_it_is_no_retriever(self, orderer: Recorder) -> None:
+        retriever = CacheOrderedRetriever(retriever=Finder(), orderer=orderer)
+        answering(RunnableLambda(retriever.invoke)).invoke("ab", config={"callbacks": [FeedbackHandler()]})
+        assert orderer.requests == ["ab"]
+        assert orderer.degraded == []
+
+
+def history_aware(retriever: Any) -> Runnable[Any, Any]:
+    """What `create_history_aware_retriever` makes."""
+    prompt = ChatPromptTemplate.from_messages([("placeholder", "{chat_history}"), ("human", "{input}")])
+    rewritten = prompt | FakeListChatModel(responses=["cb"]) | StrOutputParser() | retriever
+    return RunnableBranch(
+        (lambda inputs: not inputs.get("chat_history", False), (lambda inputs: inputs["input"]) | retriever),
+        rewritten,
+    ).with_config(run_name="chat_retriever_chain")
+
+
+def retrieval_chain(retriever: Any, combine: Any) -> Runnable[Any, Any]:
+    """What `create_retrieval_chain` makes."""
+    documents = (lambda inputs: inputs["input"]) | retriever if isinstance(retriever, BaseRetriever) else retriever
+    return RunnablePassthrough.assign(context=documents.with_config(run_name="retrieve_documents")).assign(
+        answer=combine
+    )
+
+
+def langchains_own() -> SimpleNamespace:
+    chains = classic("chains")
+
+    def aware(retriever: Any) -> Runnable[Any, Any]:
+        prompt = ChatPromptTemplate.from_messages([("placeholder", "{chat_history}"), ("human", "{input}")])
+        model = FakeListChatModel(responses=["cb"])
+        chain: Runnable[Any, Any] = chains.create_history_aware_retriever(model, retriever, prompt)
+        return chain
+
+    return SimpleNamespace(history_aware=aware, retrieval_chain=chains.create_retrieval_chain)
+
+
+def ours() -> SimpleNamespace:
+    return SimpleNamespace(history_aware=history_aware, retrieval_chain=retrieval_chain)
+
+
+class TestD10AHistoryAwareRetriever:
+    @pytest.mark.parametrize("langchain", [ours, langchains_own])
+    @pytest.mark.parametrize("wrap", ["retriever", "step"])
+    async def test_d10_in_a_retrieval_chain(self, orderer: Recorder, langchain: Any, wrap: str) -> None:
+        langchain = langchain()
+        aware = langchain.history_aware(Finder())
+        ordered: Any = aware | CacheReorder(orderer)
+        if wrap == "retriever":
+            ordered = CacheOrderedRetriever(retriever=aware, orderer=orderer)
+        combine = RunnableLambda(lambda inputs: names(inputs["context"]))
+        chain = langchain.retrieval_chain(ordered, combine)
+        assert chain.invoke({"input": "bc"})["answer"] == "bc"
+        assert chain.invoke({"input": "cb"})["answer"] == "bc"
+        asked = {"input": "and those?", "chat_history": [("human", "abc?"), ("ai", "yes")]}
+        assert (await chain.ainvoke(asked))["answer"] == "bc"
+        assert orderer.requests == ["bc", "cb", "cb"]
+
+    def test_d10_keeps_what_a_retriever_is_told(self, orderer: Recorder) -> None:
+        ordered: Any = CacheOrderedRetriever(
+            retriever=history_aware(Finder()), orderer=orderer, k=1, rank_key="rank", tags=["mine"]
+        )
+        assert [document.metadata for document in ordered.invoke({"input": "cb"})] == [{"rank": {"rank": 0}}]
+        assert ordered.config["tags"] == ["mine"]
+
+    def test_d10_other_runnables_stay_retrievers(self, orderer: Recorder) -> None:
+        def search(question: str) -> list[Document]:
+            return Finder().invoke(question)
+
+        for retriever in (Finder(), RunnableLambda(search), RunnableLambda(lambda question: search(question))):
+            assert isinstance(CacheOrderedRetriever(retriever=retriever, orderer=orderer), BaseRetriever)
+
+
+def by_name(document: Document) -> str:
+    return f"key {document.id}"
+
+
+class TestD10Copies:
+    """A copy, deep or pickled, works, and begins with an orderer that knows nothing."""
+
+    @pytest.mark.parametrize("copied", [copy.deepcopy, lambda adapter: pickle.loads(pickle.dumps(adapter))])  # noqa: S301
+    def test_d10_of_adapters(self, copied: Callable[[Any], Any]) -> None:
+        for adapter in (
+            CacheOrderedRetriever(retriever=Finder(), orderer=Orderer(block_size=4), key=by_name, k=3),
+            CacheReorder(Orderer(block_size=4), key=by_name, k=3),
+        ):
+            asked = (lambda name: name) if isinstance(adapter, BaseRetriever) else (lambda name: Finder().invoke(name))
+            assert names(adapter.invoke(asked("abc"))) == "abc"
+            other = copied(adapter)
+            assert type(other) is type(adapter)
+            assert other.orderer is not adapter.orderer
+            assert other.orderer.settings == adapter.orderer.settings
+            assert names(other.invoke(asked("cbad"))) == "cba"
+            assert names(other.invoke(asked("abc"))) == "cba"
+            assert names(adapter.invoke(asked("cba"))) == "abc"
+            assert adapter.orderer.fallbacks == other.orderer.fallbacks == 0
+
+    @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])  # noqa: S301
+    def test_d10_of_the_handler_follow_nothing_yet(self, orderer: Recorder, copied: Callable[[Any], Any]) -> None:
+        handler = FeedbackHandler(max_runs=50)
+        handler.on_chain_start({}, {}, run_id=uuid4())
+        other = copied(handler)
+        assert (handler.open_runs, other.open_runs) == (1, 0)
+        assert other._runs.limit == 50
+        answering(CacheOrderedRetriever(retriever=Finder(), orderer=orderer)).invoke(
+            "ab", config={"callbacks": [other]}
+        )
+        assert orderer.settled == [(True, 7, 12, 10)]

@@ -1,0 +1,1316 @@
+"""The client for OpenAI-compatible servers: what it sends, what it reads, and that every ordering is settled once."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+import socket
+import threading
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ragorder import Document, Orderer, Ordering, PromptBuilder
+from ragorder.adapters.openai import Answer, AsyncOrderedClient, OrderedClient
+
+openai = pytest.importorskip("openai")
+httpx = pytest.importorskip("httpx")
+# What breaks in the middle of a stream, the openai package wraps from version 3 on.
+_WRAPS = int(openai.__version__.partition(".")[0]) >= 3
+CUT = openai.APIConnectionError if _WRAPS else httpx.RemoteProtocolError
+STALLED = openai.APITimeoutError if _WRAPS else httpx.ReadTimeout
+
+QUERY = "Which secret is kept where?"
+DOCUMENTS = [Document(f"d{number}", f"Secret number {number} is kept in drawer {number}.") for number in range(4)]
+
+
+# ---------------------------------------------------------------- a server that says what a test tells it to say
+
+
+def chat(content: str | None = None, finish_reason: str | None = None, **delta: Any) -> dict[str, Any]:
+    return {"choices": [{"index": 0, "delta": {"content": content} | delta, "finish_reason": finish_reason}]}
+
+
+def usage(prompt_tokens: Any = 100, completion_tokens: Any = 2, **fields: Any) -> dict[str, Any]:
+    counts = {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens, "total_tokens": 0}
+    return {"choices": [], "usage": counts | fields}
+
+
+def cached(tokens: Any) -> dict[str, Any]:
+    return usage(prompt_tokens_details={"cached_tokens": tokens})
+
+
+ROLE = chat("", role="assistant")
+STOP = chat(None, "stop")
+
+
+@dataclass
+class Response:
+    """A stream of events (JSON, or raw lines of bytes), and how it ends.
+
+    done: as it should, "[DONE]" included; eof: without it; cut: in the middle of the body; hold: not until the client
+    hangs up; stall: the same, without a sign of life; silent: no response at all; hangup: the connection is closed
+    instead of a response.
+    """
+
+    events: Sequence[dict[str, Any] | bytes] = ()
+    end: str = "done"
+    status: int = 200
+
+
+GOOD = Response([ROLE, chat("Hello"), chat(" world"), STOP, cached(64)])
+
+
+def error(status: int, message: str = "no", **fields: Any) -> Response:
+    return Response([{"error": {"message": message, "type": "x", "param": None, "code": status} | fields}], "", status)
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: ScriptedServer
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        with self.server.lock:
+            self.server.requests.append(body)
+            self.server.paths.append(self.path)
+            response = self.server.responses.popleft() if self.server.responses else self.server.answer(body)
+        self.close_connection = response.end not in ("done", "")
+        with suppress(OSError):
+            self.play(response)
+
+    def play(self, response: Response) -> None:
+        if response.end == "silent":
+            self.server.reached.set()
+            self.server.closing.wait(10)
+        if response.end in ("silent", "hangup"):
+            return
+        if response.status != 200:
+            data = json.dumps(response.events[0]).encode()
+            self.send_response(response.status)
+            self.send_header("content-length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+            return
+        self.send_response(200)
+        self.send_header("content-type", "text/event-stream")
+        if response.end != "eof":
+            self.send_header("transfer-encoding", "chunked")
+        self.end_headers()
+        for event in response.events:
+            self.send(event if isinstance(event, bytes) else b"data: " + json.dumps(event).encode(), response.end)
+        if response.end == "done":
+            self.send(b"data: [DONE]", response.end)
+            self.wfile.write(b"0\r\n\r\n")
+        elif response.end == "stall":
+            self.server.closing.wait(10)
+        elif response.end == "hold":
+            self.server.reached.set()
+            with suppress(OSError):
+                while not self.server.closing.wait(0.02):
+                    self.send(b": ping", response.end)
+                return
+            self.server.hung_up.set()
+
+    def send(self, line: bytes, end: str) -> None:
+        data = line + b"\n\n"
+        self.wfile.write(data if end == "eof" else b"%x\r\n%s\r\n" % (len(data), data))
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+class ScriptedServer(ThreadingHTTPServer):
+    daemon_threads = True
+    block_on_close = False
+    request_queue_size = 64
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.lock = threading.Lock()
+        self.requests: list[dict[str, Any]] = []
+        self.paths: list[str] = []
+        self.responses: deque[Response] = deque()
+        self.answer: Callable[[dict[str, Any]], Response] = lambda body: GOOD
+        self.reached, self.hung_up, self.closing = threading.Event(), threading.Event(), threading.Event()
+        self.url = f"http://127.0.0.1:{self.server_address[1]}/v1"
+
+    def plays(self, *responses: Response) -> None:
+        self.responses.extend(responses)
+
+    def handle_error(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def server() -> Iterator[ScriptedServer]:
+    with ScriptedServer() as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+        thread.start()
+        yield server
+        server.closing.set()
+        server.shutdown()
+        thread.join()
+
+
+# ---------------------------------------------------------------- clients, and an orderer that is watched
+
+
+Events = list[tuple[str, float | None, float | None]]
+
+
+class WatchedOrdering(Ordering[Any]):
+    """An ordering that notes how it is settled: with how many cached tokens, and how many in all."""
+
+    def __init__(self, ordering: Ordering[Any], events: Events) -> None:
+        super().__init__(ordering.documents, ordering.permutation, ordering.prefix_documents, ordering.cached_tokens)
+        self.watched, self.events = ordering, events
+
+    def confirm(
+        self,
+        cached_tokens: float | None = None,
+        total_tokens: float | None = None,
+        *,
+        prompt_tokens: float | None = None,
+    ) -> None:
+        self.events.append(("confirmed", cached_tokens, total_tokens))
+        self.watched.confirm(cached_tokens, total_tokens, prompt_tokens=prompt_tokens)
+
+    def discard(self) -> None:
+        self.events.append(("discarded", None, None))
+        self.watched.discard()
+
+
+class WatchedOrderer(Orderer):
+    """Keeps what it was asked, and how each of its orderings was settled, in the order in which they were made."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.settled: list[Events] = []
+        self.asked: list[dict[str, Any]] = []
+
+    def order(self, documents: Any, **options: Any) -> Ordering[Any]:
+        self.asked.append(options)
+        self.settled.append([])
+        return WatchedOrdering(super().order(documents, **options), self.settled[-1])
+
+
+DISCARDED: Events = [("discarded", None, None)]
+CONFIRMED: Events = [("confirmed", None, None)]
+CONFIRMED_GOOD: Events = [("confirmed", 64, 102)]
+
+
+@pytest.fixture
+def orderer() -> Iterator[WatchedOrderer]:
+    orderer = WatchedOrderer(block_size=4, strict=True)
+    yield orderer
+    assert all(len(events) == 1 for events in orderer.settled), "every ordering is settled exactly once"
+
+
+class Sync:
+    """The synchronous client, as the tests use both."""
+
+    def __init__(self, url: str, options: dict[str, Any], **connection: Any) -> None:
+        self.client = OrderedClient(openai.OpenAI(base_url=url, **connection), **options)
+
+    def generate(self, *arguments: Any, **options: Any) -> Answer:
+        return self.client.generate(*arguments, **options)
+
+    def stream(self, *arguments: Any, take: int = 1000, **options: Any) -> tuple[Any, list[str]]:
+        """The stream after so many pieces were taken from it and it was closed, and the pieces."""
+        pieces: list[str] = []
+        with self.client.stream(*arguments, **options) as stream:
+            while len(pieces) < take and (piece := next(stream, None)) is not None:
+                pieces.append(piece)
+        return stream, pieces
+
+    def close(self) -> None:
+        pass
+
+
+class Async:
+    """The asynchronous client, driven from outside its event loop."""
+
+    def __init__(self, url: str, options: dict[str, Any], **connection: Any) -> None:
+        self.runner = asyncio.Runner()
+        self.openai = openai.AsyncOpenAI(base_url=url, **connection)
+        sleep = options.pop("sleep")
+
+        async def async_sleep(seconds: float) -> None:
+            sleep(seconds)
+
+        self.client = AsyncOrderedClient(self.openai, sleep=async_sleep, **options)
+
+    def generate(self, *arguments: Any, **options: Any) -> Answer:
+        return self.runner.run(self.client.generate(*arguments, **options))
+
+    def stream(self, *arguments: Any, take: int = 1000, **options: Any) -> tuple[Any, list[str]]:
+        async def read() -> tuple[Any, list[str]]:
+            pieces: list[str] = []
+            async with self.client.stream(*arguments, **options) as stream:
+                while len(pieces) < take and (piece := await anext(stream, None)) is not None:
+                    pieces.append(piece)
+            return stream, pieces
+
+        return self.runner.run(read())
+
+    def close(self) -> None:
+        self.runner.run(self.openai.close())
+        self.runner.close()
+
+
+class Connect:
+    """Makes clients of one kind for the scripted server; `slept` are the seconds that they waited before a retry."""
+
+    def __init__(self, kind: type[Sync | Async], url: str, orderer: Orderer) -> None:
+        self.kind, self.url, self.orderer = kind, url, orderer
+        self.builder = PromptBuilder("Be brief.")
+        self.slept: list[float] = []
+        self.made: list[Sync | Async] = []
+
+    def __call__(self, *, url: str | None = None, timeout: float = 10, max_retries: int = 0, **options: Any) -> Any:
+        options = {"model": "served", "orderer": self.orderer, "builder": self.builder} | options
+        options["sleep"] = self.slept.append
+        connection = {"api_key": "key", "timeout": timeout, "max_retries": max_retries}
+        self.made.append(self.kind(url or self.url, options, **connection))
+        return self.made[-1]
+
+
+@pytest.fixture(params=[Sync, Async])
+def connect(request: pytest.FixtureRequest, server: ScriptedServer, orderer: WatchedOrderer) -> Iterator[Connect]:
+    connect = Connect(request.param, server.url, orderer)
+    yield connect
+    for made in connect.made:
+        made.close()
+
+
+def async_client(server: ScriptedServer, orderer: Orderer, **options: Any) -> AsyncOrderedClient:
+    client = openai.AsyncOpenAI(base_url=server.url, api_key="key", max_retries=0, timeout=10)
+    return AsyncOrderedClient(client, model="served", orderer=orderer, builder=PromptBuilder("Be brief."), **options)
+
+
+# ---------------------------------------------------------------- the specification
+
+
+class TestRequest:
+    def test_asks_a_chat_for_a_stream_with_usage(self, connect: Connect, server: ScriptedServer) -> None:
+        answer = connect().generate(QUERY, DOCUMENTS)
+        assert server.paths == ["/v1/chat/completions"]
+        assert server.requests == [
+            {
+                "model": "served",
+                "messages": connect.builder.build(QUERY, answer.ordering).messages,
+                "max_tokens": 256,
+                "temperature": 0.0,
+                "stream": True,
+                "stream_options": {"include_usage": True},
+            }
+        ]
+
+    def test_token_ids_go_through_completions_as_the_builder_made_them(
+        self, connect: Connect, server: ScriptedServer, tokenizers: dict[str, Any]
+    ) -> None:
+        builder = PromptBuilder(tokenizer=tokenizers["chatml"])
+        server.plays(Response([{"choices": [{"text": "Hel"}]}, {"choices": [{"text": "lo", "finish_reason": "stop"}]}]))
+        answer = connect(builder=builder, prompts="token_ids").generate(QUERY, DOCUMENTS)
+        assert answer.text == "Hello"
+        assert server.paths == ["/v1/completions"]
+        assert server.requests[0]["prompt"] == builder.build(QUERY, answer.ordering).token_ids
+        assert "messages" not in server.requests[0]
+
+    def test_documents_go_in_the_order_of_the_ordering(self, connect: Connect, server: ScriptedServer) -> None:
+        client = connect()
+        client.generate(QUERY, [DOCUMENTS[2], DOCUMENTS[0]])
+        answer = client.generate(QUERY, [DOCUMENTS[1], DOCUMENTS[0], DOCUMENTS[2]])
+        assert [document.id for document in answer.ordering.documents] == ["d2", "d0", "d1"]
+        sent = server.requests[-1]["messages"][-1]["content"]
+        assert sent.index("[d2]") < sent.index("[d0]") < sent.index("[d1]")
+
+    def test_a_question_without_documents_is_asked(self, connect: Connect, server: ScriptedServer) -> None:
+        answer = connect().generate(QUERY, [])
+        assert answer.text == "Hello world"
+        assert answer.ordering.documents == []
+        assert QUERY in server.requests[0]["messages"][-1]["content"]
+
+    def test_other_options_are_passed_on(self, connect: Connect, server: ScriptedServer) -> None:
+        connect().generate(QUERY, DOCUMENTS, seed=7, stop=["."], n=1, extra_body={"top_k": 3})
+        sent = server.requests[0]
+        assert (sent["seed"], sent["stop"], sent["n"], sent["top_k"]) == (7, ["."], 1, 3)
+
+    def test_none_leaves_an_option_to_the_server(self, connect: Connect, server: ScriptedServer) -> None:
+        connect().generate(QUERY, DOCUMENTS, max_tokens=None, temperature=None, extra_body=None)
+        assert server.requests[0].keys() == {"model", "messages", "stream", "stream_options"}
+
+    def test_max_completion_tokens_take_the_place_of_max_tokens(self, connect: Connect, server: ScriptedServer) -> None:
+        connect().generate(QUERY, DOCUMENTS, max_completion_tokens=9)
+        assert server.requests[0]["max_completion_tokens"] == 9
+        assert "max_tokens" not in server.requests[0]
+
+    def test_waiting_requests_and_scope_reach_the_orderer(self, connect: Connect, orderer: WatchedOrderer) -> None:
+        connect().generate(QUERY, DOCUMENTS, waiting=[DOCUMENTS[1:]], scope="tenant")
+        assert orderer.asked[0]["waiting"] == [DOCUMENTS[1:]]
+        assert orderer.asked[0]["scope"] == "tenant"
+
+    @pytest.mark.parametrize("name", ["messages", "prompt", "model", "stream", "stream_options"])
+    def test_what_the_client_sets_is_not_the_callers(
+        self, connect: Connect, orderer: WatchedOrderer, name: str
+    ) -> None:
+        client = connect()
+        for options in ({name: "x"}, {"extra_body": {name: "x"}}):
+            with pytest.raises(TypeError, match=name):
+                client.generate(QUERY, DOCUMENTS, **options)
+            with pytest.raises(TypeError, match=name):
+                client.stream(QUERY, DOCUMENTS, **options)
+        assert orderer.settled == []
+
+    @pytest.mark.parametrize("options", [{"n": 2}, {"extra_body": {"n": 2}}])
+    def test_one_answer_is_given(self, connect: Connect, options: dict[str, Any]) -> None:
+        with pytest.raises(ValueError, match="n must be 1"):
+            connect().generate(QUERY, DOCUMENTS, **options)
+
+    def test_an_option_that_the_openai_client_does_not_know_discards(
+        self, connect: Connect, orderer: WatchedOrderer
+    ) -> None:
+        with pytest.raises(TypeError, match="no_such_option"):
+            connect().generate(QUERY, DOCUMENTS, no_such_option=1)
+        assert orderer.settled == [DISCARDED]
+
+
+# Scopes that vLLM refuses as a salt, and the longest and the oddest that it does not.
+NO_SALTS = ["", "someone@example.org", "org/team", "org\\team", "tenant\0", "x" * 129]
+SALTS = ["x" * 128, "Müller & Söhne: 100 % \n", hashlib.sha256(b"someone@example.org").hexdigest()]
+
+
+class TestScope:
+    def test_a_string_is_sent_as_cache_salt(self, connect: Connect, server: ScriptedServer) -> None:
+        body = {"top_k": 3}
+        connect().generate(QUERY, DOCUMENTS, scope="tenant", extra_body=body)
+        assert (server.requests[0]["cache_salt"], server.requests[0]["top_k"]) == ("tenant", 3)
+        assert body == {"top_k": 3}, "the caller's dictionary is left alone"
+
+    @pytest.mark.parametrize("scope", [None, ("model", 1)])
+    def test_what_is_no_string_is_not_sent(self, connect: Connect, server: ScriptedServer, scope: Any) -> None:
+        connect().generate(QUERY, DOCUMENTS, scope=scope)
+        assert "cache_salt" not in server.requests[0]
+
+    def test_the_callers_own_salt_may_say_the_same(self, connect: Connect, server: ScriptedServer) -> None:
+        connect().generate(QUERY, DOCUMENTS, scope="tenant", extra_body={"cache_salt": "tenant"})
+        assert server.requests[0]["cache_salt"] == "tenant"
+
+    @pytest.mark.parametrize("scope", [None, "tenant"])
+    def test_another_salt_than_the_scope_is_refused(
+        self, connect: Connect, orderer: WatchedOrderer, scope: str | None
+    ) -> None:
+        with pytest.raises(ValueError, match="cache_salt") as raised:
+            connect().generate(QUERY, DOCUMENTS, scope=scope, extra_body={"cache_salt": "hidden"})
+        assert "hidden" not in str(raised.value)
+        assert "tenant" not in str(raised.value)
+        assert orderer.settled == []
+
+    def test_a_scope_that_is_no_string_goes_with_a_salt_of_the_caller(
+        self, connect: Connect, server: ScriptedServer
+    ) -> None:
+        connect().generate(QUERY, DOCUMENTS, scope=("model", "tenant"), extra_body={"cache_salt": "own"})
+        assert server.requests[0]["cache_salt"] == "own"
+
+    @pytest.mark.parametrize("scope", NO_SALTS, ids=ascii)
+    @pytest.mark.parametrize("method", ["generate", "stream"])
+    def test_what_vllm_refuses_as_a_salt_is_refused_before_it_is_sent(
+        self, connect: Connect, server: ScriptedServer, orderer: WatchedOrderer, method: str, scope: str
+    ) -> None:
+        with pytest.raises(ValueError, match=r"give None for no tenant, .*hashlib\.sha256") as raised:
+            getattr(connect(), method)(QUERY, DOCUMENTS, scope=scope)
+        assert not scope or scope not in str(raised.value)
+        assert orderer.settled == []
+        assert server.requests == []
+
+    @pytest.mark.parametrize("scope", SALTS, ids=ascii)
+    def test_any_other_is_sent(self, connect: Connect, server: ScriptedServer, scope: str) -> None:
+        connect().generate(QUERY, DOCUMENTS, scope=scope)
+        assert server.requests[0]["cache_salt"] == scope
+
+    @pytest.mark.parametrize("scope", ["tenant", *NO_SALTS], ids=ascii)
+    def test_servers_that_know_no_salt_are_sent_none(
+        self, connect: Connect, server: ScriptedServer, orderer: WatchedOrderer, scope: str
+    ) -> None:
+        connect(send_salt=False).generate(QUERY, DOCUMENTS, scope=scope)
+        assert "cache_salt" not in server.requests[0]
+        assert orderer.asked[0]["scope"] == scope
+
+
+class TestRoom:
+    """The room in the cache that the orderer is asked for: the question's, and the expected answer's but for its last
+    token, which is never computed on."""
+
+    LONG = "Where? " * 100
+
+    def asked(self, connect: Connect, orderer: WatchedOrderer) -> list[int]:
+        """The tokens of answers that room was asked for, one request each."""
+        return [options["suffix_tokens"] - connect.builder.suffix_tokens(QUERY) for options in orderer.asked]
+
+    def answers(self, *lengths: Any) -> list[Response]:
+        return [Response([chat("Yes"), STOP, usage(completion_tokens=length)]) for length in lengths]
+
+    @pytest.mark.parametrize("unlimited", [{}, {"max_tokens": None}, {"max_tokens": -1}], ids=str)
+    def test_at_first_it_is_what_the_settings_say(
+        self, connect: Connect, orderer: WatchedOrderer, unlimited: dict[str, Any]
+    ) -> None:
+        connect().generate(QUERY, DOCUMENTS, **unlimited)
+        assert orderer.asked[0]["suffix_tokens"] == orderer.settings.suffix_tokens - 1
+
+    def test_a_question_longer_than_the_settings_say_gets_its_room(
+        self, connect: Connect, orderer: WatchedOrderer
+    ) -> None:
+        connect().generate(self.LONG, DOCUMENTS)
+        question_tokens = connect.builder.suffix_tokens(self.LONG)
+        assert orderer.asked[0]["suffix_tokens"] == question_tokens > orderer.settings.suffix_tokens
+
+    @pytest.mark.parametrize(
+        ("limit", "tokens"),
+        [({"max_tokens": 0}, 0), ({"max_tokens": 1}, 0), ({"max_tokens": 9}, 8), ({"max_completion_tokens": 9}, 8)],
+        ids=str,
+    )
+    def test_it_is_never_more_than_the_limit(
+        self, connect: Connect, server: ScriptedServer, orderer: WatchedOrderer, limit: dict[str, int], tokens: int
+    ) -> None:
+        server.plays(*self.answers(1000))
+        client = connect()
+        for _ in range(2):
+            client.generate(QUERY, DOCUMENTS, **limit)
+        assert self.asked(connect, orderer) == [tokens, tokens]
+
+    def test_then_it_follows_the_answers_slowly(
+        self, connect: Connect, server: ScriptedServer, orderer: WatchedOrderer
+    ) -> None:
+        server.plays(*self.answers(33, 49, 2, 2))
+        client = connect()
+        for _ in range(4):
+            client.generate(QUERY, DOCUMENTS)
+        assert self.asked(connect, orderer)[1:] == [33 - 1, 34 - 1, 32 - 1]
+
+    def test_streams_are_counted_as_well(
+        self, connect: Connect, server: ScriptedServer, orderer: WatchedOrderer
+    ) -> None:
+        server.plays(*self.answers(33))
+        client = connect()
+        client.stream(QUERY, DOCUMENTS)
+        client.stream(QUERY, DOCUMENTS)
+        assert self.asked(connect, orderer)[1] == 32
+
+    @pytest.mark.parametrize(
+        "unknown", [None, "many", -1, 1 << 40, 10**400], ids=["null", "text", "-1", "2**40", "1e400"]
+    )
+    def test_answers_of_unknown_length_change_nothing(
+        self, connect: Connect, server: ScriptedServer, orderer: WatchedOrderer, unknown: Any
+    ) -> None:
+        server.plays(*self.answers(33, unknown))
+        client = connect()
+        for _ in range(3):
+            client.generate(QUERY, DOCUMENTS)
+        assert self.asked(connect, orderer)[1:] == [32, 32]
+
+    def test_answers_that_broke_off_change_nothing(
+        self, connect: Connect, server: ScriptedServer, orderer: WatchedOrderer
+    ) -> None:
+        running = chat("Yes") | {"usage": usage(completion_tokens=1)["usage"]}
+        server.plays(*self.answers(33), Response([running], "cut"))
+        client = connect()
+        for _ in range(2):
+            client.generate(QUERY, DOCUMENTS)
+        assert self.asked(connect, orderer)[1:] == [32, 32]
+
+    @given(st.lists(st.integers(0, 5000), min_size=1, max_size=40), st.integers(0, 300))
+    def test_it_lies_between_the_shortest_and_the_longest_answer(self, lengths: list[int], limit: int) -> None:
+        orderer, builder = WatchedOrderer(strict=True), PromptBuilder()
+        streams = [PlainStream([STOP, usage(completion_tokens=length)], None) for length in [*lengths, 0]]
+        client = OrderedClient(PlainClient(*streams), model="m", orderer=orderer, builder=builder)
+        for _ in streams:
+            client.generate(QUERY, DOCUMENTS, max_tokens=limit)
+        room = orderer.asked[-1]["suffix_tokens"] - builder.suffix_tokens(QUERY)
+        assert max(0, min(*lengths, limit) - 1) <= room <= max(0, min(max(lengths), limit) - 1)
+
+    def test_a_high_limit_displaces_no_documents(self, connect: Connect) -> None:
+        connect.orderer = orderer = WatchedOrderer(capacity_tokens=400, block_size=4, strict=True)
+        client = connect()
+        for documents in (DOCUMENTS[:2], DOCUMENTS[2:]):
+            client.generate(QUERY, documents, max_tokens=10_000)
+        assert orderer.order(DOCUMENTS[:2]).prefix_documents == 2
+
+
+class TestAnswer:
+    def test_holds_what_the_server_said(self, connect: Connect, orderer: WatchedOrderer) -> None:
+        answer = connect().generate(QUERY, DOCUMENTS)
+        assert (answer.text, answer.finish_reason) == ("Hello world", "stop")
+        assert (answer.cached_tokens, answer.prompt_tokens, answer.completion_tokens) == (64, 100, 2)
+        assert answer.ttft_s is not None
+        assert sorted(answer.ordering.documents, key=lambda document: document.id) == DOCUMENTS
+        assert orderer.settled == [CONFIRMED_GOOD]
+
+    def test_reasoning_is_no_part_of_the_text(self, connect: Connect, server: ScriptedServer) -> None:
+        thoughts = [chat(None, reasoning_content="Hm."), chat(None, reasoning="Hm."), chat(None, tool_calls=None)]
+        server.plays(Response([ROLE, *thoughts, chat("Yes"), STOP]))
+        answer = connect().generate(QUERY, DOCUMENTS)
+        assert answer.text == "Yes"
+
+    def test_an_empty_answer_is_an_answer(
+        self, connect: Connect, server: ScriptedServer, orderer: WatchedOrderer
+    ) -> None:
+        server.plays(Response([ROLE, STOP, cached(32)]))
+        answer = connect().generate(QUERY, DOCUMENTS)
+        assert (answer.text, answer.cached_tokens) == ("", 32)
+        assert orderer.settled == [[("confirmed", 32, 102)]]
+
+    def test_odd_chunks_are_passed_over(self, connect: Connect, server: ScriptedServer) -> None:
+        odd: list[Any] = [{}, {"choices": None}, {"choices": "x"}, {"choices": ["x"]}, {"choices": [{"delta": "x"}]}]
+        odd += [[], None, "x", 5, {"choices": [{"delta": {"content": 5}}]}, {"choices": [], "usage": "x"}]
+        server.plays(Response([ROLE, *odd, chat("Yes"), STOP]))
+        answer = connect().generate(QUERY, DOCUMENTS)
+        assert (answer.text, answer.cached_tokens) == ("Yes", None)
+
+    def test_done_ends_an_answer_whose_end_has_no_reason(
+        self, connect: Connect, server: ScriptedServer, orderer: WatchedOrderer
+    ) -> None:
+        server.plays(Response([ROLE, chat("Yes")]))
+        answer = connect(retries=0).generate(QUERY, DOCUMENTS)
+        assert (answer.text, answer.finish_reason) == ("Yes", None)
+        assert orderer.settled == [CONFIRMED]
+
+
+class TestUsage:
+    @pytest.mark.parametrize(
+        ("last", "cached_tokens"),
+        [
+            pytest.param(cached(64), 64, id="vLLM and SGLang"),
+            pytest.param(cached(0), 0, id="nothing cached"),
+            pytest.param(cached(100), 100, id="all cached"),
+            pytest.param(usage(prompt_tokens_details={"cached_tokens": 64, "audio_tokens": 0}), 64, id="more details"),
+            pytest.param(usage(prompt_tokens_details=None), None, id="details off"),
+            pytest.param(usage(), None, id="no details"),
+            pytest.param(usage(prompt_tokens_details={}), None, id="empty details"),
+            pytest.param(usage(prompt_tokens_details="x"), None, id="details of another kind"),
+            pytest.param(cached(None), None, id="null"),
+            pytest.param(cached(-1), None, id="negative"),
+            pytest.param(cached("many"), None, id="string"),
+            pytest.param(cached(64.5), None, id="fraction"),
+            pytest.param(cached(101), None, id="more than the prompt"),
+            pytest.param(usage("x", prompt_tokens_details={"cached_tokens": 64}), None, id="no prompt tokens"),
+            pytest.param(STOP, None, id="no usage"),
+        ],
+    )
+    def test_confirms_what_the_server_reports_if_it_can_be(
+        self,
+        connect: Connect,
+        server: ScriptedServer,
+        orderer: WatchedOrderer,
+        last: dict[str, Any],
+        cached_tokens: int | None,
+    ) -> None:
+        server.plays(Response([ROLE, chat("Yes"), STOP, last]))
+        answer = connect().generate(QUERY, DOCUMENTS)
+        assert answer.text == "Yes"
+        assert answer.cached_tokens == cached_tokens
+        assert orderer.settled == [[("confirmed", cached_tokens, answer.total_tokens)]]
+
+    @pytest.mark.parametrize("reports", ["never", "now and then"])
+    def test_d4_a_server_that_never_reports_what_was_expected_is_warned_of_once(
+        self, connect: Connect, server: ScriptedServer, orderer: WatchedOrderer, reports: str
+    ) -> None:
+        """A server may leave out a zero; and where nothing was expected, nothing is missed."""
+        client = connect()
+        silent = Response([ROLE, chat("Yes"), STOP, usage()])
+        server.plays(*[GOOD if reports == "now and then" and not number else silent for number in range(24)])
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            for number in range(12):
+                client.generate(QUERY, [Document(f"{number}", "New.")])
+            assert orderer.degraded == ()
+            for _ in range(12):
+                client.generate(QUERY, DOCUMENTS)
+        told = [str(each.message) for each in warned if each.category.__name__ == "DegradedWarning"]
+        assert told == list(orderer.degraded)
+        assert len(told) == (reports == "never")
+        assert all("--enable-prompt-tokens-details" in reason for reason in told)
+
+    def test_of_several_reports_the_last_counts(self, connect: Connect, server: ScriptedServer) -> None:
+        running = chat("Yes") | {"usage": usage(100, 1, prompt_tokens_details={"cached_tokens": 16})["usage"]}
+        server.plays(Response([running, STOP | {"usage": None}, cached(32)]))
+        answer = connect().generate(QUERY, DOCUMENTS)
+        assert (answer.cached_tokens, answer.completion_tokens) == (32, 2)
+
+    def test_nonsense_counts_are_unknown(self, connect: Connect, server: ScriptedServer) -> None:
+        server.plays(Response([chat("Yes"), STOP, usage(-1, "two")]))
+        answer = connect().generate(QUERY, DOCUMENTS)
+        assert (answer.prompt_tokens, answer.completion_tokens, answer.total_tokens) == (None, None, None)
+
+
+PYDANTIC = {"detail": [{"type": "extra_forbidden", "loc": ["body", "stream_options"], "msg": "Extra inputs"}]}
+
+
+class TestStreamOptions:
+    @pytest.mark.parametrize(
+        "refusal",
+        [
+            error(400, "Unrecognized request argument supplied: stream_options"),
+            error(400, "invalid", param="stream_options.include_usage"),
+            error(400, "unknown field `include_usage`"),
+            Response([PYDANTIC], "", 422),
+        ],
+        ids=["argument", "param", "field", "pydantic"],
+    )
+    def test_a_server_that_refuses_them_is_asked_without_from_then_on(
+        self, connect: Connect, server: ScriptedServer, orderer: WatchedOrderer, refusal: Response
+    ) -> None:
+        server.plays(refusal)
+        client = connect(retries=0)
+        assert [client.generate(QUERY, DOCUMENTS).text for _ in range(2)] == ["Hello world"] * 2
+        assert ["stream_options" in request for request in server.requests] == [True, False, False]
+        assert orderer.settled == [DISCARDED, CONFIRMED_GOOD, CONFIRMED_GOOD]
+        assert connect.slept == []
+
+    def test_streams_are_asked_without_as_well(self, connect: Connect, server: ScriptedServer) -> None:
+        server.plays(error(400, "stream_options"))
+        _, pieces = connect().stream(QUERY, DOCUMENTS)
+        assert pieces == ["Hello", " world"]
+
+    def test_a_server_that_refuses_both_is_not_asked_a_third_time(
+        self, connect: Connect, server: ScriptedServer, orderer: WatchedOrderer
+    ) -> None:
+        server.plays(error(400, "bad temperature in {'stream_options': …}"), error(400, "bad temperature"))
+        client = connect()
+        with pytest.raises(openai.BadRequestError):
+            client.generate(QUERY, DOCUMENTS)
+        client.generate(QUERY, DOCUMENTS)
+        assert ["stream_options" in request for request in server.requests] == [True, False, True], "not remembered"
+        assert orderer.settled == [DISCARDED, DISCARDED, CONFIRMED_GOOD]
+
+    def test_another_refusal_is_the_callers(self, connect: Connect, server: ScriptedServer) -> None:
+        server.plays(error(400, "the prompt is too long"))
+        with pytest.raises(openai.BadRequestError):
+            connect().generate(QUERY, DOCUMENTS)
+        assert len(server.requests) == 1
+
+
+BEFORE_FIRST_TOKEN = {
+    "bad request": (error(400), openai.BadRequestError),
+    "not found": (error(404), openai.NotFoundError),
+    "too many": (error(429), openai.RateLimitError),
+    "server error": (error(500), openai.InternalServerError),
+    "no response": (Response(end="hangup"), openai.APIConnectionError),
+    "timeout": (Response(end="silent"), openai.APITimeoutError),
+    "cut at once": (Response(end="cut"), CUT),
+    "cut after the role": (Response([ROLE], "cut"), CUT),
+    "over after the role": (Response([ROLE], "eof"), openai.APIConnectionError),
+    "error in the stream": (Response([{"error": {"message": "x", "code": 500}}]), openai.APIError),
+    "garbage": (Response([b"data: {garbage"]), ValueError),
+    "no text": (Response([b"data: \xff\xfe"]), ValueError),
+    "a web page": (Response([b"<html>", b"</html>"], "eof"), openai.APIConnectionError),
+}
+AFTER_FIRST_TOKEN = {
+    "cut": (Response([ROLE, chat("Hel")], "cut"), CUT),
+    "cut after a thought": (Response([ROLE, chat(None, reasoning="Hm.")], "cut"), CUT),
+    "cut after the end": (Response([ROLE, STOP], "cut"), CUT),
+    "over": (Response([ROLE, chat("Hel")], "eof"), openai.APIConnectionError),
+    "error in the stream": (Response([chat("Hel"), {"error": {"message": "x"}}]), openai.APIError),
+    "garbage": (Response([chat("Hel"), b"data: {garbage"]), ValueError),
+}
+
+
+class TestFailure:
+    @pytest.mark.parametrize("case", BEFORE_FIRST_TOKEN)
+    @pytest.mark.parametrize("method", ["generate", "stream"])
+    def test_before_the_first_token_discards(
+        self, connect: Connect, server: ScriptedServer, orderer: WatchedOrderer, method: str, case: str
+    ) -> None:
+        response, expected = BEFORE_FIRST_TOKEN[case]
+        server.plays(response)
+        client = connect(retries=0, timeout=1 if case == "timeout" else 10)
+        with pytest.raises(expected):
+            getattr(client, method)(QUERY, DOCUMENTS)
+        assert orderer.settled == [DISCARDED]
+        assert len(server.requests) == 1
+        assert orderer.order(DOCUMENTS).cached_tokens == 0
+        orderer.settled.pop()
+
+    @pytest.mark.parametrize("case", AFTER_FIRST_TOKEN)
+    @pytest.mark.parametrize("method", ["generate", "stream"])
+    def test_after_the_first_token_counts_as_served(
+        self, connect: Connect, server: ScriptedServer, orderer: WatchedOrderer, method: str, case: str
+    ) -> None:
+        response, expected = AFTER_FIRST_TOKEN[case]
+        server.plays(response)
+        with pytest.raises(expected):
+            getattr(connect(retries=0), method)(QUERY, DOCUMENTS)
+        assert orderer.settled == [CONFIRMED]
+
+    def test_a_stream_that_stalls_is_given_up(
+        self, connect: Connect, server: ScriptedServer, orderer: WatchedOrderer
+    ) -> None:
+        server.plays(Response(end="stall"), Response([chat("Hel")], "stall"))
+        client = connect(retries=0, timeout=0.3)
+        for _ in range(2):
+            with pytest.raises(STALLED):
+                client.generate(QUERY, DOCUMENTS)
+        assert orderer.settled == [DISCARDED, CONFIRMED]
+
+    def test_no_server_at_all(self, connect: Connect, orderer: WatchedOrderer) -> None:
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))
+            client = connect(url=f"http://127.0.0.1:{taken.getsockname()[1]}/v1")
+            with pytest.raises(openai.APIConnectionError):
+                client.generate(QUERY, DOCUMENTS)
+        assert orderer.settled == [DISCARDED]
+
+    @pytest.mark.parametrize("interrupt", [KeyboardInterrupt, SystemExit, MemoryError])
+    def test_a_prompt_that_is_not_built_is_discarded(
+        self, connect: Connect, server: ScriptedServer, orderer: WatchedOrderer, interrupt: type[BaseException]
+    ) -> None:
+        class Interrupted(PromptBuilder):
+            def build(self, query: str, documents: Any) -> Any:
+                raise interrupt
+
+        with pytest.raises(interrupt):
+            connect(builder=Interrupted()).generate(QUERY, DOCUMENTS)
+        assert orderer.settled == [DISCARDED]
+        assert server.requests == []
+
+
+class TestRetry:
+    @pytest.mark.parametrize(
+        "broken",
+        [
+            Response(end="cut"),
+            Response([ROLE, chat("Hel")], "cut"),
+            Response([ROLE, chat("Hel")], "eof"),
+            Response([ROLE, {"error": {"message": "x", "code": 500}}]),
+            Response([ROLE, {"error": {"message": "x", "code": 429}}]),
+            Response([ROLE, {"error": {"message": "x", "code": None}}]),
+        ],
+        ids=["cut at once", "cut", "over", "error", "busy", "unknown error"],
+    )
+    def test_an_answer_whose_stream_broke_is_asked_for_again(
+        self, connect: Connect, server: ScriptedServer, orderer: WatchedOrderer, broken: Response
+    ) -> None:
+        server.plays(broken)
+        answer = connect().generate(QUERY, DOCUMENTS)
+        assert answer.text == "Hello world", "nothing of the broken stream is left in it"
+        assert orderer.settled == [CONFIRMED if chat("Hel") in broken.events else DISCARDED, CONFIRMED_GOOD]
+        assert connect.slept == [0.1]
+
+    def test_each_attempt_waits_longer(self, connect: Connect, server: ScriptedServer) -> None:
+        server.plays(*[Response([ROLE], "cut")] * 3)
+        connect(retries=3).generate(QUERY, DOCUMENTS)
+        assert connect.slept == [0.1, 0.2, 0.4]
+
+    def test_the_last_error_is_raised_as_it_is(
+        self, connect: Connect, server: ScriptedServer, orderer: WatchedOrderer
+    ) -> None:
+        server.plays(Response(end="cut"), error(404, "gone"))
+        with pytest.raises(openai.NotFoundError, match="gone"):
+            connect().generate(QUERY, DOCUMENTS)
+        assert orderer.settled == [DISCARDED, DISCARDED]
+
+    def test_an_orderer_that_fails_at_the_second_attempt_leaves_the_first_settled_once(
+        self, connect: Connect, server: ScriptedServer, orderer: WatchedOrderer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        order, results = orderer.order, deque([None, RuntimeError()])
+
+        def failing(documents: Any, **options: Any) -> Ordering[Any]:
+            if failure := results.popleft():
+                raise failure
+            return order(documents, **options)
+
+        monkeypatch.setattr(orderer, "order", failing)
+        server.plays(Response(end="cut"))
+        with pytest.raises(RuntimeError):
+            connect().generate(QUERY, DOCUMENTS)
+        assert orderer.settled == [DISCARDED]
+
+    def test_retries_are_counted(self, connect: Connect, server: ScriptedServer) -> None:
+        server.plays(*[Response(end="cut")] * 5)
+        with pytest.raises(CUT):
+            connect(retries=2).generate(QUERY, DOCUMENTS)
+        assert len(server.requests) == 3
+
+    @pytest.mark.parametrize(
+        "response",
+        [
+            error(404),
+            error(429),
+            error(500),
+            Response(end="hangup"),
+            Response([ROLE, {"error": {"message": "x", "code": 400}}]),
+            Response([b"data: {garbage"]),
+        ],
+        ids=["not found", "too many", "server error", "no response", "error in the stream", "garbage"],
+    )
+    def test_what_is_not_worth_it_or_the_openai_client_repeats_is_not_repeated(
+        self, connect: Connect, server: ScriptedServer, response: Response
+    ) -> None:
+        server.plays(response)
+        with pytest.raises(Exception):  # noqa: B017
+            connect(retries=5).generate(QUERY, DOCUMENTS)
+        assert len(server.requests) == 1
+        assert connect.slept == []
+
+    def test_the_openai_client_repeats_requests_without_response_in_one_ordering(
+        self, connect: Connect, server: ScriptedServer, orderer: WatchedOrderer
+    ) -> None:
+        server.plays(Response(end="hangup"))
+        assert connect(max_retries=1).generate(QUERY, DOCUMENTS).text == "Hello world"
+        assert orderer.settled == [CONFIRMED_GOOD]
+
+    def test_a_stream_is_asked_for_again_before_its_first_piece(
+        self, connect: Connect, server: ScriptedServer, orderer: WatchedOrderer
+    ) -> None:
+        server.plays(Response([ROLE, chat(None, reasoning="Hm.")], "cut"))
+        stream, pieces = connect().stream(QUERY, DOCUMENTS)
+        assert pieces == ["Hello", " world"]
+        assert stream.answer.text == "Hello world"
+        assert orderer.settled == [CONFIRMED, CONFIRMED_GOOD]
+
+    def test_a_stream_is_not_asked_for_again_after_its_first_piece(
+        self, connect: Connect, server: ScriptedServer, orderer: WatchedOrderer
+    ) -> None:
+        server.plays(Response([ROLE, chat("Hel")], "cut"))
+        with pytest.raises(CUT):
+            connect().stream(QUERY, DOCUMENTS)
+        assert len(server.requests) == 1
+        assert orderer.settled == [CONFIRMED]
+
+
+class TestStream:
+    def test_gives_the_pieces_and_then_the_answer(self, connect: Connect, orderer: WatchedOrderer) -> None:
+        stream, pieces = connect().stream(QUERY, DOCUMENTS)
+        assert pieces == ["Hello", " world"]
+        assert (stream.answer.text, stream.answer.cached_tokens) == ("Hello world", 64)
+        assert stream.answer.ordering is stream.ordering
+        assert orderer.settled == [CONFIRMED_GOOD]
+
+    def test_a_piece_is_there_before_the_next(self, connect: Connect, server: ScriptedServer) -> None:
+        server.plays(Response([ROLE, chat("Hel")], "hold"))
+        _, pieces = connect().stream(QUERY, DOCUMENTS, take=1)
+        assert pieces == ["Hel"]
+
+    def test_closed_after_a_piece_it_counts_as_served_and_the_server_knows(
+        self, connect: Connect, server: ScriptedServer, orderer: WatchedOrderer
+    ) -> None:
+        server.plays(Response([ROLE, chat("Hel")], "hold"))
+        stream, _ = connect().stream(QUERY, DOCUMENTS, take=1)
+        assert orderer.settled == [CONFIRMED]
+        assert server.hung_up.wait(10)
+        assert stream.answer is None
+
+    def test_closed_before_a_piece_it_is_discarded_and_the_server_knows(
+        self, connect: Connect, server: ScriptedServer, orderer: WatchedOrderer
+    ) -> None:
+        server.plays(Response([ROLE], "hold"))
+        stream, pieces = connect().stream(QUERY, DOCUMENTS, take=0)
+        assert pieces == []
+        assert sorted(document.id for document in stream.ordering.documents) == ["d0", "d1", "d2", "d3"]
+        assert orderer.settled == [DISCARDED]
+        assert server.hung_up.wait(10)
+
+    def test_a_closed_stream_has_no_more_pieces(self, server: ScriptedServer, orderer: WatchedOrderer) -> None:
+        server.plays(Response([ROLE, chat("Hel")], "hold"))
+        stream = Connect(Sync, server.url, orderer)().client.stream(QUERY, DOCUMENTS)
+        assert next(stream) == "Hel"
+        stream.close()
+        stream.close()
+        assert list(stream) == []
+
+    def test_a_loop_that_is_left_closes_it(self, server: ScriptedServer, orderer: WatchedOrderer) -> None:
+        server.plays(Response([ROLE, chat("Hel")], "hold"))
+        for piece in Connect(Sync, server.url, orderer)().client.stream(QUERY, DOCUMENTS):
+            assert piece == "Hel"
+            break
+        assert orderer.settled == [CONFIRMED]
+        assert server.hung_up.wait(10)
+
+    def test_a_stream_that_nobody_reads_is_discarded(self, server: ScriptedServer, orderer: WatchedOrderer) -> None:
+        Connect(Sync, server.url, orderer)().client.stream(QUERY, DOCUMENTS)
+        assert orderer.settled == [DISCARDED]
+
+    def test_an_asynchronous_loop_that_is_left_closes_it(
+        self, server: ScriptedServer, orderer: WatchedOrderer, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        async def leave() -> None:
+            async for piece in async_client(server, orderer).stream(QUERY, DOCUMENTS):
+                assert piece == "Hel"
+                break
+            await asyncio.to_thread(server.hung_up.wait, 10)
+            assert orderer.settled == [CONFIRMED]
+
+        server.plays(Response([ROLE, chat("Hel")], "hold"))
+        asyncio.run(leave())
+        assert [record.message for record in caplog.records if record.name == "asyncio"] == []
+
+    def test_an_asynchronous_stream_that_nobody_reads_is_never_sent(
+        self, server: ScriptedServer, orderer: WatchedOrderer
+    ) -> None:
+        async def drop() -> None:
+            client = async_client(server, orderer)
+            client.stream(QUERY, DOCUMENTS)
+            await client.stream(QUERY, DOCUMENTS).close()
+
+        asyncio.run(drop())
+        assert orderer.settled == []
+        assert server.requests == []
+
+    @pytest.mark.parametrize(("events", "settled"), [([ROLE], DISCARDED), ([ROLE, chat("Hel")], CONFIRMED)])
+    @pytest.mark.parametrize("method", ["generate", "stream"])
+    def test_a_cancelled_task_hangs_up(
+        self, server: ScriptedServer, orderer: WatchedOrderer, method: str, events: list[Any], settled: Events
+    ) -> None:
+        async def cancel() -> None:
+            client = async_client(server, orderer)
+
+            async def read() -> None:
+                async for _ in client.stream(QUERY, DOCUMENTS):
+                    pass
+
+            task = asyncio.ensure_future(read() if method == "stream" else client.generate(QUERY, DOCUMENTS))
+            await asyncio.to_thread(server.reached.wait, 10)
+            await asyncio.sleep(0.1)  # time for what was sent to be read
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert orderer.settled == [settled]
+            assert await asyncio.to_thread(server.hung_up.wait, 10)
+
+        server.plays(Response(events, "hold"))
+        asyncio.run(cancel())
+
+    def test_a_task_cancelled_before_the_response_discards(
+        self, server: ScriptedServer, orderer: WatchedOrderer
+    ) -> None:
+        async def cancel() -> None:
+            task = asyncio.create_task(async_client(server, orderer).generate(QUERY, DOCUMENTS))
+            await asyncio.to_thread(server.reached.wait, 10)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+        server.plays(Response(end="silent"))
+        asyncio.run(cancel())
+        assert orderer.settled == [DISCARDED]
+
+
+def echo(body: dict[str, Any]) -> Response:
+    """Answers with the documents' ids, one chunk each."""
+    content = body["messages"][-1]["content"]
+    names = [line.strip("[]") for line in content.splitlines() if line.startswith("[")]
+    return Response([ROLE, *[chat(f"{name} ") for name in names], STOP, cached(0)])
+
+
+class TestConcurrency:
+    REQUESTS = [[Document(f"r{number}-{each}", "text") for each in range(5)] for number in range(16)]  # noqa: RUF012
+
+    def test_tasks_get_their_own_answers(self, server: ScriptedServer, orderer: WatchedOrderer) -> None:
+        async def ask() -> list[Answer]:
+            client = async_client(server, orderer)
+            return await asyncio.gather(*[client.generate(QUERY, documents) for documents in self.REQUESTS])
+
+        server.answer = echo
+        answers = asyncio.run(ask())
+        for documents, answer in zip(self.REQUESTS, answers, strict=True):
+            assert sorted(answer.text.split()) == [document.id for document in documents]
+
+    def test_threads_get_their_own_answers(self, server: ScriptedServer, orderer: WatchedOrderer) -> None:
+        server.answer = echo
+        client = Connect(Sync, server.url, orderer)().client
+        with ThreadPoolExecutor(8) as pool:
+            answers = list(pool.map(lambda documents: client.generate(QUERY, documents), self.REQUESTS))
+        for documents, answer in zip(self.REQUESTS, answers, strict=True):
+            assert sorted(answer.text.split()) == [document.id for document in documents]
+
+    def test_each_request_leaves_before_the_next_is_ordered(self, server: ScriptedServer) -> None:
+        happened: list[str] = []
+
+        class Noting(WatchedOrderer):
+            def order(self, documents: Any, **options: Any) -> Ordering[Any]:
+                happened.append("ordered")
+                return super().order(documents, **options)
+
+        async def ask() -> None:
+            connection = openai.AsyncOpenAI(base_url=server.url, api_key="key", timeout=10)
+            completions = connection.chat.completions
+            create = completions.create
+
+            def noting(**options: Any) -> Any:
+                happened.append("sent")
+                return create(**options)
+
+            completions.create = noting
+            orderer = Noting(strict=True)
+            client = AsyncOrderedClient(connection, model="served", orderer=orderer, builder=PromptBuilder())
+            await asyncio.gather(*[client.generate(QUERY, documents) for documents in self.REQUESTS])
+
+        asyncio.run(ask())
+        assert happened == ["ordered", "sent"] * len(self.REQUESTS)
+
+
+class PlainStream:
+    """A stream that is no openai.Stream: it gives pieces of an answer, then raises."""
+
+    def __init__(self, chunks: Sequence[Any], failure: BaseException | None) -> None:
+        self.chunks, self.failure = chunks, failure
+
+    def __enter__(self) -> PlainStream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self.chunks
+        if self.failure is not None:
+            raise self.failure
+
+
+class PlainClient:
+    """The least that a client must have: chat.completions.create. Its chunks are plain dictionaries."""
+
+    def __init__(self, *streams: PlainStream) -> None:
+        self.chat = self.completions = self
+        self.streams = list(streams)
+
+    def create(self, **_: Any) -> PlainStream:
+        return self.streams.pop(0)
+
+
+class TestOtherClients:
+    GOOD = PlainStream(GOOD.events, None)
+
+    def ask(self, orderer: Orderer, *streams: PlainStream) -> Answer:
+        client = OrderedClient(
+            PlainClient(*streams), model="m", orderer=orderer, builder=PromptBuilder(), sleep=lambda _: None
+        )
+        return client.generate(QUERY, DOCUMENTS)
+
+    def test_only_create_is_needed(self, orderer: WatchedOrderer) -> None:
+        assert self.ask(orderer, self.GOOD).cached_tokens == 64
+
+    @pytest.mark.parametrize("nonsense", ["64", True, 64.0, [64]])
+    def test_a_count_is_an_integer(self, orderer: WatchedOrderer, nonsense: Any) -> None:
+        # The openai client would make integers of the first three.
+        assert self.ask(orderer, PlainStream([STOP, cached(nonsense)], None)).cached_tokens is None
+
+    @pytest.mark.parametrize(
+        "failure", [httpx.RemoteProtocolError("x"), httpx.ReadError("x"), httpx.ReadTimeout("x")], ids=repr
+    )
+    def test_what_httpx_raises_in_a_stream_breaks_it(self, orderer: WatchedOrderer, failure: Exception) -> None:
+        # openai before version 3 passes these on.
+        assert self.ask(orderer, PlainStream([chat("Hel")], failure), self.GOOD).text == "Hello world"
+        assert orderer.settled == [CONFIRMED, CONFIRMED_GOOD]
+
+    @pytest.mark.parametrize(("chunks", "settled"), [([], DISCARDED), ([chat("Hel")], CONFIRMED)])
+    @pytest.mark.parametrize("failure", [KeyboardInterrupt(), SystemExit(), RuntimeError()], ids=repr)
+    def test_whatever_else_is_raised_settles_the_ordering(
+        self, orderer: WatchedOrderer, failure: BaseException, chunks: list[Any], settled: Events
+    ) -> None:
+        with pytest.raises(type(failure)) as raised:
+            self.ask(orderer, PlainStream(chunks, failure), self.GOOD)
+        assert raised.value is failure
+        assert orderer.settled == [settled]
+
+    def test_a_stream_that_ends_without_its_end_is_broken(self, orderer: WatchedOrderer) -> None:
+        assert self.ask(orderer, PlainStream([chat("Hel")], None), self.GOOD).text == "Hello world"
+
+
+class TestSecrecy:
+    def test_logs_and_errors_of_ours_tell_nothing(
+        self, connect: Connect, server: ScriptedServer, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        caplog.set_level(logging.DEBUG, "ragorder")
+        server.plays(Response([ROLE, chat("Hel")], "eof"), Response([ROLE, chat("Hel")], "eof"))
+        with pytest.raises(openai.APIConnectionError) as raised:
+            connect().generate(QUERY, DOCUMENTS, scope="tenant")
+        messages = [record.getMessage() for record in caplog.records if record.name.startswith("ragorder")]
+        assert len(messages) == 1, "a retry is logged"
+        for message in [*messages, str(raised.value)]:
+            assert not any(secret in message for secret in ("tenant", "secret", "Secret", "d0", "Hel", "key"))
+
+
+class TestConstruction:
+    def test_the_other_kind_of_client_is_refused(self) -> None:
+        options: dict[str, Any] = {"model": "m", "orderer": Orderer(), "builder": PromptBuilder()}
+        with pytest.raises(TypeError, match="use AsyncOrderedClient"):
+            OrderedClient(openai.AsyncOpenAI(api_key="key"), **options)
+        with pytest.raises(TypeError, match="use OrderedClient"):
+            AsyncOrderedClient(openai.OpenAI(api_key="key"), **options)
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [({"prompts": "text"}, "'text'"), ({"prompts": "token_ids"}, "tokenizer"), ({"retries": -1}, "-1")],
+    )
+    def test_wrong_options_are_named(self, connect: Connect, options: dict[str, Any], message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            connect(**options)
+
+    def test_the_module_is_imported_without_openai(self, python: Any) -> None:
+        script = (
+            "from ragorder import Orderer, PromptBuilder\n"
+            "from ragorder.adapters.openai import AsyncOrderedClient, OrderedClient\n"
+            "for client in (OrderedClient, AsyncOrderedClient):\n"
+            "    try:\n"
+            "        client(object(), model='m', orderer=Orderer(), builder=PromptBuilder())\n"
+            "    except ImportError as error:\n"
+            "        print(error)\n"
+        )
+        done = python("-c", script, blocked=("openai", "httpx", "httpx2"))
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("pip install 'ragorder[live]'") == 2
+
+
+# ---------------------------------------------------------------- a real server
+
+
+@pytest.fixture(scope="module")
+def served_builder(vllm_model: Any) -> PromptBuilder:
+    from transformers import AutoTokenizer
+
+    return PromptBuilder("Answer briefly.", tokenizer=AutoTokenizer.from_pretrained(vllm_model))
+
+
+def text_document(number: int, words: int) -> Document:
+    return Document(f"doc-{number}", " ".join(f"fact {number} {word}" for word in range(words)))
+
+
+@pytest.mark.vllm
+class TestVLLM:
+    """Random weights: what is answered means nothing, but tokens and cache hits are real."""
+
+    DOCUMENTS = [text_document(number, 12 + number) for number in range(4)]  # noqa: RUF012
+    # The likeliest token of random weights may be one without text, for ever.
+    TALKATIVE = {"temperature": 1.0, "seed": 1, "extra_body": {"ignore_eos": True}}  # noqa: RUF012
+
+    @pytest.fixture
+    def live(self, vllm_server: Any, served_builder: PromptBuilder) -> Iterator[WatchedOrderer]:
+        vllm_server.reset()
+        orderer = WatchedOrderer(
+            capacity_tokens=vllm_server.capacity_tokens,
+            block_size=vllm_server.block_size,
+            prefix_tokens=served_builder.prefix_tokens,
+            tokens=served_builder.document_tokens,
+            strict=True,
+        )
+        yield orderer
+        assert all(len(events) == 1 for events in orderer.settled)
+
+    @pytest.fixture(params=[Sync, Async])
+    def connect(
+        self, request: pytest.FixtureRequest, vllm_server: Any, served_builder: PromptBuilder, live: WatchedOrderer
+    ) -> Iterator[Connect]:
+        connect = Connect(request.param, f"{vllm_server.base_url}/v1", live)
+        connect.builder = served_builder
+        yield connect
+        for made in connect.made:
+            made.close()
+
+    @pytest.mark.parametrize("prompts", ["messages", "token_ids"])
+    def test_reports_the_cached_tokens_that_were_predicted(
+        self, connect: Connect, live: WatchedOrderer, vllm_server: Any, prompts: str
+    ) -> None:
+        client = connect(prompts=prompts, timeout=60)
+        first = client.generate(QUERY, self.DOCUMENTS, max_tokens=4)
+        again = client.generate(QUERY, self.DOCUMENTS[::-1], max_tokens=4)
+        assert (first.cached_tokens, first.ordering.cached_tokens) == (0, 0)
+        assert again.ordering.documents == self.DOCUMENTS
+        assert again.ordering.cached_tokens >= 3 * vllm_server.block_size
+        assert again.cached_tokens is not None
+        assert abs(again.cached_tokens - again.ordering.cached_tokens) <= vllm_server.block_size
+        assert live.settled == [[("confirmed", each.cached_tokens, each.total_tokens)] for each in (first, again)]
+        assert first.total_tokens == first.prompt_tokens + first.completion_tokens
+        if prompts == "token_ids":
+            token_ids = connect.builder.build(QUERY, again.ordering).token_ids
+            assert token_ids is not None
+            assert again.prompt_tokens == len(token_ids)
+
+    def test_the_answer_of_a_stream_is_its_pieces(self, connect: Connect, live: WatchedOrderer) -> None:
+        stream, pieces = connect(timeout=60).stream(QUERY, self.DOCUMENTS, max_tokens=8, **self.TALKATIVE)
+        assert pieces
+        assert "".join(pieces) == stream.answer.text
+        assert (stream.answer.completion_tokens, stream.answer.finish_reason) == (8, "length")
+        assert stream.answer.ttft_s is not None
+        assert live.settled == [[("confirmed", 0, stream.answer.prompt_tokens + 8)]]
+
+    def test_a_stream_that_is_closed_leaves_its_prompt_in_the_cache(
+        self, connect: Connect, live: WatchedOrderer
+    ) -> None:
+        client = connect(prompts="token_ids", timeout=60)
+        _, pieces = client.stream(QUERY, self.DOCUMENTS, take=1, max_tokens=500, **self.TALKATIVE)
+        assert len(pieces) == 1
+        again = client.generate(QUERY, self.DOCUMENTS, max_tokens=1)
+        assert again.ordering.cached_tokens > 0
+        assert again.cached_tokens is not None
+        assert again.cached_tokens >= again.ordering.cached_tokens
+        assert live.settled[0] == CONFIRMED
+
+    def test_a_request_that_the_server_refuses_is_forgotten(self, connect: Connect, live: WatchedOrderer) -> None:
+        with pytest.raises(openai.NotFoundError):
+            connect(model="no-such-model").generate(QUERY, self.DOCUMENTS)
+        assert live.settled == [DISCARDED]
+        answer = connect(timeout=60).generate(QUERY, self.DOCUMENTS[::-1], max_tokens=1)
+        assert answer.ordering.documents == self.DOCUMENTS[::-1], "nothing to align with"
+        assert answer.ordering.cached_tokens == 0
+
+    def test_tenants_share_nothing(self, connect: Connect) -> None:
+        client = connect(prompts="token_ids", timeout=60)
+        reported, predicted = [], []
+        for scope in ("a", "b", "a", None):
+            answer = client.generate(QUERY, self.DOCUMENTS, scope=scope, max_tokens=1)
+            reported.append(bool(answer.cached_tokens))
+            predicted.append(bool(answer.ordering.cached_tokens))
+        assert reported == predicted == [False, False, True, False]
+
+    def test_exactly_the_scopes_that_the_server_refuses_are_not_sent(
+        self, connect: Connect, live: WatchedOrderer, vllm_server: Any
+    ) -> None:
+        client = connect(timeout=60)
+        with openai.OpenAI(base_url=f"{vllm_server.base_url}/v1", api_key="key", timeout=60) as direct:
+            for scope in NO_SALTS:
+                with pytest.raises(openai.BadRequestError, match="cache_salt"):
+                    direct.completions.create(model="served", prompt="x", extra_body={"cache_salt": scope})
+                with pytest.raises(ValueError, match="cache_salt"):
+                    client.generate(QUERY, self.DOCUMENTS, scope=scope)
+        assert live.settled == []
+        for scope in SALTS:
+            client.generate(QUERY, self.DOCUMENTS, scope=scope, max_tokens=1)
+
+    def test_the_room_for_answers_is_learnt_from_the_server(self, connect: Connect, live: WatchedOrderer) -> None:
+        client = connect(timeout=60)
+        for _ in range(2):
+            client.generate(QUERY, self.DOCUMENTS, max_tokens=8, **self.TALKATIVE)
+        client.generate(QUERY, self.DOCUMENTS, max_tokens=20)
+        assert live.asked[2]["suffix_tokens"] == connect.builder.suffix_tokens(QUERY) + 7
+
+    def test_sixteen_tasks_get_answers_on_their_own_documents(
+        self, vllm_server: Any, served_builder: PromptBuilder, live: WatchedOrderer
+    ) -> None:
+        requests = [[text_document(10 * number + each, 5) for each in range(3)] for number in range(16)]
+
+        async def ask() -> list[Answer]:
+            openai_client = openai.AsyncOpenAI(base_url=f"{vllm_server.base_url}/v1", api_key="key", timeout=120)
+            client = AsyncOrderedClient(
+                openai_client, model="served", orderer=live, builder=served_builder, prompts="token_ids"
+            )
+            # The server repeats the prompt in front of its answer.
+            asked = [client.generate(QUERY, documents, max_tokens=2, echo=True) for documents in requests]
+            answers = await asyncio.gather(*asked)
+            await openai_client.close()
+            return answers
+
+        for documents, answer in zip(requests, asyncio.run(ask()), strict=True):
+            assert all(document.text in answer.text for document in documents)
+            assert sorted(document.id for document in answer.ordering.documents) == [each.id for each in documents]

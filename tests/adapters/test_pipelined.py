@@ -1,0 +1,804 @@
+"""Pipelines on real engines: the answers are those without speculation, and nothing stays behind on the server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import re
+import urllib.request
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ragorder import Document, Orderer, PromptBuilder
+from ragorder.adapters.observing.observed import Observation, ObservedOrderer
+from ragorder.adapters.openai.pipelined import (
+    OpenAIStreams,
+    OrderedPrompts,
+    PipelinedClient,
+    Question,
+    SyncPipelinedClient,
+    SystemPrefix,
+)
+from ragorder.adapters.openai.prompts import TimedUsage
+from ragorder.adapters.openai.server_load import MetricsPoll, PromptLoad
+from ragorder.adapters.openai.system_prefix import WatchedEngine
+from ragorder.ordering import RequestOutcome
+from ragorder.pipelining import PipelinedStream, Provisional, Retrieval
+
+openai = pytest.importorskip("openai")
+
+BLOCK = 32
+SYSTEM = "You are careful. Use the documents, and nothing but the documents, and say so where they say nothing. " * 2
+LONG: dict[str, Any] = {"max_tokens": 1500, "extra_body": {"ignore_eos": True}}
+DOCUMENTS = [Document(f"d{number}", f"Secret {number} is kept in drawer {number}. " * 2) for number in range(8)]
+
+Stage = Sequence[int] | Exception | Callable[[], Any]
+
+
+def played(*stages: Stage, pause_s: float = 0.01) -> Retrieval[Question, Document]:
+    """A search that shows these documents, by number, one stage after another. In between an exception is raised, and
+    a function is called and awaited."""
+    last = max(number for number, stage in enumerate(stages) if isinstance(stage, Sequence))
+
+    async def search(question: Question) -> AsyncGenerator[Provisional[Document], None]:
+        for number, stage in enumerate(stages):
+            if isinstance(stage, Exception):
+                raise stage
+            if isinstance(stage, Sequence):
+                await asyncio.sleep(pause_s)
+                yield Provisional([DOCUMENTS[each] for each in stage], final=number == last)
+            else:
+                await stage()
+
+    return search
+
+
+class Ledger:
+    """How many requests were ordered, and how each was settled."""
+
+    def __init__(self) -> None:
+        self.open = 0
+        self.settled: list[RequestOutcome] = []
+
+    def ordered(self, observation: Observation) -> Callable[[RequestOutcome], None]:
+        self.open += 1
+        return self._settle
+
+    def _settle(self, outcome: RequestOutcome) -> None:
+        self.open -= 1
+        self.settled.append(outcome)
+
+    async def has_settled(self, count: int = 1) -> None:
+        async with asyncio.timeout(20):
+            while len(self.settled) < count:
+                await asyncio.sleep(0.005)
+
+
+class Load:
+    """What the server says of its requests."""
+
+    def __init__(self, server: Any) -> None:
+        self._server = server
+
+    def read(self) -> Counter[str]:
+        with urllib.request.urlopen(f"{self._server.base_url}/metrics", timeout=20) as page:
+            lines = re.findall(r"^vllm:(\w+)\{([^}]*)\} (\S+)$", page.read().decode(), re.MULTILINE)
+        counts: Counter[str] = Counter()
+        for name, labels, value in lines:
+            reason = re.search(r'finished_reason="(\w+)"', labels)
+            counts[f"{name} {reason[1]}" if reason else name] += float(value)  # type: ignore[assignment]
+        return counts
+
+    async def shows(self, condition: Callable[[Counter[str]], bool], within_s: float = 20) -> None:
+        async with asyncio.timeout(within_s):
+            while not condition(await asyncio.to_thread(self.read)):
+                await asyncio.sleep(0.02)
+
+    async def is_gone(self) -> None:
+        """Nothing runs or waits on the server, long before an orphan would have come to its end."""
+
+        def is_idle(now: Counter[str]) -> bool:
+            return not (now["num_requests_running"] or now["num_requests_waiting"])
+
+        try:
+            await self.shows(is_idle, within_s=2)
+        except TimeoutError:
+            # Where the last request was aborted, vLLM may show it until its next step (vLLM issue 29928).
+            await asyncio.to_thread(self.step)
+            await self.shows(is_idle)
+
+    def step(self) -> None:
+        """One request for one token."""
+        body = json.dumps({"model": "served", "prompt": [1], "max_tokens": 1}).encode()
+        headers = {"Content-Type": "application/json"}
+        asked = urllib.request.Request(f"{self._server.base_url}/v1/completions", body, headers)
+        with urllib.request.urlopen(asked, timeout=20) as answer:
+            answer.read()
+
+
+def answered(counts: Counter[str]) -> float:
+    """Requests that came to their end."""
+    return sum(count for name, count in counts.items() if name.startswith("request_success_total "))
+
+
+async def nothing_left() -> None:
+    """No task but this one: the openai client leaves it to the event loop to close its generators."""
+    async with asyncio.timeout(5):
+        while asyncio.all_tasks() != {asyncio.current_task()}:
+            await asyncio.sleep(0.002)
+
+
+@pytest.fixture(scope="module")
+def builder(vllm_model: Path) -> PromptBuilder:
+    from ragorder.eval.serving import load_tokenizer
+
+    return PromptBuilder(SYSTEM, tokenizer=load_tokenizer(vllm_model))
+
+
+@pytest.fixture
+def ledger() -> Ledger:
+    return Ledger()
+
+
+@pytest.fixture
+def orders(vllm_server: Any, builder: PromptBuilder, ledger: Ledger) -> Callable[..., ObservedOrderer]:
+    """Watched orderers for the server, without its events, in front of an empty cache."""
+
+    def make(**options: Any) -> ObservedOrderer:
+        vllm_server.reset()
+        orderer = Orderer(
+            tokens=builder.document_tokens,
+            block_size=vllm_server.block_size,
+            capacity_tokens=vllm_server.capacity_tokens,
+            prefix_tokens=builder.prefix_tokens,
+            strict=True,
+            **options,
+        )
+        return ObservedOrderer(orderer, [ledger], compare=False)
+
+    return make
+
+
+Client = Callable[..., PipelinedClient]
+
+
+@pytest.fixture
+async def client(vllm_server: Any, builder: PromptBuilder, orders: Any) -> AsyncIterator[Client]:
+    """Clients of the server by their search; all closed in the end, with nothing left of them."""
+    made: list[PipelinedClient] = []
+
+    async with openai.AsyncOpenAI(base_url=f"{vllm_server.base_url}/v1", api_key="none", max_retries=0) as server:
+
+        def make(retrieval: Retrieval[Question, Document], **options: Any) -> PipelinedClient:
+            chosen = {"orderer": None, "builder": builder, "max_prefill_bs": 4, "warm_up": False, "report_load": False}
+            chosen |= options
+            chosen["orderer"] = chosen["orderer"] or orders()
+            made.append(PipelinedClient(server, model="served", retrieval=retrieval, **chosen))
+            return made[-1]
+
+        yield make
+        for each in made:
+            await each.close()
+    await nothing_left()
+
+
+@pytest.mark.vllm
+class TestTheAnswer:
+    async def test_is_the_one_without_speculation(self, client: Client, orders: Any) -> None:
+        """Token by token, over sequences that the cache has room for, and no cached block is lost."""
+        rng = random.Random(6)
+        questions: list[list[list[int]]] = []
+        for _ in range(32):
+            stages = [rng.sample(range(6), 3)]
+            while len(stages) < 4:
+                # What is found changes now and then, in content or in rank only.
+                stages.append(rng.choice([stages[-1], stages[-1], rng.sample(stages[-1], 3), rng.sample(range(6), 3)]))
+            questions.append(stages)
+
+        async def serve(speculate: bool) -> list[PipelinedStream]:
+            streams: list[PipelinedStream] = []
+            for stages in questions:
+                if len(streams) % 8 == 0:
+                    orderer = orders()
+                one = client(played(*stages), orderer=orderer, speculate=speculate)
+                query = f"What is in drawer {len(streams)}?"
+                streams.append(await one.answer(query, max_tokens=4, extra_body={"ignore_eos": True}))
+            return streams
+
+        plain, speculated = await serve(False), await serve(True)
+        assert [stream.text for stream in speculated] == [stream.text for stream in plain]
+        for stream, without in zip(speculated, plain, strict=True):
+            assert stream.usage is not None and without.usage is not None
+            assert stream.usage.prompt_tokens == without.usage.prompt_tokens
+            assert stream.usage.completion_tokens == without.usage.completion_tokens == 4
+            assert (stream.usage.cached_tokens or 0) >= (without.usage.cached_tokens or 0) - BLOCK
+        right = [stream.trace.right for stream in speculated]
+        # The same documents, ranked otherwise, make the same prompt more often than not.
+        assert all(taken or stages[-1] != stages[-2] for taken, stages in zip(right, questions, strict=True))
+        assert 10 < sum(right) < len(questions)
+        assert sum(stream.trace.speculations for stream in speculated) > len(questions) + 10
+
+    async def test_comes_from_the_common_prefix_after_a_wrong_speculation(
+        self, client: Client, vllm_server: Any, ledger: Ledger
+    ) -> None:
+        """The first two documents of the wrong prompt are the right ones, and its prefill is over."""
+        load = Load(vllm_server)
+        before = answered(load.read())
+        search = played([0, 1, 2], lambda: load.shows(lambda now: answered(now) > before), [0, 1, 3])
+        stream = await client(search).answer("What is kept?", max_tokens=4)
+        assert not stream.trace.right and stream.usage is not None
+        found, prompt = stream.usage.cached_tokens or 0, stream.usage.prompt_tokens or 0
+        assert found > prompt / 2
+        # The orderer had not counted on it, and counts the request as served.
+        assert [outcome.served for outcome in ledger.settled] == [True]
+
+    async def test_is_not_disturbed_by_an_abort_that_comes_when_all_is_over(
+        self, client: Client, vllm_server: Any, ledger: Ledger
+    ) -> None:
+        load = Load(vllm_server)
+        before = answered(load.read())
+        one = client(played([0], lambda: load.shows(lambda now: answered(now) > before), [1]))
+        stream = await one.answer("What is kept?", max_tokens=2)
+        await stream.close()
+        await stream.close()
+        assert stream.text and not stream.trace.right and stream.trace.speculations == 1
+        assert ledger.open == 0
+        await load.is_gone()
+
+    async def test_streams_in_pieces(self, client: Client) -> None:
+        async with client(played([0], [0])).stream("What is kept?", max_tokens=6) as stream:
+            pieces = [piece async for piece in stream]
+        assert len(pieces) > 1 and "".join(pieces) == stream.text and stream.trace.right
+
+    def test_comes_to_threads_as_well(self, vllm_server: Any, builder: PromptBuilder, orders: Any) -> None:
+        def make() -> SyncPipelinedClient:
+            server = openai.AsyncOpenAI(base_url=f"{vllm_server.base_url}/v1", api_key="none")
+            search = played([0], [0, 1], [0, 1])
+            return SyncPipelinedClient(server, model="served", orderer=orders(), builder=builder, retrieval=search)
+
+        with make() as one:
+            whole = one.answer("What is kept?", max_tokens=6)
+            with one.stream("What is kept?", max_tokens=6) as stream:
+                assert "".join(stream) == whole.text
+            assert whole.trace.right and stream.usage is not None and stream.usage.cached_tokens
+            assert one.stream("What is kept?", **LONG).__next__() is not None
+        with pytest.raises(RuntimeError, match="closed"):
+            one.answer("What is kept?")
+        asyncio.run(Load(vllm_server).is_gone())
+
+
+@pytest.mark.vllm
+class TestNothingIsLeftOnTheServer:
+    """Each request would run for many seconds if it were let, and generate many tokens."""
+
+    @pytest.fixture(autouse=True)
+    async def idle(self, vllm_server: Any, client: Client) -> AsyncIterator[None]:
+        """While the HTTP client is open: closing that would abort whatever it has."""
+        before = Load(vllm_server).read()["generation_tokens_total"]
+        yield
+        await Load(vllm_server).is_gone()
+        assert Load(vllm_server).read()["generation_tokens_total"] - before < LONG["max_tokens"]
+
+    async def test_after_a_retrieval_that_raises_during_a_speculation(
+        self, client: Client, vllm_server: Any, ledger: Ledger
+    ) -> None:
+        running = Load(vllm_server).shows(lambda now: now["num_requests_running"] == 1)
+        one = client(played([0], lambda: running, LookupError("index"), [0]))
+        with pytest.raises(LookupError, match="index"):
+            await one.answer("What is kept?", **LONG)
+        self.is_settled(one, ledger)
+
+    async def test_after_a_retrieval_that_takes_too_long(self, client: Client, ledger: Ledger) -> None:
+        one = client(played([0], lambda: asyncio.sleep(60), [0]))
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.3):
+                await one.answer("What is kept?", **LONG)
+        self.is_settled(one, ledger)
+
+    @pytest.mark.parametrize("after_s", [0.0, 0.005, 0.015, 0.03, 0.06, 0.12, 0.3])
+    async def test_after_a_caller_that_cancels(self, client: Client, ledger: Ledger, after_s: float) -> None:
+        one = client(played([0], [1], [1, 2], [1, 2], [1, 2, 3]), warm_up=True)
+        task = asyncio.create_task(one.answer("What is kept?", **LONG))
+        await asyncio.sleep(after_s)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await one.close()
+        self.is_settled(one, ledger)
+
+    async def test_after_a_stream_that_is_closed_early(self, client: Client, ledger: Ledger) -> None:
+        for search in (played([0], [0]), played([0], [1])):
+            one = client(search)
+            async with one.stream("What is kept?", **LONG) as stream:
+                await anext(stream)
+            self.is_settled(one, ledger)
+            assert ledger.settled[-1].served
+
+    def is_settled(self, one: PipelinedClient, ledger: Ledger) -> None:
+        assert ledger.open == 0
+        # Our own count: the server's gauges may still show what was aborted a moment ago.
+        assert one._pipeline.load is not None and one._pipeline.load._pending == 0
+
+
+@pytest.mark.vllm
+class TestWarmUp:
+    @pytest.mark.parametrize("prompts", ["messages", "token_ids"])
+    async def test_makes_a_cold_engine_warm_while_the_search_runs(
+        self, client: Client, orders: Any, builder: PromptBuilder, ledger: Ledger, prompts: str
+    ) -> None:
+        one = client(played(ledger.has_settled, [0]), warm_up=True, prompts=prompts)
+        first = await one.answer("What is kept?", max_tokens=2)
+        assert first.trace.warmed_up and first.usage is not None
+        assert (first.usage.cached_tokens or 0) >= builder.prefix_tokens // BLOCK * BLOCK >= 2 * BLOCK
+        warm_up, answered = ledger.settled
+        assert (warm_up.served, warm_up.cached_tokens) == (True, 0)
+        assert answered.served and not (await one.answer("And now?", max_tokens=2)).trace.warmed_up
+
+    async def test_knows_from_the_events_that_the_engine_was_emptied(
+        self, client: Client, vllm_server: Any, builder: PromptBuilder
+    ) -> None:
+        vllm_server.reset()
+        with Orderer.for_vllm(
+            vllm_server.base_url,
+            builder=builder,
+            strict=True,
+            events_endpoint=vllm_server.events_endpoint,
+            replay_endpoint=vllm_server.replay_endpoint,
+            events_topic=vllm_server.events_topic,
+        ) as orderer:
+            one = client(played([0], pause_s=0.1), orderer=orderer, warm_up=True)
+
+            async def becomes(held: bool) -> None:
+                if not held:
+                    # vLLM tells what has changed with its next request.
+                    await one._client.completions.create(model="served", prompt=[300], max_tokens=1)
+                async with asyncio.timeout(20):
+                    while orderer.holds_prefix() != held:
+                        await asyncio.sleep(0.01)
+
+            await becomes(False)
+            assert (await one.answer("What is kept?", max_tokens=2)).trace.warmed_up
+            await becomes(True)
+            assert not (await one.answer("What is kept?", max_tokens=2)).trace.warmed_up
+            vllm_server.reset()
+            await becomes(False)
+            assert (await one.answer("What is kept?", max_tokens=2)).trace.warmed_up
+
+    async def test_is_sent_once_for_all_that_ask_at_once_and_once_for_each_tenant(
+        self, client: Client, vllm_server: Any, ledger: Ledger, builder: PromptBuilder
+    ) -> None:
+        one = client(played(lambda: ledger.has_settled(2), [0]), warm_up=True)
+        before = answered(Load(vllm_server).read())
+        scopes = ["red", "blue", "red", "blue", "red"]
+        answers = await asyncio.gather(*(one.answer("What?", scope=scope, max_tokens=2) for scope in scopes))
+        await Load(vllm_server).is_gone()
+        assert one._pipeline.warm_up is not None and one._pipeline.warm_up.started == 2
+        assert answered(Load(vllm_server).read()) - before == 2 + len(scopes)
+        for answer in answers:
+            assert answer.usage is not None
+            assert (answer.usage.cached_tokens or 0) >= builder.prefix_tokens // BLOCK * BLOCK
+
+    async def test_is_not_sent_for_a_prompt_without_a_whole_block(self, client: Client, vllm_model: Path) -> None:
+        from ragorder.eval.serving import load_tokenizer
+
+        short = PromptBuilder("Be short.", tokenizer=load_tokenizer(vllm_model))
+        assert 0 < short.prefix_tokens < BLOCK
+        orderer = Orderer(block_size=BLOCK, prefix_tokens=short.prefix_tokens, tokens=short.document_tokens)
+        one = client(played([0]), orderer=orderer, builder=short, warm_up=True)
+        assert not (await one.answer("What is kept?", max_tokens=2)).trace.warmed_up
+
+
+class FarEnd:
+    """A server, played: `play` says of each request what becomes of it. It answers; it hangs up instead, or after the
+    first piece (cut); it holds the request until the client hangs up; or it refuses what asks for usage."""
+
+    def __init__(self) -> None:
+        self.requests: list[dict[str, Any]] = []
+        self.play: Callable[[dict[str, Any]], str] = lambda body: "answer"
+        self.metrics: str | None = None
+        self.polls = self.held = 0
+
+    async def __aenter__(self) -> FarEnd:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}/v1"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(ConnectionError, asyncio.IncompleteReadError):
+            head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+            length = re.search(r"content-length: (\d+)", head)
+            body = await reader.readexactly(int(length[1])) if length else b""
+            if head.startswith("get"):
+                self.polls += 1
+                writer.write(self._plain(404 if self.metrics is None else 200, self.metrics or ""))
+            else:
+                self.requests.append(json.loads(body))
+                await self._answer(self.play(self.requests[-1]), reader, writer)
+        writer.close()
+
+    async def _answer(self, how: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if how == "refuse" and "stream_options" in self.requests[-1]:
+            writer.write(self._plain(400, json.dumps({"error": {"message": "unknown field: stream_options"}})))
+        elif how != "hang up":
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncontent-length: 9999\r\n\r\n")
+            if how == "hold":
+                self.held += 1
+                try:
+                    await reader.read()
+                finally:
+                    self.held -= 1
+                return
+            self._send(writer, {"choices": [{"index": 0, "delta": {"content": "In the "}, "finish_reason": None}]})
+            if how != "cut":
+                self._send(writer, {"choices": [{"index": 0, "delta": {"content": "drawer"}, "finish_reason": "stop"}]})
+                if how == "answer":
+                    counts = {"prompt_tokens": 300, "completion_tokens": 4, "total_tokens": 304}
+                    self._send(writer, {"choices": [], "usage": counts})
+                writer.write(b"data: [DONE]\n\n")
+        await writer.drain()
+
+    def _send(self, writer: asyncio.StreamWriter, event: dict[str, Any]) -> None:
+        writer.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+
+    def _plain(self, status: int, text: str) -> bytes:
+        return f"HTTP/1.1 {status} X\r\ncontent-length: {len(text)}\r\nconnection: close\r\n\r\n{text}".encode()
+
+
+@pytest.fixture
+async def far_end() -> AsyncIterator[FarEnd]:
+    async with FarEnd() as server:
+        yield server
+    await nothing_left()
+
+
+class TestAServerThatFails:
+    @pytest.fixture
+    async def made(self, far_end: FarEnd, ledger: Ledger) -> AsyncIterator[Client]:
+        """Clients of it, whose orderer counts at four characters a token."""
+        builder = PromptBuilder(SYSTEM)
+        orderer = ObservedOrderer(Orderer(prefix_tokens=builder.prefix_tokens, strict=True), [ledger], compare=False)
+        server = openai.AsyncOpenAI(base_url=far_end.url, api_key="none", max_retries=0)
+
+        def make(retrieval: Retrieval[Question, Document], **options: Any) -> PipelinedClient:
+            options = {"warm_up": False, "report_load": False} | options
+            return PipelinedClient(
+                server, model="served", orderer=orderer, builder=builder, retrieval=retrieval, **options
+            )
+
+        async with server:
+            yield make
+
+    @pytest.mark.parametrize("how", ["hang up", "cut"])
+    async def test_once_during_a_speculation_is_asked_again(
+        self, far_end: FarEnd, made: Client, ledger: Ledger, how: str
+    ) -> None:
+        far_end.play = lambda body: how if len(far_end.requests) == 1 else "answer"
+
+        async def has_failed() -> None:
+            while not far_end.requests or one._pipeline._engine.running:
+                await asyncio.sleep(0.002)
+
+        one = made(played([0], has_failed, [0]))
+        stream = await one.answer("What is kept?")
+        assert stream.text == "In the drawer" and not stream.trace.right
+        assert ledger.open == 0 and [outcome.served for outcome in ledger.settled] == [True]
+
+    @pytest.mark.parametrize("how", ["hang up", "cut"])
+    async def test_for_good_raises_what_the_client_raises(
+        self, far_end: FarEnd, made: Client, ledger: Ledger, how: str
+    ) -> None:
+        import httpx
+
+        far_end.play = lambda body: how
+        one = made(played([0], [1], [1]))
+        with pytest.raises((openai.APIConnectionError, httpx.TransportError)):
+            await one.answer("What is kept?")
+        assert one._pipeline.load is not None and one._pipeline.load.pending == 0
+        # A prompt whose first token came was computed, whatever became of the answer.
+        assert ledger.open == 0 and [outcome.served for outcome in ledger.settled] == [how == "cut"]
+
+    async def test_that_holds_its_answer_sees_the_stream_closed(
+        self, far_end: FarEnd, made: Client, ledger: Ledger
+    ) -> None:
+        far_end.play = lambda body: "hold"
+
+        async def has(requests: int) -> None:
+            while len(far_end.requests) < requests or not far_end.held:
+                await asyncio.sleep(0.002)
+
+        one = made(played([0], lambda: has(1), [1], lambda: has(2), RuntimeError("index"), [1]))
+        with pytest.raises(RuntimeError, match="index"):
+            await one.answer("What is kept?")
+        assert one._pipeline.load is not None and one._pipeline.load.pending == 0
+        await nothing_left()
+        assert far_end.held == 0 and len(far_end.requests) == 2 and ledger.open == 0
+
+    async def test_is_warmed_up_anew_although_the_orderer_counts_on_the_prefix(
+        self, far_end: FarEnd, made: Client, ledger: Ledger
+    ) -> None:
+        expected = 1
+
+        async def has_come() -> None:
+            while len(far_end.requests) < expected:
+                await asyncio.sleep(0.002)
+
+        one = made(played(has_come, [0]), warm_up=True)
+        assert (await one.answer("What is kept?")).trace.warmed_up
+        assert not (await one.answer("What is kept?")).trace.warmed_up
+        far_end.play = lambda body: "hang up"
+        for _ in range(2):
+            with pytest.raises(openai.APIConnectionError):
+                await one.answer("What is kept?")
+        far_end.play = lambda body: "answer"
+        sent = len(far_end.requests)
+        expected = sent + 1
+        assert (await one.answer("What is kept?")).trace.warmed_up
+        warm_up, question = far_end.requests[sent:]
+        assert warm_up["max_tokens"] == 1 and question["max_tokens"] == 256
+        assert not (await one.answer("What is kept?")).trace.warmed_up
+        # Another tenant's system prompt is another, on an engine that may have been started anew.
+        assert (await one.answer("What is kept?", scope="red")).trace.warmed_up
+        assert ledger.open == 0
+
+    async def test_to_report_usage_is_not_asked_for_it_again(
+        self, far_end: FarEnd, made: Client, ledger: Ledger
+    ) -> None:
+        far_end.play = lambda body: "refuse"
+        one = made(played([0]))
+        for _ in range(2):
+            stream = await one.answer("What is kept?")
+            assert stream.text == "In the drawer" and stream.usage is not None and stream.usage.prompt_tokens is None
+        assert ["stream_options" in body for body in far_end.requests] == [True, False, False]
+        assert ledger.open == 0
+
+    async def test_options_that_are_not_the_callers_are_refused_before_anything_is_sent(self, made: Client) -> None:
+        one = made(played([0]))
+        with pytest.raises(TypeError, match="messages is not an option"):
+            one.stream("What is kept?", messages=[])
+        with pytest.raises(ValueError, match="cache_salt"):
+            await one.answer("What is kept?", scope="a/b")
+
+    async def test_a_warm_up_takes_what_shapes_the_prompt_and_nothing_else(self, far_end: FarEnd, made: Client) -> None:
+
+        async def has_come() -> None:
+            while not far_end.requests:
+                await asyncio.sleep(0.002)
+
+        one = made(played(has_come, [0]), warm_up=True)
+        shaping = {"chat_template_kwargs": {"enable_thinking": False}}
+        await one.answer("What?", stop=["."], extra_body=shaping | {"min_tokens": 2}, scope="red", temperature=None)
+        warm_up, question = far_end.requests
+        assert warm_up["chat_template_kwargs"] == shaping["chat_template_kwargs"] == question["chat_template_kwargs"]
+        assert warm_up["cache_salt"] == question["cache_salt"] == "red"
+        assert warm_up["messages"][0] == question["messages"][0]
+        assert question["min_tokens"] == 2 and "min_tokens" not in warm_up and "stop" not in warm_up
+        assert "temperature" not in question
+
+
+class TestTheLoad:
+    async def test_of_a_server_is_read_while_searches_run(self, far_end: FarEnd) -> None:
+        far_end.metrics = (
+            'vllm:num_requests_running{engine="0"} 2.0\nvllm:num_requests_running{engine="1"} 1.0\n'
+            'vllm:num_requests_waiting{engine="0"} 3.0\nvllm:num_requests_waiting_by_reason{reason="capacity"} 3.0\n'
+        )
+        async with openai.AsyncOpenAI(base_url=far_end.url, api_key="none") as server:
+            poll = MetricsPoll(server, engine := WatchedEngine(None))  # type: ignore[arg-type]
+            assert poll() is None
+
+            async def is_known() -> None:
+                async with asyncio.timeout(5):
+                    while poll() is None:
+                        await asyncio.sleep(0.005)
+
+            search = poll.during(played([0], is_known, [1]))
+            stages = [stage.documents async for stage in search(Question("What?"))]
+            assert stages == [[DOCUMENTS[0]], [DOCUMENTS[1]]]
+            assert poll() == 6
+            # Ours come and go in between.
+            engine.running = 2
+            assert poll() == 8
+            polls = far_end.polls
+            await nothing_left()
+            assert far_end.polls <= polls + 1
+            await poll.close()
+
+    async def test_of_a_server_that_does_not_say_is_not_known(self, far_end: FarEnd) -> None:
+        async with openai.AsyncOpenAI(base_url=far_end.url, api_key="none") as server:
+            poll = MetricsPoll(server, WatchedEngine(None))  # type: ignore[arg-type]
+
+            async def is_asked() -> None:
+                while not far_end.polls:
+                    await asyncio.sleep(0.005)
+
+            search = poll.during(played(is_asked, [0]))
+            assert [stage.final async for stage in search(Question("What?"))] == [True]
+            await poll.close()
+            assert poll() is None
+
+    def test_counts_requests_of_others_as_pending(self) -> None:
+        engine = WatchedEngine(None)  # type: ignore[arg-type]
+        load = PromptLoad(engine, max_prefill_bs=5, requests=lambda: 5)
+        assert load.pending == 5 and not load.has_room
+        engine.running = 2
+        assert load.pending == 3 and load.has_room
+        with load.prefilling(), load.prefilling():
+            assert load.pending == 5 and not load.has_room
+        assert PromptLoad(engine, max_prefill_bs=1, requests=lambda: None).has_room
+
+    def test_has_room_for_what_an_iteration_takes_at_the_mean_length(self) -> None:
+        load = PromptLoad(WatchedEngine(None), token_budget=8192)  # type: ignore[arg-type]
+        assert load.max_prefill_bs == 1
+        load.learn(1000)
+        assert load.max_prefill_bs == 8
+        for _ in range(200):
+            load.learn(4000)
+        assert load.max_prefill_bs == 2
+
+
+class TestPrompts:
+    @pytest.mark.parametrize("state_ranking", [False, True])
+    def test_are_predicted_as_they_are_committed(self, state_ranking: bool) -> None:
+        """Repeated documents and a stated ranking included."""
+        rng = random.Random(0)
+        prompts = OrderedPrompts(Orderer(strict=True, block_size=1), PromptBuilder(state_ranking=state_ranking))
+        moved = 0
+        for number in range(100):
+            found = [rng.choice(DOCUMENTS) for _ in range(4)]
+            question = Question(f"What is {number}?")
+            predicted = prompts.predict_cached_tokens(question, found)
+            assert prompts.predict_cached_tokens(question, found) == predicted
+            committed = prompts.commit(question, found)
+            assert committed.request == predicted
+            assert predicted != prompts.predict_cached_tokens(Question("Else?"), found)
+            moved += list(committed._ordering.permutation) != list(range(4))
+            committed.confirm(None)
+        assert moved > 20
+
+    @pytest.mark.parametrize(("ahead_s", "older"), [(60.0, 2), (-60.0, 0)])
+    def test_that_were_sent_ahead_say_nothing_of_what_was_evicted(self, ahead_s: float, older: int) -> None:
+        """A speculation finds less than the orderer predicts later: what it misses has been computed since."""
+        orderer = Orderer(strict=True, block_size=16, prefix_tokens=64, tokens=lambda document: 32)
+        prompts = OrderedPrompts(orderer, PromptBuilder())
+        for found in (DOCUMENTS[4:6], DOCUMENTS[:3]):
+            prompts.commit(Question("What?"), found).confirm(None)
+        committed = prompts.commit(Question("And?"), DOCUMENTS[:3])
+        committed.confirm(TimedUsage(200, 0, 4, "stop", committed._ordered_s - ahead_s))
+        assert orderer.order(DOCUMENTS[4:6]).prefix_documents == older
+
+    def test_of_another_form_are_refused(self) -> None:
+        with pytest.raises(ValueError, match="'messages' or 'token_ids'"):
+            OrderedPrompts(Orderer(), PromptBuilder(), "text")  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="tokenizer"):
+            SystemPrefix(Orderer(), PromptBuilder(), WatchedEngine(None), "token_ids")  # type: ignore[arg-type]
+
+
+def test_packages_that_are_missing_are_named_when_they_are_needed(python: Any) -> None:
+    script = (
+        "from ragorder.adapters.openai.pipelined import OpenAIStreams\n"
+        "from ragorder.adapters.vllm.async_engine import AsyncVLLM\n"
+        "for make in (lambda: OpenAIStreams(None, 'm'), lambda: AsyncVLLM(None)):\n"
+        "    try:\n        make()\n    except ImportError as error:\n        print(error)\n"
+    )
+    done = python("-c", script, blocked=("openai", "vllm", "torch", "httpx"))
+    assert re.findall(r"ragorder\[\w+\]", done.stdout) == ["ragorder[live]", "ragorder[vllm]"], done.stderr
+
+
+def test_a_synchronous_client_is_refused() -> None:
+    with pytest.raises(TypeError, match="AsyncOpenAI"):
+        OpenAIStreams(openai.OpenAI(api_key="none"), "served")
+
+
+IN_PROCESS = """
+import asyncio, sys
+from ragorder import Document, Orderer, PromptBuilder
+from ragorder.adapters.openai.pipelined import PromptRequest, ordered_pipeline
+from ragorder.adapters.vllm.async_engine import AsyncVLLM
+from ragorder.eval.engines.vllm import has_fast_bfloat16
+from ragorder.eval.serving import load_tokenizer
+from ragorder.pipelining import Provisional
+
+DOCUMENTS = [Document(f"d{n}", f"Secret {n} is kept in drawer {n}. " * 2) for n in range(4)]
+last = None
+
+class Stats:
+    def __init__(self, *_): pass
+    def record(self, scheduler_stats, *_, **__):
+        global last
+        if scheduler_stats is not None:
+            last = scheduler_stats.num_running_reqs, scheduler_stats.num_waiting_reqs
+    def log_engine_initialized(self): pass
+    def log(self): pass
+    def record_sleep_state(self, *_): pass
+
+async def main(model):
+    from vllm import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+    arguments = AsyncEngineArgs(
+        model, dtype="bfloat16" if has_fast_bfloat16() else "float32", enforce_eager=True, block_size=32,
+        num_gpu_blocks_override=129, kv_cache_memory_bytes=1 << 26, max_model_len=2048, max_num_batched_tokens=2048,
+    )
+    llm = AsyncLLM.from_engine_args(arguments, stat_loggers=[Stats])
+    engine = AsyncVLLM(llm)
+    builder = PromptBuilder("You are careful. Use the documents. " * 12, tokenizer=load_tokenizer(model))
+
+    async def answers(speculate):
+        await llm.reset_prefix_cache()
+        orderer = Orderer(tokens=builder.document_tokens, block_size=32, capacity_tokens=4096, feedback=False,
+                          prefix_tokens=builder.prefix_tokens, strict=True)
+        given = []
+        for stages in ([[0, 1], [1, 2], [1, 2]], [[2, 3], [2, 3], [1, 2]], [[0], [0], [0]]):
+            async def search(question):
+                for stage in stages:
+                    await asyncio.sleep(0.05)
+                    yield Provisional([DOCUMENTS[n] for n in stage], stage is stages[-1])
+            pipeline = ordered_pipeline(engine, orderer=orderer, builder=builder, retrieval=search, max_prefill_bs=4,
+                                        speculate=speculate, requests=engine.requests)
+            given.append(await pipeline.answer(Question("What is kept?", "red", 8, options={"ignore_eos": True})))
+            await pipeline.close()
+        return given
+
+    plain, speculated = await answers(False), await answers(True)
+    assert [stream.text for stream in plain] == [stream.text for stream in speculated]
+    assert [stream.trace.right for stream in speculated] == [True, False, True]
+    assert speculated[0].trace.warmed_up and not speculated[1].trace.warmed_up
+    for one, other in zip(plain, speculated):
+        assert one.usage.completion_tokens == other.usage.completion_tokens == 8
+        assert one.usage.prompt_tokens == other.usage.prompt_tokens
+        assert other.usage.cached_tokens >= one.usage.cached_tokens - 32
+    assert plain[1].usage.cached_tokens >= builder.prefix_tokens // 32 * 32 >= 64
+
+    # Each would run for many seconds, and show among those that run while the short one does.
+    ids = builder.build("What?", DOCUMENTS).token_ids
+    long = PromptRequest(None, ids, None, {"max_tokens": 1500, "ignore_eos": True, "temperature": 0.0})
+    for pieces in (0, 1, 5):
+        async def consume():
+            stream = engine.stream(long)
+            for _ in range(pieces):
+                await anext(stream)
+            if pieces:
+                await stream.aclose()
+            else:
+                await anext(stream)
+        task = asyncio.create_task(consume())
+        if not pieces:
+            await asyncio.sleep(0)
+            task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert engine.requests() == 0, (pieces, engine.requests())
+    short = PromptRequest(None, ids, None, {"max_tokens": 4, "temperature": 0.0})
+    assert [chunk async for chunk in engine.stream(short)][-1].usage.finish_reason
+    await asyncio.sleep(0.3)
+    assert last in ((0, 0), (1, 0)), last
+    before = last
+    await asyncio.sleep(0.3)
+    assert last == before, "something still runs"
+    try:
+        await anext(engine.stream(PromptRequest([], None, None, {})))
+    except ValueError as error:
+        print(error)
+    llm.shutdown()
+
+if __name__ == "__main__":
+    from ragorder.adapters.openai.pipelined import Question
+    asyncio.run(main(sys.argv[1]))
+"""
+
+
+@pytest.mark.vllm
+def test_vllm_in_this_process(vllm_model: Path, python: Any, tmp_path: Path) -> None:
+    """In a process of its own. The answers are those without speculation, and an abort frees the engine."""
+    script = tmp_path / "in_process.py"
+    script.write_text(IN_PROCESS, "utf-8")
+    quiet = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "VLLM_HOST_IP": "127.0.0.1"}
+    done = python(script, vllm_model, timeout=240, **quiet)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "prompts='token_ids'" in done.stdout

@@ -1,0 +1,409 @@
+"""What one body may cost the proxy: a time that grows with its length, and little memory."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import time
+import tracemalloc
+from collections.abc import Callable, Mapping, Sequence
+from types import FunctionType, ModuleType
+from typing import Any
+
+import pytest
+
+from ragorder import Document, Orderer, PromptBuilder
+
+pytest.importorskip("starlette")
+
+from ragorder.adapters.http_server.errors import ProxyError
+from ragorder.adapters.proxy import DocumentTemplate
+from ragorder.adapters.proxy.body import MAX_MESSAGES
+from ragorder.adapters.proxy.lengths import Lengths
+from ragorder.adapters.proxy.ordering import BodyOrderer, Route
+from ragorder.adapters.proxy.reading import TooManyError, decode_items
+from ragorder.kept import Kept
+
+TEMPLATE = '<document id="{id}">\n{text}\n</document>'
+MIB = 1 << 20
+
+
+def make(template: str | None = TEMPLATE, tokenizer: Any = None, **options: Any) -> BodyOrderer:
+    builder = PromptBuilder("", tokenizer=tokenizer)
+    found = None if template is None else DocumentTemplate(template)
+    return BodyOrderer(Orderer(strict=True), builder, Lengths(builder, tokenizer), found, **options)
+
+
+def ordered(bodies: BodyOrderer, content: bytes, route: Route = "chat") -> bytes:
+    """The body that goes on."""
+    read = bodies.read(route, content)
+    return content if read is None else bodies.order(read, bodies.request())
+
+
+def refused(bodies: BodyOrderer, content: bytes, route: Route = "chat") -> dict[str, Any]:
+    with pytest.raises(ProxyError) as caught:
+        ordered(bodies, content, route)
+    error: dict[str, Any] = caught.value.content["error"]
+    return {"status": caught.value.status, **error}
+
+
+def document(name: object, text: str = "text") -> str:
+    return TEMPLATE.format(id=name, text=text)
+
+
+def repeated(item: str, count: int, frame: str) -> bytes:
+    return frame.replace("ITEMS", ",".join([item] * count)).encode()
+
+
+IN_MESSAGES = '{"messages":[ITEMS]}'
+IN_PARTS = '{"messages":[{"role":"user","content":[ITEMS]}]}'
+IN_DOCUMENTS = '{"ragorder":{"query":"q","documents":[ITEMS]}}'
+MESSAGE = '{"role":"user","content":"x"}'
+PART = '{"type":"text","text":"x"}'
+
+
+def cpu_s(work: Callable[[], object]) -> float:
+    """The least of five times."""
+    taken = []
+    for _ in range(5):
+        start = time.process_time()
+        work()
+        taken.append(time.process_time() - start)
+    return min(taken)
+
+
+class TestManyMessages:
+    @pytest.mark.parametrize(("item", "frame"), [(MESSAGE, IN_MESSAGES), (PART, IN_PARTS)], ids=["messages", "parts"])
+    def test_h2_time_grows_with_their_number_and_not_with_its_square(self, item: str, frame: str) -> None:
+        bodies = make()
+        few, many = (repeated(item, count, frame) for count in (MAX_MESSAGES // 8, MAX_MESSAGES))
+        assert cpu_s(lambda: ordered(bodies, many)) < 24 * cpu_s(lambda: ordered(bodies, few))
+
+    def test_h2_what_stands_in_front_is_made_for_one_passage(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from ragorder.adapters.proxy import body
+
+        made = []
+
+        class Front(body.Front):
+            def __new__(cls, *fields: Any) -> Any:
+                made.append(fields)
+                return super().__new__(cls, *fields)
+
+        monkeypatch.setattr(body, "Front", Front)
+        documents = json.dumps({"role": "user", "content": document(1) + document(2)})
+        ordered(make(), f'{{"messages":[{",".join([MESSAGE] * 500)},{documents},{documents}]}}'.encode())
+        assert len(made) == 1
+
+    @pytest.mark.parametrize(
+        ("item", "frame", "param"),
+        [
+            (MESSAGE, IN_MESSAGES, "messages"),
+            (PART, IN_PARTS, "messages[0].content"),
+            ("0", IN_MESSAGES, "messages"),
+            ("[]", IN_PARTS, "messages[0].content"),
+        ],
+    )
+    def test_h2_more_than_are_read_are_refused_with_the_limit(self, item: str, frame: str, param: str) -> None:
+        bodies = make()
+        at_most = repeated(item, MAX_MESSAGES, frame)
+        assert ordered(bodies, at_most) == at_most
+        error = refused(bodies, repeated(item, MAX_MESSAGES + 1, frame))
+        assert (error["status"], error["code"], error["param"]) == (400, "too_many_items", param)
+        assert error["message"].startswith(f"{param}: ")
+        assert f"{MAX_MESSAGES:,}" in error["message"]
+
+    def test_h2_a_tagged_chat_is_bounded_too(self) -> None:
+        tag = '"ragorder":{"documents":[],"query":"q"}'
+        body = repeated(MESSAGE, MAX_MESSAGES + 1, f'{{"messages":[ITEMS],{tag}}}')
+        assert refused(make(), body)["param"] == "messages"
+
+    def test_h2_without_a_template_they_go_on_unread(self) -> None:
+        body = repeated(MESSAGE, MAX_MESSAGES + 1, IN_MESSAGES)
+        assert make(template=None).read("chat", body) is None
+
+
+class TestItems:
+    @pytest.mark.parametrize("count", [0, 1, 99, 100])
+    def test_h2_a_list_within_the_limit_is_read_whole(self, count: int) -> None:
+        items = [{"a": [1, 2, "x,y,]"]}, "a,b", None][: count % 4] + [[0, 1]] * (count - count % 4)
+        found = decode_items(json.dumps(items).encode(), 100)
+        assert found is not None
+        assert [json.loads(bytes(item)) for item in found] == items
+
+    def test_h2_a_longer_one_is_given_up(self) -> None:
+        with pytest.raises(TooManyError, match="100"):
+            decode_items(json.dumps([0] * 101).encode(), 100)
+
+    @pytest.mark.parametrize(
+        "content", [b"{}", b"3", b"null", b"[1,", b"", b'"a,b,c,d"', b'{"a":0,"b":0,"c":0}', b"[,,,"]
+    )
+    def test_h2_what_is_no_list_is_none(self, content: bytes) -> None:
+        assert decode_items(content, 2) is None
+
+    def test_h2_commas_in_texts_count_nothing(self) -> None:
+        found = decode_items(json.dumps(["a," * 1000]).encode(), 2)
+        assert found is not None
+        assert len(found) == 1
+
+
+class TestTheTag:
+    def tag(self, fields: str) -> bytes:
+        return f'{{"ragorder":{{"query":"q","documents":[],{fields}}}}}'.encode()
+
+    def test_h3_the_first_unknown_field_is_the_last_that_is_looked_at(self) -> None:
+        bodies = make()
+        few, many = (self.tag(",".join(f'"s{n:x}":0' for n in range(count))) for count in (10, 200_000))
+        tracemalloc.start()
+        try:
+            assert refused(bodies, few) == refused(bodies, many)
+            # The body itself is copied; an error for each name was 90 bytes for each byte.
+            assert tracemalloc.get_traced_memory()[1] < 4 * len(many)
+        finally:
+            tracemalloc.stop()
+        assert refused(bodies, many)["param"] == "ragorder"
+
+    @pytest.mark.parametrize(
+        ("fields", "param"),
+        [
+            ('"secret":0', "ragorder"),
+            # A name that is made up to look like what a message says of a place.
+            ('"secret` - at `$.query":0', "ragorder.query"),
+            ('"secret` - at `$.secret":0', "ragorder"),
+            ('"documents":[{"id":"1","text":"","secret":0}]', "ragorder.documents[0]"),
+            ('"documents":[{"id":"1","text":""},{"id":"secret"}]', "ragorder.documents[1].text"),
+        ],
+    )
+    def test_h3_a_name_that_is_not_known_is_not_quoted(self, fields: str, param: str) -> None:
+        error = refused(make(), self.tag(fields))
+        assert (error["status"], error["code"], error["param"]) == (400, "invalid_ragorder", param)
+        assert error["message"].startswith(f"{param}: ")
+        assert "secret" not in str(error)
+
+    @pytest.mark.parametrize("item", ["0", "{}", '{"id":"1","text":""}'])
+    def test_h3_documents_are_counted_before_any_is_built(self, item: str) -> None:
+        bodies, body = make(), repeated(item, 300_000, IN_DOCUMENTS)
+        tracemalloc.start()
+        try:
+            error = refused(bodies, body)
+            assert tracemalloc.get_traced_memory()[1] < 4 * len(body)
+        finally:
+            tracemalloc.stop()
+        assert (error["status"], error["param"]) == (400, "ragorder.documents")
+        assert "1024" in error["message"]
+
+    def test_h3_as_many_as_are_allowed_are_read(self) -> None:
+        read = make().read("chat", repeated('{"id":"1","text":"a,b"}', 1024, IN_DOCUMENTS))
+        assert read is not None
+        assert len(read.documents) == 1024
+
+    @pytest.mark.parametrize(("tokens", "known"), [("3", 3), ("3.0", 3), ("3e2", 300)])
+    def test_h3_a_number_without_a_fraction_is_whole(self, tokens: str, known: int) -> None:
+        body = repeated(f'{{"id":"1","text":"","tokens":{tokens}}}', 1, IN_DOCUMENTS)
+        read = make().read("chat", body)
+        assert read is not None
+        assert [(type(each.tokens), each.tokens) for each in read.documents] == [(int, known)]
+
+    def test_h3_texts_that_are_no_utf8_are_no_json(self) -> None:
+        error = refused(make(), b'{"ragorder":{"documents":[],"query":"\xff"}}')
+        assert (error["status"], error["param"]) == (400, "ragorder")
+
+
+class Counting:
+    """A tokenizer that counts what it is asked: a token for each word."""
+
+    all_special_tokens: Sequence[str] = ()
+    added_tokens_decoder: Mapping[int, Any] = {}
+    chat_template = None
+    bos_token = None
+
+    def __init__(self) -> None:
+        self.encoded: list[str] = []
+
+    def encode(self, text: str, **options: Any) -> list[int]:
+        self.encoded.append(text)
+        return [len(word) for word in text.split()]
+
+
+def held_by(keeper: object) -> str:
+    """All texts and bytes that are reachable from an object, short ones and code aside."""
+    seen: set[int] = set()
+    texts: list[str] = []
+    waiting = [keeper]
+    while waiting:
+        each = waiting.pop()
+        if id(each) in seen or isinstance(each, type | ModuleType | FunctionType):
+            continue
+        seen.add(id(each))
+        if isinstance(each, str | bytes | bytearray):
+            texts.append(str(each))
+        waiting += gc.get_referents(each)
+    return "\n".join(texts)
+
+
+class TestWhatIsKept:
+    def text(self, number: int, words: int = 50) -> str:
+        return f"secret{number} " * words
+
+    def tagged(self, text: str, scope: str | None = None) -> bytes:
+        tag = {"documents": [{"id": "1", "text": text}, {"id": "2", "text": "two"}], "query": "q"}
+        return json.dumps({"messages": [], "ragorder": tag | ({} if scope is None else {"scope": scope})}).encode()
+
+    def written(self, text: str, scope: str | None = None) -> bytes:
+        body: dict[str, Any] = {"messages": [{"role": "user", "content": document(1, text) + document(2, "two")}]}
+        return json.dumps(body | ({} if scope is None else {"cache_salt": scope})).encode()
+
+    @pytest.mark.parametrize("exact", [True, False], ids=["tokenizer", "estimated"])
+    @pytest.mark.parametrize("kind", ["tagged", "written"])
+    def test_m4_no_text_is_kept(self, kind: str, exact: bool) -> None:
+        tokenizer = Counting()
+        bodies = make(tokenizer=tokenizer if exact else None)
+        ordered(bodies, getattr(self, kind)(self.text(7), "t"))
+        tokenizer.encoded.clear()
+        assert "secret" not in held_by(bodies)
+        bodies._fronts.put("secret", 1)
+        assert "secret" in held_by(bodies)
+
+    @pytest.mark.parametrize("kind", ["tagged", "written"])
+    def test_m4_another_tenants_text_is_counted_anew(self, kind: str) -> None:
+        tokenizer = Counting()
+        bodies = make(tokenizer=tokenizer)
+
+        def counted(scope: str | None) -> int:
+            before = len(tokenizer.encoded)
+            ordered(bodies, getattr(self, kind)(self.text(7), scope))
+            return sum("secret" in text for text in tokenizer.encoded[before:])
+
+        assert [counted(scope) for scope in ("one", "one", "two", None, None, "two")] == [1, 0, 1, 1, 0, 0]
+
+    @pytest.mark.parametrize("kind", ["tagged", "written"])
+    def test_m4_long_documents_take_no_more_room_than_short_ones(self, kind: str) -> None:
+        def kept(words: int) -> int:
+            tokenizer = Counting()
+            bodies = make(tokenizer=tokenizer)
+            tracemalloc.start()
+            try:
+                for number in range(100):
+                    ordered(bodies, getattr(self, kind)(self.text(number, words)))
+                    tokenizer.encoded.clear()
+                gc.collect()
+                return tracemalloc.get_traced_memory()[0]
+            finally:
+                tracemalloc.stop()
+
+        # 100 documents of 20 KB: kept, they would be 2 MB.
+        assert kept(2000) < kept(10) + 200_000
+
+    def test_m4_the_builders_tokens_are_bounded_in_bytes(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from ragorder import prompt
+
+        monkeypatch.setattr(prompt, "_KEPT_BYTES", 1 << 20)
+        builder = PromptBuilder("", tokenizer=Counting())
+        for number in range(40):
+            assert len(builder.document_ids(Document(str(number), "word " * 10_000))) == 10_001
+            assert builder._kept.used <= 1 << 20
+        assert builder._kept.used > 1 << 19
+        assert len(builder._kept) < 40
+        assert "word word" not in held_by(builder._kept)
+
+    def test_m4_lengths_of_fronts_are_bounded(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from ragorder.adapters.proxy import ordering
+
+        monkeypatch.setattr(ordering, "_REMEMBERED", 10)
+        bodies = make()
+        for number in range(50):
+            front = {"role": "system", "content": f"secret {number}"}
+            body = {"messages": [front], "ragorder": {"documents": [], "query": ""}}
+            ordered(bodies, json.dumps(body).encode())
+        assert len(bodies._fronts) == 10
+        assert "secret" not in held_by(bodies._fronts)
+
+
+class TestKept:
+    def test_the_least_recently_used_goes_first(self) -> None:
+        kept: Kept[int] = Kept(2)
+        kept.put("a", 1)
+        kept.put("b", 2)
+        assert kept.get("a") == 1
+        kept.put("c", 3)
+        assert [kept.get(key) for key in "abc"] == [1, None, 3]
+
+    def test_bytes_are_bounded(self) -> None:
+        kept: Kept[int] = Kept(100, 10)
+        for number in range(5):
+            kept.put(number, number, 4)
+            assert kept.used <= 10
+        assert [kept.get(number) for number in range(5)] == [None, None, None, 3, 4]
+
+    def test_what_is_larger_than_all_is_not_kept(self) -> None:
+        kept: Kept[int] = Kept(100, 10)
+        kept.put("a", 1, 4)
+        kept.put("b", 2, 11)
+        assert (kept.get("a"), kept.get("b"), kept.used) == (1, None, 4)
+
+    def test_a_value_that_is_put_again_counts_once(self) -> None:
+        kept: Kept[int] = Kept(100, 10)
+        for value in range(5):
+            kept.put("a", value, 8)
+        assert (kept.get("a"), kept.used, len(kept)) == (4, 8, 1)
+
+    def test_of_no_size_it_keeps_nothing(self) -> None:
+        kept: Kept[int] = Kept(0)
+        kept.put("a", 1)
+        assert (kept.get("a"), len(kept)) == (None, 0)
+
+    @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+    @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+    def test_l2_a_child_does_not_wait_for_a_thread_of_its_parent(self) -> None:
+        kept: Kept[int] = Kept(2)
+        kept.put("a", 1)
+        with kept._lock:
+            child = os.fork()
+            if child == 0:
+                signal.alarm(20)
+                kept.put("b", 2)
+                os._exit(0 if (kept.get("a"), kept.get("b")) == (None, 2) else 1)
+            assert os.waitpid(child, 0)[1] == 0
+        assert kept.get("a") == 1
+
+
+HOSTILE = {
+    "messages": repeated(MESSAGE, MIB // 30, IN_MESSAGES),
+    "parts": repeated(PART, MIB // 27, IN_PARTS),
+    "zeros": repeated("0", MIB // 2, IN_MESSAGES),
+    "zero parts": repeated("0", MIB // 2, IN_PARTS),
+    "names": json.dumps({f"{number:x}": 0 for number in range(MIB // 11)}).encode(),
+    "names in the tag": json.dumps({"ragorder": {f"{number:x}": 0 for number in range(MIB // 11)}}).encode(),
+    "no documents": repeated("0", MIB // 2, IN_DOCUMENTS),
+    "empty documents": repeated("{}", MIB // 3, IN_DOCUMENTS),
+    "lists in the tag": b'{"ragorder":' + b"[" * (MIB // 2) + b"]" * (MIB // 2) + b"}",
+    "a long text": json.dumps(
+        {"ragorder": {"documents": [{"id": "", "text": "[<|a" * 240_000}], "query": ""}}
+    ).encode(),
+    "names in a message": json.dumps({"messages": [{f"{number:x}": 0 for number in range(MIB // 11)}]}).encode(),
+    "documents": json.dumps(
+        {"messages": [{"role": "user", "content": "".join(document(n, "") for n in range(MIB // 36))}]}
+    ).encode(),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_h2_a_mebibyte_takes_a_second_and_64_mb_at_most(name: str) -> None:
+    bodies, body = make(), HOSTILE[name]
+
+    def work() -> None:
+        try:
+            ordered(bodies, body)
+        except ProxyError as error:
+            assert error.status == 400
+
+    start = time.process_time()
+    work()
+    assert time.process_time() - start < len(body) / MIB
+    tracemalloc.start()
+    try:
+        work()
+        assert tracemalloc.get_traced_memory()[1] < 64e6 * len(body) / MIB
+    finally:
+        tracemalloc.stop()

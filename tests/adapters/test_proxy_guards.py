@@ -1,0 +1,436 @@
+"""What does not pass the proxy, what it says of itself, and how it asks its server."""
+
+from __future__ import annotations
+
+import gzip
+import http.server
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from ragorder import Orderer
+
+pytest.importorskip("starlette")
+pytest.importorskip("uvicorn")
+pytest.importorskip("msgspec")
+
+import httpx
+import uvicorn
+from click.testing import CliRunner
+
+from ragorder.adapters.http_client import AddressError, Server, ServerError
+from ragorder.adapters.proxy import make_app
+from ragorder.adapters.proxy.hosts import THIS_MACHINE
+from ragorder.adapters.proxy.ready import Ready
+from ragorder.cli.listening import listen, server_config
+from ragorder.cli.serve import serve as serve_command
+
+CHAT = "/v1/chat/completions"
+
+
+def answer(body: bytes, *headers: bytes, status: bytes = b"200 OK") -> bytes:
+    lines = [b"HTTP/1.1 " + status, b"content-length: %d" % len(body), *headers]
+    return b"\r\n".join([*lines, b"", body])
+
+
+@dataclass
+class RawServer:
+    """A server that answers each request with these bytes, whatever they are, and tells connections apart."""
+
+    answers: list[bytes] = field(default_factory=list)
+    requests: list[tuple[int, bytes]] = field(default_factory=list)
+    delay_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._listening.getsockname()[1]}"
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    @property
+    def paths(self) -> list[str]:
+        return [head.split(b" ")[1].decode() for _, head in self.requests]
+
+    @property
+    def connections(self) -> list[int]:
+        return [number for number, _ in self.requests]
+
+    def close(self) -> None:
+        self._listening.close()
+
+    def _serve(self) -> None:
+        number = 0
+        while True:
+            try:
+                connection, _ = self._listening.accept()
+            except OSError:
+                return
+            number += 1
+            threading.Thread(target=self._answer, args=(number, connection), daemon=True).start()
+
+    def _answer(self, number: int, connection: socket.socket) -> None:
+        received = b""
+        # The proxy may close at any time.
+        with connection, suppress(OSError):
+            while piece := connection.recv(1 << 16):
+                received += piece
+                if b"\r\n\r\n" not in received:
+                    continue
+                self.requests.append((number, received))
+                received = b""
+                time.sleep(self.delay_s)
+                connection.sendall(self.answers[0] if len(self.answers) == 1 else self.answers.pop(0))
+
+
+@pytest.fixture
+def server() -> Iterator[RawServer]:
+    server = RawServer([answer(b"ok")])
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def start(server: RawServer) -> Iterator[Callable[..., httpx.Client]]:
+    """Starts proxies in front of the server; gives clients of them."""
+    running: list[tuple[uvicorn.Server, threading.Thread, httpx.Client]] = []
+
+    def start(**options: Any) -> httpx.Client:
+        app = make_app(Orderer(block_size=16, strict=True), **{"upstream": server.url} | options)
+        listening = listen("127.0.0.1", 0)
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        proxy = uvicorn.Server(server_config(app, grace_s=1, client_s=30, connections=100))
+        thread = threading.Thread(target=proxy.run, kwargs={"sockets": [listening]}, daemon=True)
+        thread.start()
+        client = httpx.Client(base_url=url, timeout=30, trust_env=False, verify=False)  # noqa: S501
+        running.append((proxy, thread, client))
+        return client
+
+    yield start
+    for proxy, thread, client in running:
+        client.close()
+        proxy.should_exit = proxy.force_exit = True
+        thread.join(30)
+
+
+def code_of(response: httpx.Response) -> str:
+    code: str = response.json()["error"]["code"]
+    return code
+
+
+class TestAnswersOfTheServer:
+    def test_m7_connections_are_used_again(self, start: Callable[..., httpx.Client], server: RawServer) -> None:
+        client = start()
+        for _ in range(3):
+            assert client.get("/v1/models").text == "ok"
+        assert client.post(CHAT, json={}).text == "ok"
+        assert server.connections == [1] * 4
+
+    @pytest.mark.parametrize(
+        ("body", "method"),
+        [(b"ok", "GET"), (b"x" * (1 << 16), "GET"), (b"x" * ((1 << 16) - 42), "GET"), (b"", "HEAD")],
+        ids=["short", "long", "64 KiB on the wire", "HEAD"],
+    )
+    def test_m7_what_is_sent_behind_an_answer_reaches_nobody(
+        self, body: bytes, method: str, start: Callable[..., httpx.Client], server: RawServer
+    ) -> None:
+        smuggled = answer(body) + answer(b"SMUGGLED") * 3
+        server.answers = [smuggled] * 4 + [answer(b"end")]
+        client = start()
+        for _ in range(4):
+            assert client.request(method, "/v1/models").content == body
+        assert client.get("/v1/models").text == "end"
+        assert len(set(server.connections)) == 5
+
+    def test_m7_a_body_after_head_reaches_nobody(self, start: Callable[..., httpx.Client], server: RawServer) -> None:
+        server.answers = [answer(b"body"), answer(b"next")]
+        client = start()
+        assert client.head("/v1/models").status_code == 200
+        assert client.get("/v1/models").text == "next"
+
+    def test_l6_of_two_lengths_the_chunks_count(self, start: Callable[..., httpx.Client], server: RawServer) -> None:
+        chunks = b"5\r\nhello\r\n6\r\n world\r\n0\r\n\r\n"
+        lines = [b"HTTP/1.1 200 OK", b"Content-Length: 2", b"Transfer-Encoding: chunked", b"X: y", b"", chunks]
+        server.answers = [b"\r\n".join(lines)]
+        response = start().get("/v1/models")
+        assert (response.status_code, response.text) == (200, "hello world")
+        assert "content-length" not in response.headers
+        assert response.headers["x"] == "y"
+
+    @pytest.mark.parametrize("length", [b"2\r\ncontent-length: 9", b"-1", b"x"])
+    def test_l6_a_length_that_is_none_is_502(
+        self, length: bytes, start: Callable[..., httpx.Client], server: RawServer
+    ) -> None:
+        server.answers = [b"HTTP/1.1 200 OK\r\ncontent-length: " + length + b"\r\n\r\nok"]
+        response = start().get("/v1/models")
+        assert (response.status_code, code_of(response)) == (502, "upstream_unavailable")
+
+
+class TestPaths:
+    @pytest.mark.parametrize(
+        "path",
+        [
+            "/../tenant2/v1/models",
+            "/v1/../admin",
+            "/v1/./models",
+            "/v1/..",
+            "/%2e%2e/x",
+            "/v1/%2E./x",
+            "/v1/..%2fadmin",
+            "/v1/..%5cadmin",
+            "/v1/..\\admin",
+            "/v1/..;x=1/admin",
+        ],
+    )
+    def test_l4_none_leads_out_of_the_address(
+        self, path: str, start: Callable[..., httpx.Client], server: RawServer
+    ) -> None:
+        client = start(upstream=f"{server.url}/tenant1/v1", upstream_api_key="operator")
+        with socket.create_connection((client.base_url.host, client.base_url.port or 0), timeout=30) as connection:
+            connection.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+            assert connection.recv(12) == b"HTTP/1.1 400"
+        assert server.requests == []
+
+    @pytest.mark.parametrize("path", ["/v1/..models", "/v1/a...", "/v1/models?x=../y", "/v1/.well-known", "/metrics2"])
+    def test_l4_others_go_on_as_they_are(
+        self, path: str, start: Callable[..., httpx.Client], server: RawServer
+    ) -> None:
+        assert start(upstream=f"{server.url}/tenant1/v1").get(path).text == "ok"
+        assert server.paths == [f"/tenant1{path}"]
+
+
+class TestHosts:
+    def refused(self, client: httpx.Client, **headers: str) -> str | None:
+        response = client.post(CHAT, content=b"{}", headers={"content-type": "text/plain", **headers})
+        return None if response.status_code == 200 else code_of(response)
+
+    def test_l5_the_names_of_this_machine_are_taken(self, start: Callable[..., httpx.Client]) -> None:
+        client = start(hosts=THIS_MACHINE)
+        assert self.refused(client) is None
+        for host in ("localhost", "LOCALHOST:8100", "127.0.0.1:1", "[::1]:8100"):
+            assert self.refused(client, host=host) is None
+        assert self.refused(client, host="localhost", origin="http://localhost:3000") is None
+
+    def test_l5_others_are_not(self, start: Callable[..., httpx.Client], server: RawServer) -> None:
+        client = start(hosts=THIS_MACHINE)
+        for host in ("evil.example", "127.0.0.1.evil.example", "localhost.", "evil@localhost:x", "[::1", ""):
+            assert self.refused(client, host=host) == "foreign_host"
+        assert client.get("/ragorder/openapi.json", headers={"host": "evil.example"}).status_code == 403
+        assert server.requests == []
+
+    def test_l5_one_that_is_missing_or_there_twice_is_not(
+        self, start: Callable[..., httpx.Client], server: RawServer
+    ) -> None:
+        url = start(hosts=THIS_MACHINE).base_url
+        for head in (b"HTTP/1.0\r\n", b"HTTP/1.1\r\nHost: localhost\r\nHost: evil\r\n"):
+            with socket.create_connection((url.host, url.port or 0), timeout=30) as connection:
+                connection.sendall(b"GET /v1/models " + head + b"\r\n")
+                assert connection.recv(10).startswith((b"HTTP/1.1 4",))
+        assert server.requests == []
+
+    def test_l5_web_pages_of_others_are_not(self, start: Callable[..., httpx.Client], server: RawServer) -> None:
+        client = start(hosts=THIS_MACHINE)
+        for origin in ("https://evil.example", "null", "http://localhost.evil.example", ""):
+            assert self.refused(client, origin=origin) == "foreign_origin"
+        assert server.requests == []
+
+    def test_l5_probes_come_from_anywhere(self, start: Callable[..., httpx.Client]) -> None:
+        client = start(hosts=THIS_MACHINE)
+        for path in ("/ragorder/health", "/ragorder/ready"):
+            assert client.get(path, headers={"host": "10.0.0.7"}).status_code == 200
+
+    def test_l5_with_a_key_and_elsewhere_all_are_taken(self, start: Callable[..., httpx.Client]) -> None:
+        client = start(hosts=THIS_MACHINE, api_key="k")
+        key = {"authorization": "Bearer k"}
+        assert self.refused(client, host="proxy.example", origin="https://app.example", **key) is None
+        assert self.refused(start(), host="proxy.example", origin="https://app.example") is None
+
+
+class TestReadiness:
+    def test_one_that_answers_is_ready(self, start: Callable[..., httpx.Client], server: RawServer) -> None:
+        client = start(api_key="k", upstream_api_key="up")
+        for _ in range(5):
+            assert client.get("/ragorder/ready").status_code == 200
+        assert server.paths in (["/health"], ["/health"] * 2), "at most once a second"
+        assert b"authorization: Bearer up" in server.requests[0][1]
+
+    def test_one_without_the_first_path_is_asked_for_the_second(
+        self, start: Callable[..., httpx.Client], server: RawServer
+    ) -> None:
+        server.answers = [answer(b"", status=b"404 Not Found"), answer(b"{}")]
+        assert start().get("/ragorder/ready").status_code == 200
+        assert server.paths == ["/health", "/v1/models"]
+
+    def test_one_that_is_not_well_is_not(self, start: Callable[..., httpx.Client], server: RawServer) -> None:
+        server.answers = [answer(b"", status=b"503 Starting")]
+        client = start()
+        response = client.get("/ragorder/ready")
+        assert (response.status_code, code_of(response)) == (503, "upstream_not_ready")
+        assert client.get("/ragorder/health").status_code == 200
+
+    def test_one_that_is_not_there_is_not(self, start: Callable[..., httpx.Client]) -> None:
+        assert start(upstream="http://127.0.0.1:9").get("/ragorder/ready").status_code == 503
+
+    def test_one_that_is_silent_is_not(
+        self, start: Callable[..., httpx.Client], server: RawServer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setitem(Ready._answers.__globals__, "_WAIT_S", 0.2)
+        server.delay_s = 5
+        assert start().get("/ragorder/ready").status_code == 503
+
+
+class TestServer:
+    """What the proxy itself asks a server for."""
+
+    def test_l7_it_is_asked_directly(self, server: RawServer, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
+            monkeypatch.setenv(name, "http://127.0.0.1:9")
+        with Server(server.url, timeout_s=10, api_key="secret") as asked:
+            assert asked.get("/metrics") == "ok"
+
+    def test_l8_an_answer_without_end_is_given_up(self) -> None:
+        sent = 0
+
+        class Endless(http.server.BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                nonlocal sent
+                self.send_response(200)
+                self.end_headers()
+                try:
+                    while sent < 1 << 28:
+                        sent += self.wfile.write(bytes(1 << 20))
+                except OSError:
+                    pass
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        endless = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Endless)
+        threading.Thread(target=endless.serve_forever, daemon=True).start()
+        with (
+            endless,
+            Server(f"http://127.0.0.1:{endless.server_port}", timeout_s=30) as asked,
+            pytest.raises(ServerError, match="more than 64 MiB"),
+        ):
+            asked.get("/metrics")
+        endless.shutdown()
+        assert sent < 1 << 27
+
+    def test_l8_what_is_compressed_is_not_unpacked(self, server: RawServer) -> None:
+        server.answers = [answer(gzip.compress(bytes(1 << 20)), b"content-encoding: gzip")]
+        with Server(server.url, timeout_s=10) as asked, pytest.raises(ServerError, match="compressed"):
+            asked.get("/metrics")
+        assert b"accept-encoding: identity" in server.requests[0][1].lower()
+
+    @pytest.mark.parametrize("address", ["localhost:8000", "127.0.0.1:8000/v1", "gpu-1.lan"])
+    def test_an_address_without_http_is_told_with_it(self, address: str) -> None:
+        with pytest.raises(AddressError) as caught:
+            Server(address, timeout_s=1)
+        assert str(caught.value).endswith(f"write http://{address}")
+
+
+@dataclass
+class Command:
+    """What `ragorder serve` said and was about to do when it was stopped."""
+
+    said: str
+    exit_code: int
+    app: dict[str, Any]
+    config: uvicorn.Config | None
+
+
+class TestCommand:
+    @pytest.fixture
+    def serve(self, server: RawServer, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Command]:
+        for name in [name for name in os.environ if name.startswith("RAGORDER_")]:
+            monkeypatch.delenv(name)
+        sizes = ("--capacity-tokens", "4096", "--block-size", "16")
+
+        def serve(*options: str, sizes: Sequence[str] = sizes, **environment: str) -> Command:
+            app: dict[str, Any] = {}
+            configs: list[uvicorn.Config] = []
+
+            def make(orderer: Any, **options: Any) -> Any:
+                app.update(options)
+                return make_app(orderer, **options)
+
+            def run(server: uvicorn.Server, sockets: list[socket.socket]) -> None:
+                configs.append(server.config)
+                sockets[0].close()
+
+            with monkeypatch.context() as patch:
+                patch.setattr("ragorder.adapters.proxy.make_app", make)
+                patch.setattr(uvicorn.Server, "run", run)
+                upstream = [] if "--upstream" in options else ["--upstream", server.url]
+                result = CliRunner().invoke(
+                    serve_command, [*upstream, "--port", "0", *sizes, *options], env=environment
+                )
+            assert result.exception is None or isinstance(result.exception, SystemExit), repr(result.exception)
+            return Command(" ".join(result.stderr.split()), result.exit_code, app, configs[0] if configs else None)
+
+        return serve
+
+    def test_m3_the_limits_reach_their_place(self, serve: Callable[..., Command]) -> None:
+        command = serve("--client-timeout", "7", "--max-connections", "9", "--bodies-limit", "1.5")
+        assert command.config is not None
+        assert (command.config.http.client_s, command.config.http.most) == (7.0, 9)  # type: ignore[union-attr]
+        assert command.app["timeouts"].client_s == 7.0
+        assert command.app["bodies_limit"] == 3 << 19
+        command = serve()
+        assert command.config is not None
+        assert (command.config.http.client_s, command.config.http.most) == (30.0, 1024)  # type: ignore[union-attr]
+        assert command.app["bodies_limit"] == 256 << 20
+
+    @pytest.mark.parametrize("name", ["RAGORDER_PROXY_API_KEY", "RAGORDER_UPSTREAM_API_KEY"])
+    @pytest.mark.parametrize("key", ["", " ", "\n"], ids=repr)
+    def test_l3_an_empty_key_is_refused_aloud(self, name: str, key: str, serve: Callable[..., Command]) -> None:
+        command = serve(**{name: key})
+        assert (command.exit_code, command.config) == (2, None)
+        assert f"{name}: the key is empty" in command.said
+
+    def test_l3_a_key_given_beside_an_empty_one_counts(self, serve: Callable[..., Command]) -> None:
+        assert serve("--api-key", "k", RAGORDER_PROXY_API_KEY="").app["api_key"] == "k"
+        assert "--upstream-api-key: the key is empty" in serve("--upstream-api-key", " ").said
+
+    def test_l3_blanks_around_a_key_do_not_count(self, start: Callable[..., httpx.Client]) -> None:
+        client = start(api_key=" k\n")
+        assert client.get("/v1/models", headers={"authorization": "Bearer k"}).status_code == 200
+        assert client.get("/v1/models", headers={"authorization": "Bearer"}).status_code == 401
+
+    def test_l5_this_machine_is_asked_for_on_loopback(self, serve: Callable[..., Command]) -> None:
+        assert serve().app["hosts"] == THIS_MACHINE
+        assert serve("--host", "0.0.0.0").app["hosts"] is None  # noqa: S104
+        hosts = serve("--allow-host", "proxy.example", "--allow-host", "b").app["hosts"]
+        assert hosts == THIS_MACHINE | {"proxy.example", "b"}
+        assert "--allow-host goes without --api-key" in serve("--allow-host", "b", "--api-key", "k").said
+
+    def test_it_says_what_it_serves(self, serve: Callable[..., Command]) -> None:
+        said = serve().said
+        assert "Cache: 4,096 tokens (given), blocks of 16 (given)" in said
+        assert "Mode: documents are put in cache order" in said
+        assert "Page: http://127.0.0.1:" in said
+        assert "Mode: shadow" in serve("--shadow").said
+        assert "unlimited tokens (given)" in serve("--capacity-tokens", "unlimited").said
+
+    def test_it_says_where_the_size_of_the_cache_is_from(
+        self, serve: Callable[..., Command], server: RawServer
+    ) -> None:
+        line = b'vllm:cache_config_info{block_size="32",num_gpu_blocks="129",engine="0"} 1.0\n'
+        server.answers = [answer(line, b"content-type: text/plain")]
+        assert "4,096 tokens (from the server's /metrics), blocks of 32 (from" in serve(sizes=()).said
+        assert "blocks of 8 (given)" in serve(sizes=("--block-size", "8")).said
+        server.answers = [answer(b"", status=b"404 Not Found")]
+        assert "262,144 tokens (assumed), blocks of 16 (assumed)" in serve(sizes=()).said
+
+    def test_an_upstream_without_http_is_told_with_it(self, serve: Callable[..., Command]) -> None:
+        assert "write http://localhost:8000" in serve("--upstream", "localhost:8000").said
+
+
+def test_the_description_is_json(start: Callable[..., httpx.Client]) -> None:
+    assert json.loads(start().get("/ragorder/openapi.json").text)["paths"]

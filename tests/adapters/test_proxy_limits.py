@@ -1,0 +1,490 @@
+"""What a slow or hostile client can take of the proxy: time, memory, connections, turns."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+from ragorder import Orderer, PromptBuilder
+
+pytest.importorskip("starlette")
+pytest.importorskip("uvicorn")
+pytest.importorskip("msgspec")
+
+import httpx
+import uvicorn
+
+from ragorder.adapters.http_server.errors import ProxyError
+from ragorder.adapters.http_server.request_body import Incoming
+from ragorder.adapters.http_server.room import Room
+from ragorder.adapters.proxy import Timeouts, Turns, make_app
+from ragorder.adapters.proxy.lengths import Lengths
+from ragorder.adapters.proxy.ordering import BodyOrderer
+from ragorder.adapters.proxy.workers import Workers
+from ragorder.cli.connection import HEAD_LIMIT, TimedConnection
+from ragorder.cli.listening import listen, server_config
+
+CHAT = "/v1/chat/completions"
+ANSWER = json.dumps({"choices": [{"message": {"content": "yes"}}]}).encode()
+TEXTS = {name: f"{name} is a document about {name}. " * 2000 for name in "abc"}
+
+
+def eventually(condition: Callable[[], Any], seconds: float = 20) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+class FarEnd(httpx.AsyncBaseTransport):
+    """The server behind the proxy, which is not there. It answers at once, never on /never, and without end on
+    /endless; `left` counts the answers that were given up."""
+
+    def __init__(self) -> None:
+        self.bodies: list[bytes] = []
+        self.left = 0
+        self.held = threading.Event()
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        self.bodies.append(await request.aread())
+        path = request.extensions["target"].decode()
+        if path.endswith("/never"):
+            try:
+                await asyncio.sleep(600)
+            finally:
+                self.left += 1
+        if path.endswith("/endless"):
+            return httpx.Response(200, content=self.endless())
+        if path.endswith("/held"):
+            return httpx.Response(200, content=self.until_told())
+        return httpx.Response(200, headers={"content-length": str(len(ANSWER))}, content=self.whole())
+
+    async def whole(self) -> AsyncIterator[bytes]:
+        yield ANSWER
+
+    async def endless(self) -> AsyncIterator[bytes]:
+        try:
+            while True:
+                yield b"x" * (1 << 16)
+                await asyncio.sleep(0)
+        finally:
+            self.left += 1
+
+    async def until_told(self) -> AsyncIterator[bytes]:
+        yield b"begun"
+        while not self.held.is_set():
+            await asyncio.sleep(0.01)
+        yield b"ended"
+
+
+class Served:
+    """A proxy on a port of its own, as `ragorder serve` runs it."""
+
+    def __init__(self, app: Any, client_s: float, connections: int) -> None:
+        self._listening = listen("127.0.0.1", 0)
+        self.port = self._listening.getsockname()[1]
+        self._server = uvicorn.Server(server_config(app, grace_s=1, client_s=client_s, connections=connections))
+        self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._listening]}, daemon=True)
+        self._thread.start()
+        assert eventually(lambda: self._server.started)
+
+    def connect(self, sent: bytes = b"", *, small: bool = False) -> socket.socket:
+        connection = socket.socket()
+        if small:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.settimeout(30)
+        connection.connect(("127.0.0.1", self.port))
+        connection.sendall(sent)
+        return connection
+
+    def stop(self) -> None:
+        self._server.should_exit = self._server.force_exit = True
+        self._thread.join(30)
+
+
+class Site:
+    """Starts proxies, and keeps what is open, to close it in the end."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.far_end = FarEnd()
+        self.rooms: list[Room] = []
+        self._served: list[Served] = []
+        make_room = Room.__init__
+
+        def make(room: Room, limit: int) -> None:
+            make_room(room, limit)
+            self.rooms.append(room)
+
+        monkeypatch.setattr(Room, "__init__", make)
+
+    @property
+    def room(self) -> Room:
+        return self.rooms[0]
+
+    def start(self, *, client_s: float = 30.0, connections: int = 100, orderer: Any = None, **options: Any) -> Served:
+        app = make_app(
+            orderer or Orderer(block_size=16, strict=True),
+            upstream="http://far-end",
+            make_transport=lambda: self.far_end,
+            timeouts=Timeouts(client_s=client_s),
+            **options,
+        )
+        self._served.append(Served(app, client_s, connections))
+        return self._served[-1]
+
+    def stop(self) -> None:
+        for served in self._served:
+            served.stop()
+
+
+@pytest.fixture
+def site(monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+    site = Site(monkeypatch)
+    yield site
+    site.stop()
+
+
+def head(path: str = CHAT, length: int | None = None, method: str = "POST") -> bytes:
+    declared = b"" if length is None else b"Content-Length: %d\r\n" % length
+    return f"{method} {path} HTTP/1.1\r\nHost: 127.0.0.1\r\n".encode() + declared + b"\r\n"
+
+
+def rest(connection: socket.socket) -> bytes:
+    """All that comes until the other side closes."""
+    said = b""
+    with suppress(ConnectionError):
+        while piece := connection.recv(1 << 16):
+            said += piece
+    return said
+
+
+def hears(connection: socket.socket, end: bytes) -> bool:
+    """Whether it gets an answer that ends so, in however many pieces."""
+    said = b""
+    while end not in said and (piece := connection.recv(1 << 16)):
+        said += piece
+    return end in said
+
+
+def answered(connection: socket.socket) -> bool:
+    return hears(connection, ANSWER)
+
+
+def tagged(names: str) -> bytes:
+    documents = [{"id": name, "text": TEXTS[name]} for name in names]
+    return json.dumps({"messages": [], "ragorder": {"documents": documents, "query": "Which?"}}).encode()
+
+
+class TestHeaders:
+    @pytest.mark.parametrize(
+        "begin", [b"GET / HTTP/1.1\r\nx: ", b"GET /", b"GET / HTTP/1.1\r\n"], ids=["one header", "address", "many"]
+    )
+    def test_m2_without_end_they_are_cut_off(self, begin: bytes, site: Site) -> None:
+        connection = site.start().connect(begin)
+        line = b"a: b\r\n" if begin.endswith(b"\n") else b"abcdef"
+        sent = 0
+        with suppress(ConnectionError):
+            while sent < 1 << 26:
+                connection.sendall(line * 10_000)
+                sent += 10_000 * len(line)
+        assert sent < 1 << 26, "64 MiB were taken"
+
+    def test_m2_those_that_are_long_and_end_pass(self, site: Site) -> None:
+        value = b"x" * (HEAD_LIMIT - 500)
+        connection = site.start().connect(b"GET /v1/models HTTP/1.1\r\nHost: x\r\nx: " + value + b"\r\n\r\n")
+        assert connection.recv(15) == b"HTTP/1.1 200 OK"
+
+    def test_m2_the_parser_is_h11_whatever_is_installed(self) -> None:
+        config = server_config(None, grace_s=1, client_s=1, connections=1)  # type: ignore[arg-type]
+        config.load()
+        assert issubclass(config.http_protocol_class, TimedConnection)
+        assert config.h11_max_incomplete_event_size == HEAD_LIMIT
+
+    @pytest.mark.parametrize("sent", [b"", b"GET / HT", b"GET / HTTP/1.1\r\nHost: x\r\n"], ids=repr)
+    def test_m3_half_of_them_is_waited_for_so_long(self, sent: bytes, site: Site) -> None:
+        said = rest(site.start(client_s=0.3).connect(sent))
+        assert said.startswith(b"HTTP/1.1 408") if sent else said == b""
+
+    def test_m3_a_byte_now_and_then_gives_no_more_time(self, site: Site) -> None:
+        connection = site.start(client_s=0.5).connect(b"GET / HTTP/1.1\r\n")
+        connection.settimeout(0.1)
+        deadline = time.monotonic() + 30
+        said = None
+        while said is None and time.monotonic() < deadline:
+            with suppress(TimeoutError):
+                connection.sendall(b"x")
+                said = connection.recv(100)
+        assert (said or b"").startswith(b"HTTP/1.1 408")
+
+    def test_m3_between_requests_a_connection_may_wait_longer(self, site: Site) -> None:
+        connection = site.start(client_s=0.3).connect(head("/v1/models", method="GET"))
+        assert answered(connection)
+        time.sleep(0.8)
+        connection.sendall(head("/v1/models", method="GET"))
+        assert answered(connection)
+
+
+class TestBodies:
+    @pytest.mark.parametrize("path", [CHAT, "/v1/files"])
+    def test_m3_one_that_does_not_come_is_408(self, path: str, site: Site) -> None:
+        said = rest(site.start(client_s=0.3).connect(head(path, 100) + b"{"))
+        assert said.startswith(b"HTTP/1.1 408")
+        assert b"body_too_slow" in said
+        assert b"connection: close" in said
+        assert site.room.taken == 0
+
+    async def test_m3_each_piece_has_the_time_again_and_each_byte_has_not(self) -> None:
+        async def receive() -> dict[str, Any]:
+            await asyncio.sleep(0.25)
+            return {"type": "http.request", "body": piece, "more_body": next(count) < 7}
+
+        piece, count = b"x" * (1 << 18), iter(range(8))
+        assert len(await Incoming([], receive, 1 << 30, patience_s=1.5).read()) == 8 << 18
+        piece, count = b"x", iter(range(8))
+        with pytest.raises(ProxyError, match="256 KiB may take"):
+            await Incoming([], receive, 1 << 30, patience_s=1.5).read()
+
+    def test_m3_the_rest_of_one_that_was_answered_is_waited_for_so_long(self, site: Site) -> None:
+        served = site.start(client_s=0.3, api_key="k")
+        said = rest(served.connect(head(CHAT, 100) + b"{"))
+        assert said.startswith(b"HTTP/1.1 401")
+
+    def test_m3_all_together_have_a_bound(self, site: Site) -> None:
+        served = site.start(bodies_limit=1000)
+        body = b"x" * 900
+        first = served.connect(head(CHAT, 900) + body[:600])
+        assert eventually(lambda: site.room.taken == 600)
+        refused = rest(served.connect(head(CHAT, 900) + body[:600]))
+        assert refused.startswith(b"HTTP/1.1 503")
+        assert b"no_room_for_body" in refused
+        assert b"retry-after: 1" in refused
+        first.sendall(body[600:])
+        assert answered(first)
+        assert site.room.taken == 0
+        assert answered(served.connect(head(CHAT, 900) + body))
+        assert site.far_end.bodies == [body, body]
+
+    def test_m3_one_alone_always_has_room(self, site: Site) -> None:
+        served = site.start(bodies_limit=10)
+        assert answered(served.connect(head(CHAT, 900) + b"x" * 900))
+
+    def test_m3_uploads_that_are_passed_on_count_too(self, site: Site) -> None:
+        served = site.start(bodies_limit=1000)
+        holder = served.connect(head(CHAT, 900) + b"x" * 600)
+        assert eventually(lambda: site.room.taken == 600)
+        assert rest(served.connect(head("/v1/files", 900) + b"x" * 500)).startswith(b"HTTP/1.1 503")
+        holder.close()
+        assert eventually(lambda: site.room.taken == 0)
+
+    def test_m3_what_was_sent_upstream_is_not_kept_for_the_answer(self, site: Site) -> None:
+        connection = site.start().connect(head("/v1/held", 900) + b"x" * 900)
+        assert hears(connection, b"begun")
+        assert site.room.taken == 0
+        site.far_end.held.set()
+        assert hears(connection, b"ended")
+
+    def test_m3_what_waits_for_its_turn_counts_with_its_documents(self, site: Site) -> None:
+        served = site.start(turns=Turns(1))
+        holder = served.connect(head("/v1/held", 2) + b"{}")
+        assert hears(holder, b"begun")
+        wide = json.dumps({"ragorder": {"documents": [{"id": "a", "text": "\u20ac" * 1000}], "query": "q"}})
+        for body, copies in ((tagged("ab"), 2), (wide.encode(), 5)):
+            waiting, count = served.connect(head(CHAT, len(body)) + body), copies * len(body)
+            assert eventually(lambda count=count: site.room.taken == count)  # type: ignore[misc]
+            waiting.close()
+            assert eventually(lambda: site.room.taken == 0)
+
+    def test_l14_two_lengths_end_the_connection(self, site: Site) -> None:
+        chunked = b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n"
+        connection = site.start().connect(head(CHAT)[:-2] + chunked + head("/v1/next", method="GET"))
+        said = rest(connection)
+        assert (said[:12], said.count(b"HTTP/1.1 ")) == (b"HTTP/1.1 400", 1)
+        assert site.far_end.bodies == []
+
+    def test_l14_two_lengths_end_the_connection_on_a_page_of_our_own_as_well(self, site: Site) -> None:
+        """Nothing reads that body."""
+        two = b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
+        health = head("/ragorder/health", method="GET")
+        connection = site.start().connect(health[:-2] + two + health)
+        assert rest(connection).count(b"HTTP/1.1 200") == 1
+
+
+class TestAnswers:
+    def test_m3_a_client_that_does_not_read_gives_its_turn_back(self, site: Site) -> None:
+        served = site.start(client_s=0.5, turns=Turns(2))
+        unread = [served.connect(head("/v1/endless", 2) + b"{}", small=True) for _ in range(2)]
+        assert answered(served.connect(head(CHAT, 2) + b"{}"))
+        assert site.far_end.left >= 1
+        assert len(unread) == 2
+
+    def test_m3_one_that_reads_slowly_keeps_it(self, site: Site) -> None:
+        connection = site.start(client_s=2).connect(head("/v1/endless", 2) + b"{}")
+        deadline = time.monotonic() + 4
+        while time.monotonic() < deadline:
+            assert connection.recv(1 << 20)
+            time.sleep(0.05)
+        assert site.far_end.left == 0
+
+    def test_m3_requests_in_advance_are_not_kept_without_end(self, site: Site) -> None:
+        connection = site.start().connect(head("/v1/never", method="GET"))
+        with suppress(ConnectionError):
+            connection.sendall(head("/v1/models", method="GET") * 5000)
+        assert rest(connection) == b""
+        assert eventually(lambda: site.far_end.left == 1)
+
+
+class TestConnections:
+    def test_m3_the_one_that_is_idle_longest_makes_room(self, site: Site) -> None:
+        served = site.start(connections=3)
+        idle = [served.connect(b"GET ") for _ in range(3)]
+        time.sleep(0.2)
+        assert answered(served.connect(head(CHAT, 2) + b"{}"))
+        assert rest(idle[0]) == b""
+        idle[2].sendall(head("/v1/models", method="GET")[4:])
+        assert answered(idle[2])
+
+    def test_m3_one_with_a_request_is_never_closed_for_another(self, site: Site) -> None:
+        served = site.start(connections=2)
+        busy = [served.connect(head("/v1/held", 2) + b"{}") for _ in range(2)]
+        assert all(hears(connection, b"begun") for connection in busy)
+        refused = rest(served.connect(head(CHAT, 2) + b"{}"))
+        assert refused.startswith(b"HTTP/1.1 503")
+        assert b"too_many_connections" in refused
+        probe = served.connect(head("/ragorder/health", method="GET"))
+        assert probe.recv(1000).startswith(b"HTTP/1.1 200")
+        more = [served.connect() for _ in range(40)]
+        assert rest(more[-1]) == b"", "there is no end of them"
+        site.far_end.held.set()
+        assert all(hears(connection, b"ended") for connection in busy)
+
+
+class TestWorkers:
+    async def test_m1_short_work_is_done_at_once_and_other_work_in_threads(self) -> None:
+        workers, here = Workers(), threading.get_ident()
+        assert await workers.run(threading.get_ident, 100) == here
+        assert await workers.run(threading.get_ident, 100_000) != here
+        assert await Workers(always=True).run(threading.get_ident, 100) != here
+
+    async def test_m1_long_work_does_not_hold_up_other_work(self) -> None:
+        workers, release = Workers(), threading.Event()
+        long = asyncio.create_task(workers.run(release.wait, 1 << 24))
+        ordinary = [asyncio.create_task(workers.run(threading.get_ident, 1 << 17)) for _ in range(5)]
+        await asyncio.gather(*ordinary)
+        assert not long.done()
+        release.set()
+        assert await long
+
+    async def test_m1_who_leaves_waits_no_longer_and_what_has_not_begun_is_dropped(self) -> None:
+        workers, release, ended, did = Workers(), threading.Event(), threading.Event(), []
+        running = asyncio.create_task(workers.run(release.wait, 1 << 24, abandoned=ended.set))
+        waiting = asyncio.create_task(workers.run(lambda: did.append(1), 1 << 24))
+        await asyncio.sleep(0.1)
+        for task in (running, waiting):
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        assert not ended.is_set(), "it is still worked on"
+        release.set()
+        assert await asyncio.to_thread(ended.wait, 10)
+        await workers.run(lambda: None, 1 << 24)
+        assert did == []
+
+    async def test_m1_an_error_is_raised_where_it_is_waited_for(self) -> None:
+        with pytest.raises(ZeroDivisionError):
+            await Workers().run(lambda: 1 // 0, 1 << 20)
+
+    async def test_m1_threads_end_when_they_are_closed(self) -> None:
+        workers = Workers()
+        thread = await workers.run(threading.current_thread, 1 << 20)
+        workers.close()
+        await asyncio.to_thread(thread.join, 10)
+        assert not thread.is_alive()
+
+    def test_m1_several_threads_count_tokens_as_one_does(self, tokenizers: dict[str, Any]) -> None:
+        def counted(number: int) -> Any:
+            name = "abc"[number % 3]
+            body = {
+                "messages": [{"role": "system", "content": f"{name} {number % 40}"}],
+                "ragorder": {"documents": [{"id": name, "text": f"{number % 40} {TEXTS[name][:3000]}"}], "query": name},
+            }
+            read = bodies.read("chat", json.dumps(body).encode())
+            assert read is not None
+            assert read.error is None
+            return read.prefix_tokens, read.behind_tokens, [document.tokens for document in read.documents]
+
+        def make() -> BodyOrderer:
+            builder = PromptBuilder("", tokenizer=tokenizer)
+            return BodyOrderer(Orderer(block_size=16), builder, Lengths(builder, tokenizer), None)
+
+        tokenizer = next(iter(tokenizers.values()))
+        bodies = make()
+        expected = list(map(counted, range(120)))
+        bodies = make()
+        with ThreadPoolExecutor(4) as threads:
+            assert list(threads.map(counted, range(120))) == expected
+
+    def test_m1_documents_of_a_client_that_left_are_discarded(self, site: Site) -> None:
+        begun, release = threading.Event(), threading.Event()
+
+        class Slow(Orderer):
+            def order(self, *arguments: Any, **options: Any) -> Any:
+                begun.set()
+                release.wait(30)
+                ordering = super().order(*arguments, **options)
+                ordering.add_done_callback(settled.append)
+                return ordering
+
+        settled: list[Any] = []
+        body = tagged("abc")
+        connection = site.start(orderer=Slow(block_size=16)).connect(head(CHAT, len(body)) + body)
+        assert begun.wait(30)
+        connection.close()
+        assert eventually(lambda: site.room.taken == 0), "the request waits for the thread"
+        release.set()
+        assert eventually(lambda: len(settled) == 1)
+        assert not settled[0].served
+
+    def test_m1_the_process_ends_while_a_body_is_worked_on(self) -> None:
+        code = (
+            "from ragorder.adapters.proxy.ordering import BodyOrderer\n"
+            "def spin(*_):\n    while True: sum(range(1000))\n"
+            "BodyOrderer.read = spin\n"
+            "from ragorder.cli import main; main()"
+        )
+        options = ["--upstream", "http://127.0.0.1:9", "--port", "0", "--capacity-tokens", "99", "--block-size", "9"]
+        process = subprocess.Popen(
+            [sys.executable, "-c", code, "serve", *options, "--grace", "1"], text=True, stderr=subprocess.PIPE
+        )
+        try:
+            assert process.stderr is not None
+            port = next(int(found[1]) for line in process.stderr if (found := re.search(r":(\d+)/v1", line)))
+            body = tagged("abc")
+            connections = [socket.create_connection(("127.0.0.1", port)) for _ in range(3)]
+            for connection in connections:
+                connection.sendall(head(CHAT, len(body)) + body)
+            time.sleep(0.5)
+            # The loop still answers.
+            assert httpx.get(f"http://127.0.0.1:{port}/ragorder/health", timeout=30).status_code == 200
+            process.send_signal(signal.SIGTERM)
+            said = process.communicate(timeout=30)[1]
+            assert process.returncode == 128 + signal.SIGTERM
+            assert "Traceback" not in said
+            assert "document" not in said
+        finally:
+            process.kill()
+            process.communicate()

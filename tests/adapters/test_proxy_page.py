@@ -1,0 +1,262 @@
+"""The proxy's page, in a real browser."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import threading
+import time
+import urllib.request
+from base64 import b64encode
+from collections.abc import Iterator
+from itertools import takewhile
+from typing import Any
+
+import pytest
+
+pytest.importorskip("starlette")
+uvicorn = pytest.importorskip("uvicorn")
+playwright = pytest.importorskip("playwright.sync_api")
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+from ragorder import Orderer
+from ragorder.adapters.observing.observed import ObservedOrderer
+from ragorder.adapters.observing.prometheus import Metrics
+from ragorder.adapters.proxy import make_app
+from ragorder.adapters.proxy.pages import stats_routes
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+FLAGS = "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
+FLAGS += " --disable-component-update --disable-sync"
+SETS = [("a", "b", "c"), ("c", "b", "d"), ("b", "a", "c"), ("d", "c", "b"), ("e", "a", "b")]
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine: install the package chromium")
+
+
+class Server:
+    """An ASGI application on a free port, in a thread."""
+
+    def __init__(self, app: Any) -> None:
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
+        self._server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
+        self._thread = threading.Thread(target=self._server.run, args=([self._socket],), daemon=True)
+
+    def __enter__(self) -> Server:
+        self._thread.start()
+        while not self._server.started:
+            time.sleep(0.01)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.should_exit = True
+        self._thread.join(10)
+
+
+class Proxy(Server):
+    """The proxy in front of a server that answers at once, and reports what its cache is said to hold."""
+
+    def __init__(self, upstream: str, *, shadow: bool = False, api_key: str | None = None) -> None:
+        metrics = Metrics()
+        orderer = Orderer(block_size=16, capacity_tokens=4_000, suffix_tokens=16)
+        observed = ObservedOrderer(orderer, [metrics], shadow=shadow)
+        self.metrics = metrics
+        super().__init__(make_app(observed, upstream=upstream, routes=stats_routes(metrics), api_key=api_key))
+
+    def ask(self, *names: str) -> None:
+        documents = [{"id": name, "text": f"secret of {name} " * 40} for name in names]
+        body = {"model": "m", "messages": [], "ragorder": {"documents": documents, "query": "?"}}
+        request = urllib.request.Request(
+            f"{self.url}/v1/chat/completions",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json", "Authorization": "Bearer key"},
+        )
+        with urllib.request.urlopen(request, timeout=10) as response:
+            assert response.status == 200
+
+    def stats(self) -> Any:
+        request = urllib.request.Request(f"{self.url}/ragorder/stats", headers={"Authorization": "Bearer key"})
+        with urllib.request.urlopen(request, timeout=10) as response:
+            return json.load(response)
+
+
+class Upstream:
+    """A server that answers at once, with a prefix cache that never evicts: 4 characters a token, 16 tokens a block."""
+
+    def __init__(self) -> None:
+        self.reports = True
+        self._seen: list[str] = []
+
+    async def complete(self, request: Request) -> JSONResponse:
+        messages = (await request.json())["messages"]
+        prompt = "".join(message["content"] for message in messages)
+        alike = (takewhile(lambda pair: pair[0] == pair[1], zip(prompt, seen, strict=False)) for seen in self._seen)
+        cached = max((len(list(pairs)) for pairs in alike), default=0) // 64 * 16
+        self._seen.append(prompt)
+        tokens = len(prompt) // 4
+        usage: dict[str, Any] = {"prompt_tokens": tokens, "completion_tokens": 1, "total_tokens": tokens + 1}
+        if self.reports:
+            usage["prompt_tokens_details"] = {"cached_tokens": cached}
+        choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "."}}
+        return JSONResponse({"id": "1", "object": "chat.completion", "choices": [choice], "usage": usage})
+
+
+@pytest.fixture
+def engine() -> Upstream:
+    return Upstream()
+
+
+@pytest.fixture
+def upstream(engine: Upstream) -> Iterator[str]:
+    with Server(Starlette(routes=[Route("/v1/chat/completions", engine.complete, methods=["POST"])])) as server:
+        yield server.url
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=FLAGS.split())
+        yield browser
+        browser.close()
+
+
+class Page:
+    """A tab that shows the proxy's page, with all that went wrong in it."""
+
+    def __init__(self, browser: Any, url: str, **options: Any) -> None:
+        self.context = browser.new_context(**options)
+        self.tab = self.context.new_page()
+        self.problems: list[str] = []
+        self.asked: list[str] = []
+        self.tab.on("console", lambda message: self.problems.append(message.text))
+        self.tab.on("pageerror", lambda error: self.problems.append(str(error)))
+        self.tab.on("request", lambda request: self.asked.append(request.url))
+        self.tab.goto(f"{url}/ragorder")
+
+    def __enter__(self) -> Page:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.context.close()
+
+    def wait_for(self, selector: str, text: str) -> None:
+        playwright.expect(self.tab.locator(selector)).to_contain_text(text, timeout=15_000)
+
+
+def figures(page: Page) -> dict[str, str]:
+    terms, values = page.tab.locator("dt").all_text_contents(), page.tab.locator("dd").all_text_contents()
+    return dict(zip(terms, values, strict=True))
+
+
+class TestPage:
+    def test_shows_the_figures_and_keeps_them_up_to_date(self, browser: Any, upstream: str) -> None:
+        with Proxy(upstream) as proxy, Page(browser, proxy.url) as page:
+            page.wait_for("#verdict", "no request has ended yet")
+            page.wait_for("#state", "live")
+            for names in SETS * 4:
+                proxy.ask(*names)
+            page.wait_for("#verdict", "20 requests")
+            stats = proxy.stats()
+            assert stats["saved_tokens"] > 0
+            assert page.tab.text_content("#saved") == f"{stats['saved_tokens']:,} tokens"
+            assert page.tab.text_content("#share-ours") == f"{100 * stats['cached_share']:.1f}\u00a0%"
+            assert page.tab.text_content("#share-theirs") == f"{100 * stats['other_cached_share']:.1f}\u00a0%"
+            assert "serving ragorder's order" in page.tab.text_content("#mode")
+            shown = figures(page)
+            assert (shown["Requests"], shown["Fallbacks"]) == ("20", "0")
+            assert shown["Prompt tokens"] == f"{stats['prompt_tokens']:,}"
+            # A point of the chart for each time that there were new requests.
+            assert page.tab.locator("polyline").count() == 2
+            proxy.ask("a", "b")
+            page.wait_for("#verdict", "21 requests")
+            points = [page.tab.get_attribute(f"#line-{name}", "points").split() for name in ("ours", "theirs")]
+            assert len(points[0]) == len(points[1]) >= 2
+            assert page.problems == []
+            assert {url.partition("/ragorder")[0] for url in page.asked} == {proxy.url}
+            assert "secret" not in page.tab.content()
+
+    def test_in_shadow_mode_says_what_would_have_been(self, browser: Any, upstream: str) -> None:
+        with Proxy(upstream, shadow=True) as proxy:
+            for names in SETS * 4:
+                proxy.ask(*names)
+            with Page(browser, proxy.url) as page:
+                page.wait_for("#verdict", "would have been saved in 20 requests")
+                page.wait_for("#mode", "shadow mode")
+                stats = proxy.stats()
+                shown = [page.tab.text_content(f"#share-{name}") for name in ("ours", "theirs")]
+                assert shown == [f"{100 * stats[name]:.1f}\u00a0%" for name in ("other_cached_share", "cached_share")]
+                assert stats["other_cached_share"] > stats["cached_share"]
+
+    def test_d2_says_what_is_predicted(self, browser: Any, engine: Upstream, upstream: str) -> None:
+        with Proxy(upstream) as proxy, Page(browser, proxy.url) as page:
+            for names in SETS * 4:
+                proxy.ask(*names)
+            page.wait_for("#verdict", "20 requests")
+            assert page.tab.text_content("#origin-ours") == "reported"
+            assert page.tab.text_content("#origin-theirs") == "predicted, corrected"
+            assert "give or take" in page.tab.text_content("#verdict")
+
+    def test_d2_without_reports_predicts_only(self, browser: Any, engine: Upstream, upstream: str) -> None:
+        engine.reports = False
+        with Proxy(upstream) as proxy, Page(browser, proxy.url) as page:
+            for names in SETS * 4:
+                proxy.ask(*names)
+            page.wait_for("#verdict", "predicted only: no request reported its cached tokens")
+            assert page.tab.text_content("#saved") == "–"
+            for name in ("ours", "theirs"):
+                assert page.tab.text_content(f"#origin-{name}") == "predicted"
+                assert "%" in page.tab.text_content(f"#share-{name}")
+            assert figures(page)["of which known"] == "nothing reported"
+            assert page.problems == []
+
+    def test_d5_says_that_requests_passed_without_documents(self, browser: Any, upstream: str) -> None:
+        with Proxy(upstream) as proxy, Page(browser, proxy.url) as page:
+            page.wait_for("#verdict", "no request has ended yet")
+            assert "reported by the engine" not in page.tab.text_content("#figures")
+            for _ in range(3):
+                proxy.metrics.passed("no_documents")
+            page.wait_for("#verdict", "nothing was ordered: 3 requests passed as they came")
+            assert "no documents found" in page.tab.text_content("#figures")
+            assert page.problems == []
+
+    def test_says_when_the_proxy_is_gone(self, browser: Any, upstream: str) -> None:
+        with Proxy(upstream) as proxy, Page(browser, proxy.url) as page:
+            page.wait_for("#state", "live")
+            proxy.__exit__()
+            page.wait_for("#state", "no answer from the proxy")
+
+    @pytest.mark.parametrize("width", [390, 1280])
+    @pytest.mark.parametrize("scheme", ["light", "dark"])
+    def test_fits_the_screen(self, browser: Any, upstream: str, width: int, scheme: str) -> None:
+        screen = {"viewport": {"width": width, "height": 800}, "color_scheme": scheme}
+        with Proxy(upstream) as proxy:
+            for names in SETS:
+                proxy.ask(*names)
+            with Page(browser, proxy.url, **screen) as page:
+                page.wait_for("#verdict", "5 of the first 8 requests reported")
+                assert page.tab.evaluate("document.documentElement.scrollWidth") <= width
+                assert page.problems == []
+
+    def test_a_browser_gives_the_key_as_a_password(self, browser: Any, upstream: str) -> None:
+        with Proxy(upstream, api_key="key") as proxy:
+            with pytest.raises(playwright.Error, match="AUTH"), Page(browser, proxy.url):
+                pass
+            with Page(browser, proxy.url, http_credentials={"username": "", "password": "key"}) as page:
+                page.wait_for("#state", "live")
+
+    def test_lets_nothing_else_in(self, upstream: str) -> None:
+        """No script but its own, no frame around it, nothing kept by caches."""
+        with Proxy(upstream, api_key="key") as proxy:
+            token = b64encode(b":key").decode()
+            request = urllib.request.Request(f"{proxy.url}/ragorder", headers={"Authorization": f"Basic {token}"})
+            with urllib.request.urlopen(request, timeout=10) as response:
+                policy = response.headers["Content-Security-Policy"]
+                assert response.headers["Cache-Control"] == "no-store"
+        assert "default-src 'none'" in policy
+        assert "frame-ancestors 'none'" in policy
+        assert "unsafe" not in policy

@@ -1,0 +1,407 @@
+"""The proxy in front of a busy server: so many requests are in flight, and the others wait for their turn."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+
+from ragorder import Orderer, Ordering
+
+pytest.importorskip("starlette")
+pytest.importorskip("uvicorn")
+pytest.importorskip("prometheus_client")
+
+import httpx
+from click.testing import CliRunner, Result
+from prometheus_client import CollectorRegistry
+
+from ragorder.adapters.observing.observed import ObservedOrderer
+from ragorder.adapters.observing.prometheus import Metrics
+from ragorder.adapters.proxy import DocumentTemplate, Turns, make_app
+from ragorder.adapters.proxy.pages import stats_routes
+from ragorder.cli.serve import serve as serve_command
+
+CHAT = "/v1/chat/completions"
+TEXTS = {name: f"{name} is a document about {name}. " * 20 for name in "abcdefgh"}
+
+
+def tagged(query: str, names: str = "", **fields: Any) -> dict[str, Any]:
+    documents = [{"id": name, "text": TEXTS[name]} for name in names]
+    return {"model": "m", "messages": [], "ragorder": {"documents": documents, "query": query}, **fields}
+
+
+def written(query: str, names: str) -> dict[str, Any]:
+    """Documents as an application writes them into a message."""
+    content = "\n".join(f"<d>{TEXTS[name]}</d>" for name in names) + f"\nQuestion: {query}"
+    return {"model": "m", "messages": [{"role": "user", "content": content}]}
+
+
+def plain(query: str) -> dict[str, Any]:
+    return {"model": "m", "messages": [{"role": "user", "content": f"Question: {query}"}]}
+
+
+class FarEnd:
+    """The server behind the proxy, which is not there: it answers a question with two events, the second of them once
+    it is told that the answer ends. `sent` are the questions in the order in which they came."""
+
+    def __init__(self) -> None:
+        self.sent: list[str] = []
+        self.in_flight: list[str] = []
+        self.ends: dict[str, asyncio.Event] = {}
+
+    async def __call__(self, request: httpx.Request) -> httpx.Response:
+        name = request.extensions["target"].decode()
+        if request.method == "POST":
+            body = json.loads(request.content)
+            content = body["messages"][-1]["content"] if "messages" in body else body["input"]
+            name = content.rpartition("Question: ")[2]
+        self.sent.append(name)
+        self.in_flight.append(name)
+        if name.startswith("unreachable"):
+            self.in_flight.remove(name)
+            raise httpx.ConnectError("gone")
+        return httpx.Response(200, headers={"content-type": "text/event-stream"}, content=self.answer(name))
+
+    async def answer(self, name: str) -> AsyncIterator[bytes]:
+        try:
+            yield b'data: {"choices":[{"index":0,"delta":{"content":"yes"}}]}\n\n'
+            await self.ends.setdefault(name, asyncio.Event()).wait()
+            yield b"data: [DONE]\n\n"
+        finally:
+            self.in_flight.remove(name)
+
+
+class Exchange:
+    """A request to the proxy, and what it has answered so far."""
+
+    def __init__(self, app: Any, path: str, body: Any, method: str) -> None:
+        self.status: int | None = None
+        self.headers: dict[bytes, bytes] = {}
+        self.content = b""
+        self._incoming: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self._incoming.put_nowait({"type": "http.request", "body": b"" if body is None else json.dumps(body).encode()})
+        scope = {
+            "type": "http",
+            "method": method,
+            "path": path,
+            "raw_path": path.encode(),
+            "query_string": b"",
+            "headers": [(b"content-type", b"application/json"), (b"transfer-encoding", b"chunked")],
+        }
+        self.task = asyncio.create_task(app(scope, self._incoming.get, self._take))
+
+    async def _take(self, message: Any) -> None:
+        if message["type"] == "http.response.start":
+            self.status, self.headers = message["status"], dict(message["headers"])
+        self.content += message.get("body", b"")
+
+    def disconnect(self) -> None:
+        self._incoming.put_nowait({"type": "http.disconnect"})
+
+
+class CountingOrderer(Orderer):
+    """Keeps the orderings that are not settled."""
+
+    def __init__(self) -> None:
+        super().__init__(block_size=16, strict=True)
+        self.unsettled: list[Ordering[Any]] = []
+        self.waiting: list[int] = []
+
+    def order(self, documents: Any, **options: Any) -> Ordering[Any]:
+        ordering = super().order(documents, **options)
+        self.waiting.append(len(options["waiting"]))
+        self.unsettled.append(ordering)
+        ordering.add_done_callback(lambda _: self.unsettled.remove(ordering))
+        return ordering
+
+
+class Proxy:
+    """The application, with the far end behind it."""
+
+    def __init__(self, far_end: FarEnd, turns: Turns | None, orderer: Any, **options: Any) -> None:
+        self.far_end = far_end
+        self.turns = turns
+        options["make_transport"] = lambda: httpx.MockTransport(far_end)
+        self.app = make_app(orderer, upstream="http://far.end", turns=turns, **options)
+
+    async def send(self, body: Any, path: str = CHAT, method: str = "POST") -> Exchange:
+        exchange = Exchange(self.app, path, body, method)
+        await settle()
+        return exchange
+
+    async def end(self, *names: str) -> None:
+        for name in names:
+            self.far_end.ends.setdefault(name, asyncio.Event()).set()
+        await settle()
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        assert self.turns is not None
+        return self.turns.as_json()
+
+
+async def settle() -> None:
+    """Let everything happen that can."""
+    for _ in range(60):
+        await asyncio.sleep(0)
+
+
+@pytest.fixture
+def far_end() -> FarEnd:
+    return FarEnd()
+
+
+@pytest.fixture
+def orderer() -> CountingOrderer:
+    return CountingOrderer()
+
+
+@pytest.fixture
+def start(far_end: FarEnd, orderer: CountingOrderer) -> Callable[..., Proxy]:
+    def start(max_in_flight: int = 1, options: dict[str, Any] | None = None, **limits: int) -> Proxy:
+        return Proxy(far_end, Turns(max_in_flight, **limits), orderer, **options or {})
+
+    return start
+
+
+class TestWhoseTurnItIs:
+    async def test_without_turns_all_are_in_flight_at_once(self, far_end: FarEnd) -> None:
+        proxy = Proxy(far_end, None, Orderer(block_size=16, strict=True))
+        for number in range(5):
+            await proxy.send(tagged(str(number), "ab"))
+        assert far_end.in_flight == list("01234")
+        await proxy.end(*"01234")
+
+    async def test_those_go_first_of_which_the_cache_has_most(
+        self, start: Callable[..., Proxy], far_end: FarEnd, orderer: CountingOrderer
+    ) -> None:
+        proxy = start()
+        await proxy.send(tagged("first", "ab"))
+        for query, names in (("nothing", "fg"), ("half", "cbda"), ("all", "ba")):
+            await proxy.send(tagged(query, names))
+        await proxy.send(plain("plain"))
+        assert (far_end.sent, len(orderer.unsettled)) == (["first"], 1), "those that wait are not ordered yet"
+        await proxy.end("first", "all", "half", "nothing", "plain")
+        assert far_end.sent == ["first", "all", "half", "nothing", "plain"]
+        assert orderer.unsettled == []
+        assert orderer.waiting == [0, 2, 1, 0], "each is laid out for those that wait behind it"
+
+    async def test_documents_that_are_found_by_the_template_count_too(
+        self, start: Callable[..., Proxy], far_end: FarEnd
+    ) -> None:
+        proxy = start(options={"template": DocumentTemplate("<d>{text}</d>")})
+        await proxy.send(written("first", "ab"))
+        await proxy.send(written("nothing", "cd"))
+        await proxy.send(written("all", "ba"))
+        await proxy.end("first", "all", "nothing")
+        assert far_end.sent == ["first", "all", "nothing"]
+
+    async def test_nobody_is_overtaken_by_more_than_the_window(
+        self, start: Callable[..., Proxy], far_end: FarEnd
+    ) -> None:
+        proxy = start(reorder_window=2)
+        await proxy.send(tagged("first", "ab"))
+        await proxy.send(plain("plain"))
+        names = [f"cached {number}" for number in range(5)]
+        for name in names:
+            await proxy.send(tagged(name, "ab"))
+        await proxy.end("first", "plain", *names)
+        assert far_end.sent == ["first", "cached 0", "cached 1", "plain", "cached 2", "cached 3", "cached 4"]
+
+    async def test_another_tenants_documents_are_not_cached_for_this_one(
+        self, start: Callable[..., Proxy], far_end: FarEnd, orderer: CountingOrderer
+    ) -> None:
+        proxy = start()
+        await proxy.send(tagged("first", "ab", cache_salt="x"))
+        await proxy.send(tagged("other", "ab", cache_salt="y"))
+        await proxy.send(tagged("own", "ab", cache_salt="x"))
+        await proxy.end("first", "own", "other")
+        assert far_end.sent == ["first", "own", "other"]
+        assert orderer.waiting == [0, 0, 0]
+
+    async def test_what_nobody_computes_for_does_not_wait(self, start: Callable[..., Proxy], far_end: FarEnd) -> None:
+        proxy = start()
+        await proxy.send(plain("first"))
+        await proxy.send({"input": "Question: embedding"}, "/v1/embeddings")
+        await proxy.send(None, "/v1/models", "GET")
+        await proxy.send({"input": "Question: tokens"}, "/tokenize")
+        assert far_end.sent == ["first", "/v1/models", "tokens"], "and the embedding waits"
+        await proxy.end("first", "embedding", "/v1/models", "tokens")
+        assert far_end.sent[-1] == "embedding"
+
+
+class TestHowLongATurnLasts:
+    async def test_until_the_stream_ends(self, start: Callable[..., Proxy], far_end: FarEnd) -> None:
+        proxy = start(2)
+        exchanges = [await proxy.send(tagged(name, "ab")) for name in "xyz"]
+        assert [exchange.content for exchange in exchanges].count(b"") == 1, "two have begun to be answered"
+        assert far_end.in_flight == ["x", "y"]
+        await proxy.end("y")
+        assert far_end.in_flight == ["x", "z"]
+        await proxy.end("x", "z")
+        assert all(exchange.content.endswith(b"[DONE]\n\n") for exchange in exchanges)
+        assert (proxy.figures["in_flight"], proxy.figures["waiting"]) == (0, 0)
+
+    async def test_until_its_client_leaves(
+        self, start: Callable[..., Proxy], far_end: FarEnd, orderer: CountingOrderer
+    ) -> None:
+        proxy = start()
+        leaving = await proxy.send(tagged("leaving", "ab"))
+        await proxy.send(tagged("next", "ab"))
+        leaving.disconnect()
+        await settle()
+        assert far_end.in_flight == ["next"]
+        await proxy.end("next")
+        assert (proxy.figures["in_flight"], orderer.unsettled) == (0, [])
+
+    async def test_or_until_the_server_fails(
+        self, start: Callable[..., Proxy], far_end: FarEnd, orderer: CountingOrderer
+    ) -> None:
+        proxy = start()
+        await proxy.send(tagged("first", "ab"))
+        failing = [await proxy.send(tagged(f"unreachable {number}", "ab")) for number in range(3)]
+        last = await proxy.send(tagged("last", "cd"))
+        await proxy.end("first", "last")
+        assert [exchange.status for exchange in failing] == [502, 502, 502]
+        assert last.status == 200
+        assert (proxy.figures["in_flight"], orderer.unsettled) == (0, [])
+
+    async def test_a_slow_one_keeps_one_place(self, start: Callable[..., Proxy], far_end: FarEnd) -> None:
+        proxy = start(2)
+        await proxy.send(plain("slow"))
+        for number in range(10):
+            await proxy.send(plain(str(number)))
+            await proxy.end(str(number))
+        assert far_end.in_flight == ["slow"]
+        await proxy.end("slow")
+
+    async def test_a_client_that_leaves_while_it_waits_is_never_sent(
+        self, start: Callable[..., Proxy], far_end: FarEnd, orderer: CountingOrderer
+    ) -> None:
+        proxy = start()
+        await proxy.send(tagged("first", "ab"))
+        waiting = await proxy.send(tagged("impatient", "ab"))
+        other = await proxy.send({"input": "Question: impatient, too"}, "/v1/embeddings")
+        assert proxy.figures["waiting"] == 2
+        for exchange in (waiting, other):
+            exchange.disconnect()
+        await settle()
+        assert (proxy.figures["waiting"], waiting.task.done(), other.task.done()) == (0, True, True)
+        await proxy.end("first")
+        assert far_end.sent == ["first"]
+        assert (proxy.figures["in_flight"], orderer.unsettled) == (0, [])
+
+
+class TestTooManyWait:
+    async def test_the_next_one_is_told_so(self, start: Callable[..., Proxy], far_end: FarEnd) -> None:
+        proxy = start(max_waiting=1)
+        await proxy.send(tagged("first", "ab"))
+        await proxy.send(tagged("waits", "ab"))
+        refused = await proxy.send(tagged("refused", "ab"))
+        assert (refused.status, refused.headers[b"retry-after"]) == (503, b"1")
+        assert json.loads(refused.content)["error"] == {
+            "message": "1 requests wait already (--max-waiting): try again later.",
+            "type": "server_error",
+            "param": None,
+            "code": "too_many_waiting",
+        }
+        assert proxy.figures["turned_away"] == 1
+        await proxy.end("first", "waits")
+        assert far_end.sent == ["first", "waits"]
+        assert (await proxy.send(plain("again"))).status == 200
+        await proxy.end("again")
+
+    async def test_a_bad_request_is_refused_without_waiting(self, start: Callable[..., Proxy]) -> None:
+        proxy = start()
+        await proxy.send(plain("first"))
+        assert (await proxy.send({"ragorder": 3})).status == 400
+        await proxy.end("first")
+
+
+class TestWhatIsShown:
+    async def test_metrics_and_stats(self, far_end: FarEnd) -> None:
+        metrics = Metrics(CollectorRegistry())
+        turns = Turns(1, max_waiting=1, registry=metrics.registry)
+        observed = ObservedOrderer(Orderer(block_size=16, strict=True), [metrics])
+        proxy = Proxy(far_end, turns, observed, routes=stats_routes(metrics, turns))
+        for name in "abc":
+            await proxy.send(tagged(name, "ab"))
+
+        def value(name: str) -> float | None:
+            return metrics.registry.get_sample_value(f"ragorder_{name}")
+
+        assert (value("waiting_requests"), value("in_flight_requests")) == (1, 1)
+        assert (value("wait_seconds_count"), value("turned_away_requests_total")) == (1, 1)
+        await proxy.end("a", "b")
+        assert (value("waiting_requests"), value("in_flight_requests")) == (0, 0)
+        assert value("wait_seconds_count") == 2
+        shown = await proxy.send(None, "/ragorder/stats", "GET")
+        await shown.task
+        queue = json.loads(shown.content)["queue"]
+        assert queue.pop("wait_mean_ms") > 0
+        assert queue == {"max_in_flight": 1, "in_flight": 0, "waiting": 0, "turned_away": 1}
+
+
+class TestTheOptions:
+    @pytest.fixture
+    def run(self, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Result, Any]]:
+        """The result of the command, and the turns of the proxy that it would serve."""
+
+        def run(*options: str) -> tuple[Result, Any]:
+            made: list[Any] = []
+
+            def make(orderer: Any, *, turns: Any, **others: Any) -> Any:
+                made.append(turns)
+                return make_app(orderer, turns=turns, **others)
+
+            monkeypatch.setattr("ragorder.adapters.proxy.make_app", make)
+            monkeypatch.setattr("ragorder.cli.listening.run_server", lambda app, listening, **_: listening.close())
+            shape = ["--upstream", "http://127.0.0.1:1", "--port", "0", "--capacity-tokens", "9", "--block-size", "9"]
+            return CliRunner().invoke(serve_command, [*shape, *options]), made[0] if made else None
+
+        return run
+
+    def test_all_at_once_by_default(self, run: Callable[..., tuple[Result, Any]]) -> None:
+        result, turns = run()
+        assert (result.exit_code, turns) == (0, None)
+
+    def test_as_they_are_given(self, run: Callable[..., tuple[Result, Any]]) -> None:
+        for options, expected in (
+            (["--max-in-flight", "3"], (3, 32, 1000)),
+            (["--max-in-flight", "3", "--reorder-window", "0", "--max-waiting", "7"], (3, 0, 7)),
+        ):
+            result, turns = run(*options)
+            assert result.exit_code == 0, result.output
+            gate = turns._gate
+            assert (gate.limit, gate.queue.window, gate.max_waiting) == expected
+
+    @pytest.mark.parametrize("option", ["--reorder-window", "--max-waiting"])
+    def test_a_queue_of_what_does_not_wait_is_refused(
+        self, run: Callable[..., tuple[Result, Any]], option: str
+    ) -> None:
+        result, turns = run(option, "5")
+        assert result.exit_code == 2
+        assert f"{option} goes with --max-in-flight" in result.stderr
+        assert turns is None
+
+
+@pytest.mark.vllm
+class TestARealServer:
+    async def test_answers_all_that_wait_for_it(self, vllm_server: Any) -> None:
+        orderer = CountingOrderer()
+        turns = Turns(2)
+        app = make_app(orderer, upstream=vllm_server.base_url, turns=turns)
+        exchanges = []
+        for number in range(10):
+            names = "abcdefgh"[number % 3 : number % 3 + 2]
+            body = tagged(str(number), names, model=vllm_server.model_name, max_tokens=4)
+            exchanges.append(Exchange(app, CHAT, body, "POST"))
+        await asyncio.wait([exchange.task for exchange in exchanges])
+        assert [exchange.status for exchange in exchanges] == [200] * 10
+        assert all(json.loads(exchange.content)["usage"]["completion_tokens"] for exchange in exchanges)
+        assert orderer.unsettled == []
+        assert (turns.as_json()["in_flight"], turns.as_json()["waiting"]) == (0, 0)

@@ -1,0 +1,318 @@
+"""What a vLLM with tiers is told of a request: where its documents end, and whose it is. By all who send requests."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any, Self
+
+import pytest
+
+from ragorder import Document, Orderer, PromptBuilder
+from ragorder.adapters.openai import AsyncOrderedClient, OrderedClient
+from ragorder.adapters.openai.pipelined import OpenAIStreams, OrderedPrompts, Question
+from ragorder.adapters.request_facts import tenant_digest, with_facts
+from ragorder.adapters.vllm_tiers import RequestFacts, read_facts
+
+pytest.importorskip("openai")
+httpx = pytest.importorskip("httpx")
+
+DOCUMENTS = [Document(f"d{number}", f"Secret {number} is kept in drawer {number}. " * 3) for number in range(4)]
+QUERY = "What is kept where?"
+
+
+def ends_of(builder: PromptBuilder, documents: Sequence[Document]) -> list[int]:
+    return [span.end for span in builder.build(QUERY, documents).spans]
+
+
+class TestTheFacts:
+    def test_are_read_as_they_were_written(self) -> None:
+        sent = with_facts({}, [7, 19], "red")
+        assert read_facts(sent["kv_transfer_params"]) == RequestFacts((7, 19), tenant_digest("red"))
+
+    def test_are_none_where_nothing_is_known(self) -> None:
+        assert with_facts({"n": 1}, (), None) == {"n": 1}
+
+    def test_have_no_tenant_for_no_tenant(self) -> None:
+        assert read_facts(with_facts({}, [7], None)["kv_transfer_params"]) == RequestFacts((7,))
+
+    @pytest.mark.parametrize("scope", ["Acme GmbH", b"\xff\x00", ("eu", 7), "\udcff"], ids=ascii)
+    def test_have_a_digest_for_a_tenant_and_not_its_name(self, scope: Any) -> None:
+        digest = tenant_digest(scope)
+        assert digest is not None and len(digest) == 32
+        assert digest == tenant_digest(scope) != tenant_digest("other")
+        assert str(scope) not in json.dumps(with_facts({}, [1], scope))
+
+    def test_have_another_digest_in_another_process(self, python: Any) -> None:
+        show = "from ragorder.adapters.request_facts import tenant_digest as f; print(f('red'))"
+        assert python("-c", show).stdout.strip() not in ("", tenant_digest("red"))
+
+    def test_come_beside_what_the_caller_has_put_there(self) -> None:
+        given = {"kv_transfer_params": {"do_remote_decode": False}, "top_k": 5}
+        sent = with_facts(given, [7], None)
+        assert sent == {
+            "kv_transfer_params": {"do_remote_decode": False, "ragorder": {"documents": [7]}},
+            "top_k": 5,
+        }
+        assert given == {"kv_transfer_params": {"do_remote_decode": False}, "top_k": 5}
+
+    def test_come_behind_facts_of_the_callers_own(self) -> None:
+        sent = with_facts({"kv_transfer_params": {"ragorder": {"cost": 0.5, "documents": [3]}}}, [7], "red")
+        facts = sent["kv_transfer_params"]["ragorder"]
+        assert facts == {"cost": 0.5, "documents": [3], "tenant": tenant_digest("red")}
+
+    @pytest.mark.parametrize("params", ["text", [1], {"ragorder": 7}, {"ragorder": None}], ids=ascii)
+    def test_leave_alone_what_they_cannot_be_added_to(self, params: Any) -> None:
+        assert with_facts({"kv_transfer_params": params}, [7], "red") == {"kv_transfer_params": params}
+
+
+CHUNK = {"choices": [{"text": "yes", "finish_reason": "stop"}]}
+
+
+class Response:
+    """A stream of one chunk."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def __iter__(self) -> Iterator[Mapping[str, Any]]:
+        yield CHUNK
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        pass
+
+    async def __aiter__(self) -> AsyncIterator[Mapping[str, Any]]:
+        yield CHUNK
+
+
+class FarEnd:
+    """Keeps what the openai clients are told to send."""
+
+    def __init__(self, asynchronous: bool = False) -> None:
+        self.sent: list[dict[str, Any]] = []
+        create = self._create_async if asynchronous else self._create
+        self.completions = SimpleNamespace(create=create)
+        self.chat = SimpleNamespace(completions=self.completions)
+
+    def _create(self, **options: Any) -> Response:
+        self.sent.append(options)
+        return Response()
+
+    async def _create_async(self, **options: Any) -> Response:
+        return self._create(**options)
+
+    def facts(self) -> RequestFacts | None:
+        return read_facts(self.sent[-1]["extra_body"].get("kv_transfer_params"))
+
+
+@pytest.fixture
+def builder(tokenizers: dict[str, Any]) -> PromptBuilder:
+    return PromptBuilder("Be careful.", tokenizer=tokenizers["chatml"])
+
+
+@pytest.fixture
+def orderer() -> Orderer:
+    return Orderer(block_size=16, strict=True)
+
+
+class TestTheClients:
+    @pytest.mark.parametrize("prompts", ["messages", "token_ids"])
+    def test_send_them_if_they_are_told_to(self, builder: PromptBuilder, orderer: Orderer, prompts: Any) -> None:
+        end = FarEnd()
+        client = OrderedClient(end, model="m", orderer=orderer, builder=builder, prompts=prompts, send_facts=True)
+        client.generate(QUERY, DOCUMENTS[:3])
+        answer = client.generate(QUERY, [DOCUMENTS[3], DOCUMENTS[1], DOCUMENTS[0]], scope="red")
+        expected = ends_of(builder, answer.ordering.documents)
+        assert end.facts() == RequestFacts(tuple(expected), tenant_digest("red"))
+        assert end.sent[-1]["extra_body"]["cache_salt"] == "red"
+
+    async def test_of_coroutines_do_so_too(self, builder: PromptBuilder, orderer: Orderer) -> None:
+        end = FarEnd(asynchronous=True)
+        client = AsyncOrderedClient(end, model="m", orderer=orderer, builder=builder, send_facts=True)
+        await client.generate(QUERY, DOCUMENTS)
+        assert end.facts() == RequestFacts(tuple(ends_of(builder, DOCUMENTS)))
+
+    def test_send_none_by_default(self, builder: PromptBuilder, orderer: Orderer) -> None:
+        end = FarEnd()
+        OrderedClient(end, model="m", orderer=orderer, builder=builder).generate(QUERY, DOCUMENTS, scope="red")
+        assert end.sent[-1]["extra_body"] == {"cache_salt": "red"}
+
+    def test_keep_what_the_caller_sends_there(self, builder: PromptBuilder, orderer: Orderer) -> None:
+        end = FarEnd()
+        client = OrderedClient(end, model="m", orderer=orderer, builder=builder, send_facts=True)
+        body = {"kv_transfer_params": {"other": 1, "ragorder": {"cost": 0.25}}}
+        client.generate(QUERY, DOCUMENTS, extra_body=body)
+        assert end.sent[-1]["extra_body"]["kv_transfer_params"]["other"] == 1
+        assert end.facts() == RequestFacts(tuple(ends_of(builder, DOCUMENTS)), cost=0.25)
+        assert body == {"kv_transfer_params": {"other": 1, "ragorder": {"cost": 0.25}}}
+
+    def test_say_nothing_of_ends_that_they_do_not_know(self, orderer: Orderer) -> None:
+        end = FarEnd()
+        client = OrderedClient(end, model="m", orderer=orderer, builder=PromptBuilder("Be careful."), send_facts=True)
+        client.generate(QUERY, DOCUMENTS, scope="red")
+        assert end.facts() == RequestFacts((), tenant_digest("red"))
+
+
+class TestPipelines:
+    async def test_send_them_to_a_server(self, builder: PromptBuilder, orderer: Orderer) -> None:
+        end = FarEnd(asynchronous=True)
+        request = OrderedPrompts(orderer, builder, "token_ids").predict(Question(QUERY, "red"), DOCUMENTS)
+        for send_facts, expected in (
+            (False, None),
+            (True, RequestFacts(tuple(ends_of(builder, DOCUMENTS)), tenant_digest("red"))),
+        ):
+            async for _ in OpenAIStreams(end, "m", send_facts=send_facts).stream(request):
+                pass
+            assert end.facts() == expected
+
+    @pytest.mark.vllm
+    @pytest.mark.parametrize("tiers", [True, False])
+    async def test_give_them_to_an_engine_that_has_tiers(
+        self, builder: PromptBuilder, orderer: Orderer, tiers: bool
+    ) -> None:
+        pytest.importorskip("vllm")
+        from ragorder.adapters.vllm.async_engine import AsyncVLLM
+
+        given: list[Any] = []
+
+        async def generate(prompt: Any, params: Any, id: str) -> AsyncIterator[Any]:
+            given.append(params)
+            answer = SimpleNamespace(token_ids=[1], text="yes", finish_reason="stop")
+            yield SimpleNamespace(outputs=[answer], finished=True, num_cached_tokens=0, prompt_token_ids=[1])
+
+        connector = SimpleNamespace(kv_connector_extra_config={"ragorder": {}} if tiers else {})
+        engine = SimpleNamespace(generate=generate, vllm_config=SimpleNamespace(kv_transfer_config=connector))
+        question = Question(QUERY, "red", options={"extra_args": {"own": 1}})
+        request = OrderedPrompts(orderer, builder, "token_ids").predict(question, DOCUMENTS)
+        async for _ in AsyncVLLM(engine).stream(request):
+            pass
+        own = with_facts({"own": 1}, ends_of(builder, DOCUMENTS), "red") if tiers else {"own": 1}
+        assert given[0].extra_args == own
+
+
+Post = Callable[..., Any]
+
+
+class TestTheProxy:
+    @pytest.fixture
+    def sent(self) -> list[dict[str, Any]]:
+        return []
+
+    @pytest.fixture
+    def post(self, sent: list[dict[str, Any]], orderer: Orderer) -> Post:
+        """Sends a body through a proxy with these options; `sent` gets what the server behind it is sent."""
+        pytest.importorskip("starlette")
+        from ragorder.adapters.proxy import make_app
+
+        def answer(request: Any) -> Any:
+            sent.append(json.loads(request.content))
+            return httpx.Response(200, stream=httpx.ByteStream(b"{}"))
+
+        async def post(body: Mapping[str, Any], **options: Any) -> None:
+            options = {"send_facts": True, "make_transport": lambda: httpx.MockTransport(answer)} | options
+            app = make_app(orderer, upstream="http://server", **options)
+            async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://proxy") as client:
+                response = await client.post("/v1/chat/completions", json=body)
+            assert response.status_code == 200, response.text
+
+        return post
+
+    def tagged(self, **fields: Any) -> dict[str, Any]:
+        documents = [{"id": each.id, "text": each.text} for each in DOCUMENTS]
+        system = {"role": "system", "content": "Be careful."}
+        return {"model": "m", "messages": [system], "ragorder": {"documents": documents, "query": QUERY}, **fields}
+
+    async def test_sends_them_if_it_is_told_to(
+        self, post: Post, sent: list[dict[str, Any]], builder: PromptBuilder, tokenizers: dict[str, Any]
+    ) -> None:
+        await post(self.tagged(cache_salt="red"), tokenizer=tokenizers["chatml"])
+        facts = read_facts(sent[-1]["kv_transfer_params"])
+        assert facts == RequestFacts(tuple(ends_of(builder, DOCUMENTS)), tenant_digest("red"))
+        assert "ragorder" not in sent[-1]
+
+    async def test_sends_none_by_default(
+        self, post: Post, sent: list[dict[str, Any]], tokenizers: dict[str, Any]
+    ) -> None:
+        await post(self.tagged(cache_salt="red"), tokenizer=tokenizers["chatml"], send_facts=False)
+        assert "kv_transfer_params" not in sent[-1]
+
+    async def test_says_nothing_of_ends_that_it_can_only_estimate(self, post: Post, sent: list[dict[str, Any]]) -> None:
+        await post(self.tagged(cache_salt="red"))
+        assert read_facts(sent[-1]["kv_transfer_params"]) == RequestFacts((), tenant_digest("red"))
+        await post(self.tagged())
+        assert "kv_transfer_params" not in sent[-1]
+
+    async def test_knows_the_ends_of_documents_that_it_finds_in_a_message(
+        self, post: Post, sent: list[dict[str, Any]], tokenizers: dict[str, Any]
+    ) -> None:
+        from ragorder.adapters.proxy import DocumentTemplate
+
+        tokenizer = tokenizers["chatml"]
+        written = [f"<d>{each.text}</d>" for each in DOCUMENTS]
+        content = "\n\n".join([f"These: {written[0]}", *written[1:], QUERY])
+        body = {"model": "m", "messages": [{"role": "user", "content": content}]}
+        await post(body, tokenizer=tokenizer, template=DocumentTemplate("<d>{text}</d>"))
+        assert sent[-1]["messages"] == body["messages"]
+        facts = read_facts(sent[-1]["kv_transfer_params"])
+        assert facts is not None
+        for end, document in zip(facts.documents, written, strict=True):
+            front = content[: content.index(document) + len(document)]
+            whole = tokenizer.apply_chat_template([{"role": "user", "content": front}], tokenize=False)
+            upto = len(tokenizer.encode(whole[: whole.index(front) + len(front)], add_special_tokens=False))
+            # Where pieces meet, a tokenizer may join what we count apart.
+            assert abs(end - upto) <= len(DOCUMENTS)
+
+    @pytest.mark.parametrize("params", [{"x": 1}, {"ragorder": {"documents": [5]}}, 7, {"ragorder": 7}], ids=ascii)
+    async def test_keeps_what_the_client_sends_there(self, post: Post, sent: list[dict[str, Any]], params: Any) -> None:
+        await post(self.tagged(cache_salt="red", kv_transfer_params=params))
+        own = with_facts({"kv_transfer_params": params}, (), "red")
+        assert sent[-1]["kv_transfer_params"] == own["kv_transfer_params"]
+
+    @pytest.mark.parametrize("tiers", [True, False])
+    def test_is_told_to_on_the_command_line(self, monkeypatch: pytest.MonkeyPatch, tiers: bool) -> None:
+        pytest.importorskip("uvicorn")
+        from click.testing import CliRunner
+
+        import ragorder.adapters.proxy as proxy
+        from ragorder.cli.serve import serve
+
+        told: list[bool] = []
+        make_app = proxy.make_app
+
+        def make(*arguments: Any, send_facts: bool, **options: Any) -> Any:
+            told.append(send_facts)
+            return make_app(*arguments, send_facts=send_facts, **options)
+
+        monkeypatch.setattr("ragorder.adapters.proxy.make_app", make)
+        monkeypatch.setattr("ragorder.cli.listening.run_server", lambda app, listening, *_, **__: listening.close())
+        shape = ["--upstream", "http://127.0.0.1:1", "--port", "0", "--capacity-tokens", "9", "--block-size", "9"]
+        done = CliRunner().invoke(serve, [*shape, *["--tiers"][: 1 if tiers else 0]])
+        assert (done.exit_code, told) == (0, [tiers]), done.output
+
+
+@pytest.mark.vllm
+class TestARealServer:
+    """vLLM without tiers, which does nothing with them."""
+
+    @pytest.mark.parametrize("prompts", ["messages", "token_ids"])
+    def test_answers_the_same_with_them(self, vllm_server: Any, vllm_model: Any, prompts: Any) -> None:
+        import openai
+
+        from ragorder.eval.serving import load_tokenizer
+
+        builder = PromptBuilder("Be careful.", tokenizer=load_tokenizer(vllm_model))
+        answers = []
+        with openai.OpenAI(base_url=f"{vllm_server.base_url}/v1", api_key="none", max_retries=0) as server:
+            for send_facts in (False, True):
+                setup = {"model": "served", "builder": builder, "orderer": Orderer(block_size=32, strict=True)}
+                client = OrderedClient(server, prompts=prompts, send_facts=send_facts, **setup)
+                answers.append(client.generate(QUERY, DOCUMENTS, scope="facts", max_tokens=8))
+        assert answers[0].text == answers[1].text
+        assert answers[0].prompt_tokens == answers[1].prompt_tokens

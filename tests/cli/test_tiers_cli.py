@@ -1,0 +1,328 @@
+"""`ragorder tiers`: the configuration that it prints, and what it says of servers and folders."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+pytest.importorskip("httpx")
+pytest.importorskip("prometheus_client")
+
+from ragorder.adapters.http_client import ServerError
+from ragorder.adapters.observing.tier_stats import fetch_hits, fetch_tier_stats
+from ragorder.adapters.vllm_tiers import SUPPORTED_VLLM, TierSettings
+from ragorder.cli import main
+from ragorder.kernels.profile import LINEAR
+from ragorder.kernels.store import ChunkStore
+
+GIB = 1 << 30
+Serve = Callable[[str], str]
+
+PLAIN = """\
+# TYPE vllm:prefix_cache_queries counter
+vllm:prefix_cache_queries_total{engine="0",model_name="m"} 1000.0
+vllm:prefix_cache_queries_created{engine="0",model_name="m"} 1.7e+09
+# TYPE vllm:external_prefix_cache_queries counter
+vllm:external_prefix_cache_queries_total{engine="0",model_name="m"} 900.0
+# TYPE vllm:prompt_tokens_cached_by_source counter
+vllm:prompt_tokens_cached_by_source_total{engine="0",model_name="m",source="device"} 100.0
+vllm:prompt_tokens_cached_by_source_total{engine="0",model_name="m",source="host"} 200.0
+vllm:prompt_tokens_cached_by_source_total{engine="0",model_name="m",source="p2p"} 30.0
+vllm:prompt_tokens_cached_by_source_total{engine="0",model_name="m",source="disk"} 300.0
+vllm:prompt_tokens_cached_by_source_total{engine="0",model_name="m",source="external_unspecified"} 20.0
+"""
+IDLE = PLAIN + "# HELP vllm:ragorder_chunks Chunks of KV that a tier holds.\n# TYPE vllm:ragorder_chunks gauge\n"
+TIERS = (
+    IDLE
+    + """\
+vllm:ragorder_chunks{engine="0",model_name="m",tier="host"} 6.0
+vllm:ragorder_chunks{engine="0",model_name="m",tier="disk"} 9.0
+# TYPE vllm:ragorder_bytes gauge
+vllm:ragorder_bytes{engine="0",model_name="m",tier="host"} 6144.0
+vllm:ragorder_bytes{engine="0",model_name="m",tier="disk"} 9216.0
+# TYPE vllm:ragorder_capacity_bytes gauge
+vllm:ragorder_capacity_bytes{engine="0",model_name="m",tier="host"} 8192.0
+vllm:ragorder_capacity_bytes{engine="0",model_name="m",tier="disk"} 1048576.0
+# TYPE vllm:ragorder_oldest_chunk_seconds gauge
+vllm:ragorder_oldest_chunk_seconds{engine="0",model_name="m",tier="host"} 90.0
+# TYPE vllm:ragorder_stored_chunks counter
+vllm:ragorder_stored_chunks_total{engine="0",model_name="m",tier="host"} 11.0
+# TYPE vllm:ragorder_evicted_chunks counter
+vllm:ragorder_evicted_chunks_total{engine="0",model_name="m",tier="host"} 5.0
+# TYPE vllm:ragorder_refused_chunks counter
+vllm:ragorder_refused_chunks_total{engine="0",model_name="m",reason="checksum",tier="disk"} 2.0
+vllm:ragorder_refused_chunks_total{engine="0",model_name="m",reason="truncated",tier="disk"} 1.0
+# TYPE vllm:ragorder_requests_with_facts counter
+vllm:ragorder_requests_with_facts_total{engine="0",model_name="m"} 4.0
+# TYPE vllm:ragorder_documents counter
+vllm:ragorder_documents_total{engine="0",model_name="m"} 8.0
+# TYPE vllm:ragorder_device_order gauge
+vllm:ragorder_device_order{engine="0",model_name="m"} 0.0
+"""
+)
+
+
+def config(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(main, ["tiers", "config", *map(str, arguments)], env={"COLUMNS": "100"})
+
+
+def stats(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(main, ["tiers", "stats", *map(str, arguments)], env={"COLUMNS": "160"})
+
+
+@pytest.fixture
+def serve() -> Iterator[Serve]:
+    """Serves a page as /metrics and says where: a server in a state that a real one is not in for long."""
+    servers = []
+
+    def start(page: str) -> str:
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self.send_response(200 if self.path == "/metrics" else 404)
+                self.end_headers()
+                self.wfile.write(page.encode())
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        server = HTTPServer(("127.0.0.1", 0), Handler)
+        servers.append(server)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        return f"http://127.0.0.1:{server.server_port}"
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+class TestConfig:
+    def test_is_what_the_settings_make_of_the_same_options(self, tmp_path: Path) -> None:
+        profile = tmp_path / "profile.json"
+        LINEAR.to_file(profile)
+        options = ["--host-bytes", "8GiB", "--disk-path", tmp_path / "disk", "--disk-bytes", "500GB"]
+        options += ["--policy", "lru", "--history", "10", "--profile", profile, "--no-device-order"]
+        options += ["--blocks-per-chunk", "4", "--io-threads", "3"]
+        settings = TierSettings(
+            host_bytes=8 * GIB,
+            disk_path=tmp_path / "disk",
+            disk_bytes=500 * 10**9,
+            policy="lru",
+            history=10,
+            profile=profile,
+            device_order=False,
+            blocks_per_chunk=4,
+            io_threads=3,
+        )
+        assert json.loads(config(*options).stdout) == settings.kv_transfer_config()
+
+    def test_has_the_defaults_of_the_settings(self) -> None:
+        printed = json.loads(config("--host-bytes", "1GiB").stdout)
+        assert printed == TierSettings(host_bytes=GIB).kv_transfer_config()
+        assert printed == json.loads(config("--host-bytes", "1GiB", "--device-order").stdout)
+
+    def test_every_setting_is_an_option(self) -> None:
+        shown = config("--help").stdout
+        for name in TierSettings.model_fields:
+            assert f"--{name.replace('_', '-')}" in shown
+
+    def test_can_be_pasted_into_a_shell_whatever_the_folder_is_called(self, tmp_path: Path) -> None:
+        folder = tmp_path / 'it\'s a "folder" with $HOME \\ and ünïcode'
+        line = config("--host-bytes", "1GiB", "--disk-path", folder, "--disk-bytes", "1GB").stdout.rstrip("\n")
+        assert "\n" not in line
+        pasted = subprocess.run(["/bin/sh", "-c", f"printf %s '{line}'"], capture_output=True, text=True, check=True)
+        (disk,) = json.loads(pasted.stdout)["kv_connector_extra_config"]["secondary_tiers"]
+        assert disk["path"] == str(folder)
+
+    def test_pretty_is_the_same_on_several_lines(self) -> None:
+        plain, pretty = config("--host-bytes", "1GiB"), config("--host-bytes", "1GiB", "--pretty")
+        assert json.loads(plain.stdout) == json.loads(pretty.stdout)
+        assert len(pretty.stdout.splitlines()) > 10
+
+    @pytest.mark.parametrize(
+        ("size", "count"),
+        [
+            ("4096", 4096),
+            ("1_000_000", 10**6),
+            ("8GiB", 8 * GIB),
+            ("8 gib", 8 * GIB),
+            ("500MB", 500 * 10**6),
+            ("1.5KiB", 1536),
+            ("2TiB", 2 << 40),
+        ],
+    )
+    def test_sizes(self, size: str, count: int) -> None:
+        printed = json.loads(config("--host-bytes", size).stdout)
+        assert printed["kv_connector_extra_config"]["cpu_bytes_to_use"] == count
+
+    def test_a_relative_folder_is_the_one_below_this_folder(self) -> None:
+        printed = json.loads(config("--host-bytes", "1GiB", "--disk-path", "kv", "--disk-bytes", "1GB").stdout)
+        (disk,) = printed["kv_connector_extra_config"]["secondary_tiers"]
+        assert disk["path"] == str(Path("kv").absolute())
+
+    @pytest.mark.parametrize(
+        ("arguments", "named"),
+        [
+            ([], "--host-bytes"),
+            (["--host-bytes", "8 elephants"], "--host-bytes"),
+            (["--host-bytes", "8G"], "--host-bytes"),
+            (["--host-bytes", "0"], "--host-bytes"),
+            (["--host-bytes", "1GiB", "--disk-path", "kv"], "--disk-bytes"),
+            (["--host-bytes", "1GiB", "--disk-bytes", "1GB"], "--disk-path"),
+            (["--host-bytes", "1GiB", "--disk-path", "kv", "--disk-bytes", "0"], "--disk-bytes"),
+            (["--host-bytes", "1GiB", "--policy", "mru"], "--policy"),
+            (["--host-bytes", "1GiB", "--history", "-1"], "--history"),
+            (["--host-bytes", "1GiB", "--blocks-per-chunk", "0"], "--blocks-per-chunk"),
+            (["--host-bytes", "1GiB", "--io-threads", "0"], "--io-threads"),
+            (["--host-bytes", "1GiB", "--profile", "nowhere.json"], "--profile"),
+            (["--host-bytes", "1GiB", "--profile", __file__], "--profile"),
+        ],
+    )
+    def test_what_is_wrong_is_said_by_its_option(self, arguments: list[str], named: str) -> None:
+        done = config(*arguments)
+        assert done.exit_code == 2
+        assert named in done.stderr
+        assert "Traceback" not in done.stderr
+        assert done.stdout == ""
+
+    def test_says_which_vllm_it_is_for_and_nothing_of_disks_where_there_is_none(self) -> None:
+        said = config("--host-bytes", "1GiB").stderr
+        assert all(f"{minor}.x" in said for minor in SUPPORTED_VLLM)
+        assert "PYTHONHASHSEED" not in said
+
+    def test_says_what_a_disk_asks_for(self) -> None:
+        said = config("--host-bytes", "1GiB", "--disk-path", "kv", "--disk-bytes", "1GB").stderr
+        assert "--prefix-caching-hash-algo" in said
+        assert "PYTHONHASHSEED" in said
+        assert "0700" in said
+
+
+class TestServerStats:
+    def test_hits_by_source(self, serve: Serve) -> None:
+        hits = fetch_hits(serve(PLAIN))
+        assert hits.as_json() == {"device": 100, "host": 200, "disk": 300, "elsewhere": 50, "computed": 350}
+        assert hits.total == 1000
+
+    def test_engines_are_counted_together(self, serve: Serve) -> None:
+        hits = fetch_hits(serve(PLAIN + PLAIN.replace('engine="0"', 'engine="1"')))
+        assert hits.total == 2000
+
+    def test_what_is_where(self, serve: Serve) -> None:
+        read = fetch_tier_stats(serve(TIERS))
+        host, disk = read.tiers
+        assert (host.tier, host.chunks, host.bytes, host.capacity_bytes) == ("host", 6, 6144, 8192)
+        assert (host.stored, host.evicted, host.oldest_s, host.used_share) == (11, 5, 90.0, 0.75)
+        assert disk.refused == {"checksum": 2, "truncated": 1}
+        assert (read.with_facts, read.documents, read.device_order) == (4, 8, False)
+
+    def test_as_a_table(self, serve: Serve) -> None:
+        shown = stats("--base-url", serve(TIERS)).output
+        for text in ("75.0 %", "6.0 KiB", "1.5 min", "2 checksum, 1 truncated", "35.0 %", "30.0 %", "left the order"):
+            assert text in shown
+
+    def test_as_json(self, serve: Serve) -> None:
+        url = serve(TIERS)
+        assert json.loads(stats("--base-url", url, "--json").output) == fetch_tier_stats(url).as_json()
+
+    def test_watching_ends_with_a_server_that_is_gone(
+        self, python: Callable[..., subprocess.CompletedProcess[str]]
+    ) -> None:
+        """What is read is shown until nobody answers any more."""
+        code = (
+            "import sys, threading\n"
+            "from http.server import BaseHTTPRequestHandler, HTTPServer\n"
+            "class Handler(BaseHTTPRequestHandler):\n"
+            "    left = 2\n"
+            "    def do_GET(self):\n"
+            "        Handler.left -= 1\n"
+            "        self.send_response(200 if Handler.left >= 0 else 500)\n"
+            "        self.end_headers()\n"
+            f"        self.wfile.write({TIERS.encode()!r})\n"
+            "    def log_message(self, *_):\n"
+            "        pass\n"
+            "server = HTTPServer(('127.0.0.1', 0), Handler)\n"
+            "threading.Thread(target=server.serve_forever, daemon=True).start()\n"
+            "from ragorder.cli import main\n"
+            "url = f'http://127.0.0.1:{server.server_port}'\n"
+            "main(['tiers', 'stats', '--base-url', url, '--watch', '0.1', '--json'])"
+        )
+        done = python("-c", code)
+        lines = [json.loads(line) for line in done.stdout.splitlines()]
+        assert [line["hits"]["disk"] for line in lines] == [300, 300]
+        assert done.returncode == 1
+        assert "HTTP 500" in done.stderr
+
+    @pytest.mark.parametrize(
+        ("page", "said"),
+        [
+            (PLAIN, "without ragorder's tiers"),
+            (IDLE, "no request yet"),
+            ("hello", "not that of a vLLM server"),
+            ("", "not that of a vLLM server"),
+        ],
+    )
+    def test_other_servers_are_told_apart(self, serve: Serve, page: str, said: str) -> None:
+        with pytest.raises(ServerError, match=said):
+            fetch_tier_stats(serve(page))
+
+    def test_nobody_there(self) -> None:
+        done = stats("--base-url", "http://127.0.0.1:9")
+        assert done.exit_code == 1
+        assert "cannot be reached" in done.output
+
+    def test_neither_server_nor_folder(self) -> None:
+        done = stats()
+        assert done.exit_code == 2
+        assert "--base-url" in done.output
+        assert "--disk" in done.output
+
+
+class TestFolderStats:
+    @pytest.fixture
+    def folder(self, tmp_path: Path) -> Iterator[Path]:
+        """A store with three chunks, closed."""
+        store = ChunkStore(tmp_path / "disk", 1 << 20, "somebody")
+        for number in range(3):
+            assert store.write(b"key %d" % number, bytes(1000), None)
+        store.close()
+        yield tmp_path / "disk"
+
+    def test_what_lies_there_without_a_server(self, folder: Path) -> None:
+        found = json.loads(stats("--disk", folder, "--json").output)["folder"]
+        assert (found["chunks"], found["unfinished"], found["locked_by"]) == (3, 0, None)
+        assert found["bytes"] >= 3000
+        shown = stats("--disk", folder).output
+        assert "chunks" in shown
+        assert found["identity"] in shown
+
+    def test_and_who_has_it(self, folder: Path) -> None:
+        store = ChunkStore(folder, 1 << 20, "somebody")
+        assert json.loads(stats("--disk", folder, "--json").output)["folder"]["locked_by"]
+        store.close()
+
+    def test_beside_a_server(self, folder: Path, serve: Serve) -> None:
+        both = json.loads(stats("--disk", folder, "--base-url", serve(TIERS), "--json").output)
+        assert both["folder"]["chunks"] == 3
+        assert both["hits"]["disk"] == 300
+
+    def test_an_empty_folder_is_none(self, tmp_path: Path) -> None:
+        done = stats("--disk", tmp_path)
+        assert done.exit_code == 1
+        assert "no folder of a disk tier" in done.output
+
+    def test_nor_is_a_folder_of_something_else(self) -> None:
+        done = stats("--disk", Path(__file__).parent)
+        assert done.exit_code == 1
+        assert "no folder of a disk tier" in done.output
+
+    def test_a_folder_that_is_not_there(self, tmp_path: Path) -> None:
+        done = stats("--disk", tmp_path / "nowhere")
+        assert done.exit_code == 1
+        assert "No such file" in done.output

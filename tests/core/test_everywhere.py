@@ -1,0 +1,410 @@
+"""The same requests through every integration, on a real server: each finds in its cache what plain Python finds."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ragorder import Document, Orderer, PromptBuilder
+from ragorder.adapters.observing.observed import ObservedOrderer
+from ragorder.adapters.observing.prometheus import Metrics
+
+pytestmark = pytest.mark.vllm
+
+SYSTEM = "Answer the question from the documents below."
+REQUESTS = 60
+# One token of answer: behind the documents stand the question and what the chat template puts after it.
+SUFFIX_TOKENS = 24
+
+Request = tuple[str, list[Document]]
+Served = list[tuple[int, int]]
+
+
+@pytest.fixture(scope="module")
+def builder(vllm_model: Path) -> PromptBuilder:
+    from transformers import AutoTokenizer
+
+    return PromptBuilder(SYSTEM, tokenizer=AutoTokenizer.from_pretrained(vllm_model))
+
+
+@pytest.fixture(scope="module")
+def requests() -> list[Request]:
+    """A trace whose documents come back in ever different order; its working set is larger than the cache."""
+    from ragorder.eval.workloads import make_workload
+
+    workload = make_workload("paper-shuf", 0, requests=REQUESTS)
+    return [
+        (f"What do they say about number {number}?", [workload.documents[d] for d in ranking])
+        for number, ranking in enumerate(workload.rankings[:REQUESTS])
+    ]
+
+
+@pytest.fixture
+def orderer(vllm_server: Any, builder: PromptBuilder) -> Orderer:
+    """A fresh one, in front of an empty cache."""
+    vllm_server.reset()
+    return make_orderer(vllm_server, builder)
+
+
+def make_orderer(server: Any, builder: PromptBuilder, **options: Any) -> Orderer:
+    return Orderer(
+        tokens=builder.document_tokens,
+        block_size=server.block_size,
+        capacity_tokens=server.capacity_tokens,
+        prefix_tokens=builder.prefix_tokens,
+        suffix_tokens=SUFFIX_TOKENS,
+        strict=True,
+        **options,
+    )
+
+
+@pytest.fixture(scope="module")
+def plain(vllm_server: Any, builder: PromptBuilder, requests: list[Request]) -> Served:
+    """(prompt tokens, cached tokens) of each request, as the README's first lines of Python serve them."""
+    import openai
+
+    vllm_server.reset()
+    orderer = make_orderer(vllm_server, builder)
+    served = []
+    with openai.OpenAI(base_url=f"{vllm_server.base_url}/v1", api_key="none") as client:
+        for question, documents in requests:
+            ordering = orderer.order(documents)
+            messages: Any = builder.build(question, ordering).messages
+            answer = client.chat.completions.create(
+                model=vllm_server.model_name, messages=messages, max_tokens=1, temperature=0
+            )
+            used = usage(answer.usage)
+            ordering.confirm(used[1], prompt_tokens=used[0])
+            served.append(used)
+    return served
+
+
+def usage(reported: Any) -> tuple[int, int]:
+    return reported.prompt_tokens, reported.prompt_tokens_details.cached_tokens or 0
+
+
+def documents_text(documents: list[Document]) -> str:
+    return "".join(f"[{document.id}]\n{document.text}\n\n" for document in documents)
+
+
+def check(served: Served, plain: Served) -> None:
+    assert len(served) == REQUESTS
+    assert served == plain
+
+
+def test_plain_python_finds_more_than_retrieval_order_does(
+    vllm_server: Any, builder: PromptBuilder, requests: list[Request], plain: Served
+) -> None:
+    """There is something to be equal to: prompts differ, documents are evicted, and ordering helps."""
+    import openai
+
+    vllm_server.reset()
+    retrieval = 0
+    with openai.OpenAI(base_url=f"{vllm_server.base_url}/v1", api_key="none") as client:
+        for question, documents in requests:
+            messages: Any = builder.build(question, documents).messages
+            answer = client.chat.completions.create(
+                model=vllm_server.model_name, messages=messages, max_tokens=1, temperature=0
+            )
+            retrieval += usage(answer.usage)[1]
+    assert sum(cached for _, cached in plain) > 1.5 * retrieval > 0
+    assert sum(tokens for tokens, _ in plain) > 5 * vllm_server.capacity_tokens
+
+
+def test_langchain(vllm_server: Any, orderer: Orderer, requests: list[Request], plain: Served) -> None:
+    from langchain_core.documents import Document as LangChainDocument
+    from langchain_core.prompts import ChatPromptTemplate
+    from langchain_core.retrievers import BaseRetriever
+    from langchain_core.runnables import RunnablePassthrough
+    from langchain_openai import ChatOpenAI
+
+    from ragorder.adapters.langchain import CacheOrderedRetriever, FeedbackHandler
+
+    found = {
+        question: [LangChainDocument(id=document.id, page_content=document.text) for document in documents]
+        for question, documents in requests
+    }
+
+    class Retriever(BaseRetriever):
+        def _get_relevant_documents(self, query: str, *, run_manager: Any) -> list[LangChainDocument]:
+            return found[query]
+
+    def show(documents: list[LangChainDocument]) -> str:
+        return "".join(f"[{document.id}]\n{document.page_content}\n\n" for document in documents)
+
+    prompt = ChatPromptTemplate([("system", SYSTEM), ("user", "{documents}Question: {question}")])
+    model = ChatOpenAI(
+        base_url=f"{vllm_server.base_url}/v1", api_key="none", model=vllm_server.model_name, max_tokens=1, temperature=0
+    )
+    retriever = CacheOrderedRetriever(retriever=Retriever(), orderer=orderer)
+    chain = {"documents": retriever | show, "question": RunnablePassthrough()} | prompt | model
+    served = []
+    for question, _ in requests:
+        reported = chain.invoke(question, config={"callbacks": [FeedbackHandler()]}).usage_metadata
+        served.append((reported["input_tokens"], reported["input_token_details"].get("cache_read", 0)))
+    check(served, plain)
+
+
+def test_llama_index(
+    vllm_server: Any, builder: PromptBuilder, orderer: Orderer, requests: list[Request], plain: Served
+) -> None:
+    from llama_index.core import PromptTemplate
+    from llama_index.core.base.llms.types import ChatMessage
+    from llama_index.core.prompts import ChatPromptTemplate
+    from llama_index.core.query_engine import RetrieverQueryEngine
+    from llama_index.core.response_synthesizers import get_response_synthesizer
+    from llama_index.core.retrievers import BaseRetriever
+    from llama_index.core.schema import NodeWithScore, QueryBundle, TextNode
+    from llama_index.llms.openai_like import OpenAILike
+
+    from ragorder.adapters.llama_index import CacheOrderPostprocessor
+
+    found = {
+        question: [
+            NodeWithScore(node=TextNode(id_=document.id, text=f"[{document.id}]\n{document.text}"), score=1.0)
+            for document in documents
+        ]
+        for question, documents in requests
+    }
+    lengths = {document.id: builder.document_tokens(document) for _, documents in requests for document in documents}
+    served: Served = []
+
+    class Retriever(BaseRetriever):
+        def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
+            return found[query_bundle.query_str]
+
+    class Model(OpenAILike):
+        def chat(self, messages: Any, **options: Any) -> Any:
+            response = super().chat(messages, **options)
+            served.append(usage(response.raw.usage))
+            return response
+
+    model = Model(
+        api_base=f"{vllm_server.base_url}/v1",
+        api_key="none",
+        model=vllm_server.model_name,
+        is_chat_model=True,
+        context_window=2048,
+        max_tokens=1,
+        temperature=0,
+    )
+    template = ChatPromptTemplate(
+        [
+            ChatMessage(role="system", content=SYSTEM),
+            ChatMessage(role="user", content="{context_str}\n\nQuestion: {query_str}"),
+        ]
+    )
+    postprocessor = CacheOrderPostprocessor(
+        # The node's text has the heading already: its length is not the builder's to tell.
+        Orderer(orderer.settings),
+        tokens=lambda node: lengths[node.node_id],
+    )
+    engine = RetrieverQueryEngine(
+        Retriever(),
+        get_response_synthesizer(llm=model, text_qa_template=template, refine_template=PromptTemplate("{query_str}")),
+        node_postprocessors=[postprocessor],
+    )
+    for question, _ in requests:
+        engine.query(question)
+    check(served, plain)
+
+
+def test_haystack(
+    vllm_server: Any, orderer: Orderer, requests: list[Request], plain: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HAYSTACK_TELEMETRY_ENABLED", "False")
+    from haystack import Document as HaystackDocument
+    from haystack import Pipeline
+    from haystack.components.builders import ChatPromptBuilder
+    from haystack.components.generators.chat import OpenAIChatGenerator
+    from haystack.dataclasses import ChatMessage
+    from haystack.utils import Secret
+
+    from ragorder.adapters.haystack import CacheOrderRanker
+
+    template = [
+        ChatMessage.from_system(SYSTEM),
+        ChatMessage.from_user(
+            "{% for document in documents %}[{{ document.id }}]\n{{ document.content }}\n\n{% endfor %}"
+            "Question: {{ question }}"
+        ),
+    ]
+    pipeline = Pipeline()
+    pipeline.add_component("ranker", CacheOrderRanker(orderer))
+    pipeline.add_component("prompt", ChatPromptBuilder(template, required_variables="*"))
+    pipeline.add_component(
+        "model",
+        OpenAIChatGenerator(
+            api_key=Secret.from_token("none"),
+            model=vllm_server.model_name,
+            api_base_url=f"{vllm_server.base_url}/v1",
+            generation_kwargs={"max_tokens": 1, "temperature": 0},
+        ),
+    )
+    pipeline.connect("ranker.documents", "prompt.documents")
+    pipeline.connect("prompt.prompt", "model.messages")
+    served = []
+    for question, documents in requests:
+        given = [HaystackDocument(id=document.id, content=document.text) for document in documents]
+        done = pipeline.run({"ranker": {"documents": given}, "prompt": {"question": question}})
+        reported = done["model"]["replies"][0].meta["usage"]
+        details = reported["prompt_tokens_details"] or {}
+        served.append((reported["prompt_tokens"], details.get("cached_tokens") or 0))
+    check(served, plain)
+
+
+def test_dspy(
+    vllm_server: Any, builder: PromptBuilder, orderer: Orderer, requests: list[Request], plain: Served
+) -> None:
+    """Passages have no ids in DSPy: each carries its heading, so that its text is what stands in the prompt."""
+    import dspy
+
+    from ragorder.adapters.dspy import CacheOrderedRetrieve
+
+    found = {question: [documents_text([document]) for document in documents] for question, documents in requests}
+    lengths = {
+        documents_text([document]): builder.document_tokens(document)
+        for _, documents in requests
+        for document in documents
+    }
+
+    class Answer(dspy.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.retrieve = CacheOrderedRetrieve(
+                lambda question: dspy.Prediction(passages=found[question]),
+                Orderer(orderer.settings),
+                tokens=lambda passage: lengths[passage],
+            )
+            self.model = dspy.LM(
+                f"openai/{vllm_server.model_name}",
+                api_base=f"{vllm_server.base_url}/v1",
+                api_key="none",
+                cache=False,
+                max_tokens=1,
+                temperature=0,
+            )
+
+        def forward(self, question: str) -> tuple[int, int]:
+            documents = "".join(self.retrieve(question).passages)
+            content = f"{documents}Question: {question}"
+            self.model(messages=[{"role": "system", "content": SYSTEM}, {"role": "user", "content": content}])
+            reported = self.model.history[-1]["usage"]
+            return reported["prompt_tokens"], cached(reported["prompt_tokens_details"])
+
+    def cached(details: Any) -> int:
+        return (details.get("cached_tokens") if isinstance(details, dict) else details.cached_tokens) or 0
+
+    answer = Answer()
+    check([answer(question) for question, _ in requests], plain)
+
+
+def test_proxy(vllm_server: Any, vllm_model: Path, requests: list[Request], plain: Served) -> None:
+    """`ragorder serve` itself, which reads the size of the cache from the server. What it says was saved is what the
+    server reported."""
+    import openai
+
+    from ragorder.adapters.observing.stats import fetch_stats
+
+    vllm_server.reset()
+    with serving("--upstream", vllm_server.base_url, "--tokenizer", str(vllm_model)) as url:
+        served = []
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client:
+            for question, documents in requests:
+                tagged = {
+                    "documents": [{"id": document.id, "text": document.text} for document in documents],
+                    "query": question,
+                }
+                answer = client.chat.completions.create(
+                    model=vllm_server.model_name,
+                    messages=[{"role": "system", "content": SYSTEM}],
+                    max_tokens=1,
+                    temperature=0,
+                    extra_body={"ragorder": tagged},
+                )
+                served.append(usage(answer.usage))
+        stats = fetch_stats(url)
+    check(served, plain)
+    assert (stats.served, stats.reports) == (REQUESTS, REQUESTS)
+    assert stats.prompt_tokens == sum(tokens for tokens, _ in served)
+    assert stats.cached_tokens == sum(cached for _, cached in served)
+    assert stats.cached_tokens > 1.5 * (stats.other_cached_tokens or 0)
+
+
+def test_the_proxy_in_shadow_mode(
+    vllm_server: Any, vllm_model: Path, builder: PromptBuilder, requests: list[Request], plain: Served
+) -> None:
+    """Prompts are those of retrieval order; what would have been saved is what plain Python does save, to within a
+    block a request."""
+    import openai
+
+    from ragorder.adapters.observing.stats import fetch_stats
+
+    vllm_server.reset()
+    with serving("--upstream", vllm_server.base_url, "--tokenizer", str(vllm_model), "--shadow") as url:
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client:
+            for question, documents in requests:
+                tagged = {"documents": [{"id": d.id, "text": d.text} for d in documents], "query": question}
+                client.chat.completions.create(
+                    model=vllm_server.model_name,
+                    messages=[{"role": "system", "content": SYSTEM}],
+                    max_tokens=1,
+                    temperature=0,
+                    extra_body={"ragorder": tagged},
+                )
+        stats = fetch_stats(url)
+    assert stats.shadow
+    assert stats.reports == REQUESTS
+    would_be = stats.other_cached_tokens or 0
+    assert would_be > 1.5 * stats.cached_tokens
+    assert abs(would_be - sum(cached for _, cached in plain)) <= REQUESTS * vllm_server.block_size
+
+
+@contextmanager
+def serving(*options: str) -> Iterator[str]:
+    """`ragorder serve` on a free port, in a process of its own."""
+    command = [sys.executable, "-c", "from ragorder.cli import main; main()", "serve", "--port", "0", *options]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr is not None
+            said = next(line for line in process.stderr if line.startswith("Serving on "))
+            yield said.removeprefix("Serving on ").strip().removesuffix("/v1")
+        finally:
+            process.terminate()
+            process.communicate(timeout=30)
+
+
+@pytest.fixture
+def observed(orderer: Orderer) -> Iterator[tuple[ObservedOrderer, Metrics]]:
+    metrics = Metrics()
+    yield ObservedOrderer(orderer, [metrics]), metrics
+
+
+def test_the_metrics_say_what_the_server_reported(
+    vllm_server: Any,
+    builder: PromptBuilder,
+    requests: list[Request],
+    plain: Served,
+    observed: tuple[ObservedOrderer, Metrics],
+) -> None:
+    import openai
+
+    from ragorder.adapters.observing.stats import Stats
+    from ragorder.adapters.openai import OrderedClient
+
+    orderer, metrics = observed
+    with openai.OpenAI(base_url=f"{vllm_server.base_url}/v1", api_key="none") as client:
+        asking = OrderedClient(client, model=vllm_server.model_name, orderer=orderer, builder=builder)
+        answers = [asking.generate(question, documents, max_tokens=1) for question, documents in requests]
+    stats = Stats.of(metrics.registry.collect())
+    assert (stats.served, stats.reports) == (REQUESTS, REQUESTS)
+    assert stats.prompt_tokens == sum(answer.prompt_tokens or 0 for answer in answers)
+    assert stats.cached_tokens == sum(answer.cached_tokens or 0 for answer in answers)
+    assert stats.other_cached_tokens is not None
+    assert stats.cached_tokens > 1.5 * stats.other_cached_tokens

@@ -1,0 +1,405 @@
+"""Interrupts, forks, odd numbers, odd names, many scopes: an orderer stays sound, answers, and keeps its bounds."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from linecache import getline
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from ragorder import DegradedWarning, Document, Orderer
+from ragorder.eval.engines.sim import SimEngine
+from ragorder.ordering import RequestOutcome
+from ragorder.tokens import SegmentTokenizer
+from ragorder.trie.residency import EngineBlocks
+
+DOCUMENTS = [Document(str(number), "", tokens=100) for number in range(60)]
+PATIENCE_S = 20.0
+
+pytestmark = pytest.mark.filterwarnings("ignore::ragorder.DegradedWarning")
+
+
+def check(orderer: Orderer) -> None:
+    """Trees, counts and leases of all scopes add up, and the lock is free."""
+    scopes = orderer._scopes
+    for scope in scopes.values():
+        if not scope.whole:
+            continue
+        mirror, nodes = scope.mirror, list(scope.tree.walk())
+        assert scope.tree.size == len(nodes) - 1 == scope.nodes
+        in_flight = [lease for lease in mirror._in_flight if lease.open]
+        assert scope.tree.root.leases == len(in_flight)
+        assert all(node.leases >= 0 and 0 <= node.missing <= node.blocks for node in nodes)
+        behind = sum(use.suffix_blocks for use in mirror._log)
+        behind += sum(lease.suffix_blocks + lease.partial_blocks for lease in in_flight)
+        assert mirror.used_blocks == sum(node.blocks - node.missing for node in nodes) + behind
+    if all(scope.whole for scope in scopes.values()):
+        assert scopes._nodes == sum(scope.nodes for scope in scopes.values())
+        assert scopes._blocks == sum(scope.blocks for scope in scopes.values())
+    free = threading.Thread(target=lambda: orderer.tree_size, daemon=True)
+    free.start()
+    free.join(PATIENCE_S)
+    assert not free.is_alive(), "the lock is held for ever"
+
+
+class StopError(BaseException):
+    """As Ctrl-C, SystemExit, or the time limit of a framework."""
+
+
+def interrupted(work: Callable[[], object], line: int) -> bool:
+    """Do the work, and interrupt it before its n-th line in this package. False: it has fewer lines."""
+    left = line
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal left
+        if "/ragorder/" not in frame.f_code.co_filename and "/trie/" not in frame.f_code.co_filename:
+            return None
+        # A line that begins a `with` comes twice: the second time the interrupt would come before the lock is given
+        # back, between two instructions between which the interpreter lets no signal in.
+        if event == "line" and not getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("with "):
+            left -= 1
+            if left == 0:
+                raise StopError
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        work()
+    except StopError:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+class TestL1Interrupts:
+    @pytest.mark.parametrize("end", ["confirm", "discard"])
+    def test_l1_before_any_line_of_an_order_or_of_its_end(self, end: str) -> None:
+        """Nothing stays pinned, miscounted or locked, wherever the interrupt comes."""
+        line, again = 1, True
+        while again:
+            orderer = Orderer(capacity_tokens=1_600, max_scopes=2)
+            for first in range(0, 12, 3):
+                orderer.order(DOCUMENTS[first : first + 5], scope=first % 2).confirm(None, 700)
+
+            def work(orderer: Orderer = orderer) -> None:
+                ordering = orderer.order(DOCUMENTS[7:12], scope=1)
+                getattr(ordering, end)()
+
+            again = interrupted(work, line)
+            for scope in (1, 0, 1):
+                ordering = orderer.order(DOCUMENTS[7:12], scope=scope)
+                assert not ordering.fallback
+                check(orderer)
+                ordering.confirm()
+            check(orderer)
+            assert not orderer._gate._waiting
+            line += 1 if line < 40 else 3
+        assert line > 100
+
+    def test_l1_a_tree_that_was_left_half_changed_starts_anew(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        orderer = Orderer(strict=True)
+        orderer.order(DOCUMENTS[:3]).confirm()
+        pending = orderer.order(DOCUMENTS[3:6])
+        scope = orderer._scopes[None]
+
+        def lease(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(scope.residency, "lease", lease)
+        with pytest.raises(KeyboardInterrupt):
+            orderer.order(DOCUMENTS[:9])
+        pending.confirm(0)
+        assert orderer.order(DOCUMENTS[:3]).cached_tokens == 0
+        assert orderer._scopes[None] is not scope and orderer.tree_size == 3
+        check(orderer)
+
+    def test_l1_an_error_while_a_request_is_settled_starts_the_scope_anew(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        orderer = Orderer()
+        ordering = orderer.order(DOCUMENTS[:3])
+        monkeypatch.setattr(orderer._scopes[None].mirror, "release", lambda *_: 1 / 0)
+        ordering.confirm()
+        assert orderer.fallbacks == 1
+        assert orderer.order(DOCUMENTS[:3]).cached_tokens == 0
+        check(orderer)
+
+
+def in_child(work: Callable[[], bool]) -> bool:
+    """Whether the work says so in a forked process, within some seconds."""
+    child = os.fork()
+    if child == 0:
+        signal.alarm(int(PATIENCE_S))
+        os._exit(0 if work() else 1)
+    _, status = os.waitpid(child, 0)
+    return status == 0
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+class TestL2Fork:
+    def test_l2_while_another_thread_orders(self) -> None:
+        orderer = Orderer()
+        orderer.order(DOCUMENTS[:3]).confirm()
+        entered, leave = threading.Event(), threading.Event()
+        holder = threading.Thread(target=lambda: orderer._gate.run(lambda: (entered.set(), leave.wait(PATIENCE_S))))
+        holder.start()
+        entered.wait()
+
+        def work() -> bool:
+            ordering = orderer.order(DOCUMENTS[:3])
+            ordering.confirm()
+            return not ordering.fallback and ordering.cached_tokens == 0 and orderer.tree_size == 3
+
+        try:
+            assert in_child(work), "what the other thread was changing starts anew"
+        finally:
+            leave.set()
+            holder.join()
+        assert orderer.order(DOCUMENTS[:3]).cached_tokens == 288, "the parent goes on as before"
+
+    def test_l2_while_nothing_is_changed_the_child_knows_what_the_parent_does(self) -> None:
+        orderer = Orderer()
+        orderer.order(DOCUMENTS[:3]).confirm()
+        assert in_child(lambda: orderer.order(DOCUMENTS[:3]).cached_tokens == 288)
+
+    def test_l2_a_child_hears_no_events_and_says_so(self) -> None:
+        orderer = Orderer(token_ids=lambda document: range(100), blocks=EngineBlocks(16), capacity_tokens=8_000)
+
+        def work() -> bool:
+            orderer.order(DOCUMENTS[:3]).confirm()
+            mirrors = orderer.order(DOCUMENTS[:3]).cached_tokens == 288
+            return mirrors and "forked" in orderer.degraded[0] and "KV events" not in repr(orderer).split(",")[2]
+
+        assert in_child(work) and not orderer.degraded
+
+    def test_l2_while_another_thread_tokenises(self) -> None:
+        entered, leave = threading.Event(), threading.Event()
+
+        class Slow:
+            added_tokens_decoder: dict[int, Any] = {}  # noqa: RUF012
+
+            def encode(self, text: str, **_: object) -> list[int]:
+                if text == "slow":
+                    entered.set()
+                    leave.wait(PATIENCE_S)
+                return [1]
+
+        tokenizer = SegmentTokenizer(Slow())
+        holder = threading.Thread(target=tokenizer.encode, args=("slow",))
+        holder.start()
+        entered.wait()
+        try:
+            assert in_child(lambda: tokenizer.encode("quick") == [1])
+        finally:
+            leave.set()
+            holder.join()
+
+
+class Evil:
+    """A number that is none."""
+
+    def __mul__(self, other: object) -> Any:
+        raise RuntimeError
+
+    __rmul__ = __add__ = __radd__ = __int__ = __mul__  # type: ignore[assignment]
+
+
+NUMBERS = [10**400, -(10**400), float("nan"), float("inf"), -float("inf"), "5", object(), Evil(), [1]]
+
+
+class TestL9Numbers:
+    @pytest.mark.parametrize("number", NUMBERS, ids=lambda number: type(number).__name__ + str(number)[:4])
+    @pytest.mark.parametrize("estimated", [True, False])
+    def test_l9_what_is_no_length_raises_nothing_and_observers_are_told(self, number: Any, estimated: bool) -> None:
+        documents = [Document(str(place), "x" * 400, None if estimated else 100) for place in range(3)]
+        for report in ({"cached_tokens": number}, {"total_tokens": number}, {"prompt_tokens": number}):
+            orderer, told = Orderer(), list[RequestOutcome]()
+            ordering = orderer.order(documents)
+            ordering.add_done_callback(told.append)
+            ordering.confirm(**report)
+            assert [outcome.served for outcome in told] == [True]
+            check(orderer)
+            assert orderer._scopes[None].tree.root.leases == 0, "the request has ended"
+
+    def test_l9_in_strict_mode_it_raises_and_observers_are_told_all_the_same(self) -> None:
+        orderer, told = Orderer(strict=True), list[RequestOutcome]()
+        ordering = orderer.order([Document("a", "text")])
+        ordering.add_done_callback(told.append)
+        with pytest.raises(OverflowError):
+            ordering.confirm(10**400)
+        assert len(told) == 1 and orderer._scopes[None].tree.root.leases == 0
+
+
+class BadHash:
+    def __hash__(self) -> int:
+        raise RuntimeError("SECRET")
+
+
+class BadEqual:
+    def __hash__(self) -> int:
+        return 1
+
+    def __eq__(self, other: object) -> bool:
+        raise RuntimeError("SECRET")
+
+
+class Changing:
+    count = 0
+
+    def __hash__(self) -> int:
+        Changing.count += 1
+        return Changing.count
+
+
+class TestL10Names:
+    @pytest.mark.parametrize("make", [BadHash, BadEqual, Changing])
+    def test_l10_a_scope_that_cannot_be_found_again_raises_nothing(self, make: Callable[[], Any]) -> None:
+        orderer = Orderer(max_scopes=2)
+        for _ in range(4):
+            scope = make()
+            ordering = orderer.order(DOCUMENTS[:3], scope=scope)
+            assert sorted(ordering.permutation) == [0, 1, 2]
+            assert orderer.preview(DOCUMENTS[:3], scope=scope)
+            orderer.predict_cached_tokens(DOCUMENTS[:3], scope=scope)
+            orderer.holds_prefix(scope=scope)
+            for each in orderer.order_batch([DOCUMENTS[:3], DOCUMENTS[3:6]], scope=scope):
+                each.confirm()
+            ordering.confirm()
+        for _ in range(2):
+            served = orderer.order(DOCUMENTS[:3], scope="a")
+            served.confirm()
+        assert served.cached_tokens == 288, "others are served as ever"
+
+    def test_l10_a_key_that_uses_the_same_orderer_falls_back(self) -> None:
+        """Before, it waited for ever for the lock that its own thread held."""
+        inner: list[bool] = []
+
+        class Key:
+            def __init__(self, number: int) -> None:
+                self.number = number
+
+            def __hash__(self) -> int:
+                return 7
+
+            def __eq__(self, other: object) -> bool:
+                inner.append(orderer.order(DOCUMENTS[:2]).fallback)
+                return isinstance(other, Key) and other.number == self.number
+
+        orderer: Orderer = Orderer(
+            key=lambda each: Key(each) if isinstance(each, int) else each.key, tokens=lambda each: 100
+        )
+        thread = threading.Thread(
+            target=lambda: [orderer.order(list(range(4))).confirm() for _ in range(2)], daemon=True
+        )
+        thread.start()
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive() and any(inner), "some of them came from within the orderer"
+        assert any("ReentryError" in reason for reason in orderer.degraded)
+        check(orderer)
+
+    def test_d4_a_scope_without_a_salt_is_told_where_events_are_followed(self) -> None:
+        orderer = Orderer(token_ids=lambda document: range(100), blocks=EngineBlocks(16))
+        for scope in ("tenant", None):
+            orderer.order(DOCUMENTS[:3], scope=scope)
+        assert not orderer.degraded
+        with pytest.warns(DegradedWarning, match="cache_salt"):
+            orderer.order(DOCUMENTS[:3], scope=("SECRET", 1))
+        orderer.order(DOCUMENTS[:3], scope="")
+        assert len(orderer.degraded) == 1 and "SECRET" not in repr(orderer)
+
+
+class TestM6Bounds:
+    @pytest.mark.parametrize(
+        "options",
+        [{"capacity_tokens": 262_144}, {"residency": "none"}, {"capacity_tokens": None}, {"feedback": False}],
+        ids=str,
+    )
+    @pytest.mark.parametrize("tokens", [0, 16])
+    def test_m6_nodes_are_bounded_over_all_scopes(self, options: dict[str, Any], tokens: int) -> None:
+        orderer = Orderer(max_nodes=300, strict=True, **options)
+        rng = random.Random(0)
+        for number in range(400):
+            documents = [Document(f"{number} {place}", "", tokens) for place in range(rng.randint(1, 40))]
+            ordering = orderer.order(documents, scope=rng.randrange(30))
+            if rng.random() < 0.8:
+                ordering.confirm() if rng.random() < 0.8 else ordering.discard()
+            assert orderer.tree_size <= 300
+        check(orderer)
+
+    def test_m6_those_in_use_share_the_nodes(self) -> None:
+        """Round robin over scopes that do not fit together: each keeps what it used last, and none loses all."""
+        orderer = Orderer(max_nodes=120, strict=True, residency="none")
+        cached = 0
+        for turn in range(20):
+            for scope in range(8):
+                documents = [*DOCUMENTS[:5], *(Document(f"{turn} {place}", "", 100) for place in range(5))]
+                ordering = orderer.order(documents, scope=scope)
+                cached += ordering.cached_tokens
+                ordering.confirm()
+        assert cached >= 19 * 8 * 480
+
+    def test_m6_with_events_whole_scopes_go(self) -> None:
+        orderer = Orderer(
+            token_ids=lambda document: range(16), blocks=EngineBlocks(16), max_nodes=100, strict=True, prefix_tokens=0
+        )
+        for number in range(60):
+            documents = [Document(f"{number} {place}", "", 16) for place in range(10)]
+            orderer.order(documents, scope=str(number % 20)).confirm()
+            assert orderer.tree_size <= 100
+        assert orderer._scopes, "the one in use stays"
+
+    def test_m6_names_that_are_never_used_again_leave_nothing_behind(self) -> None:
+        orderer = Orderer(max_scopes=4, strict=True)
+        for number in range(2_000):
+            orderer.order(DOCUMENTS[:2], scope=number).confirm()
+        assert len(orderer._scopes._by_age) <= 2 * 4 + 64
+
+    @pytest.mark.parametrize("settled", [True, False])
+    def test_m6_blocks_are_bounded_over_all_scopes_by_the_one_cache_that_they_share(self, settled: bool) -> None:
+        orderer = Orderer(capacity_tokens=16_000, strict=True, prefix_tokens=40)
+        rng = random.Random(0)
+        for _ in range(300):
+            ordering = orderer.order(rng.sample(DOCUMENTS, 8), scope=rng.randrange(40))
+            if settled or rng.random() < 0.2:
+                ordering.confirm(None, rng.choice([None, 100, 3_000])) if rng.random() < 0.8 else ordering.discard()
+            held = sum(scope.mirror.used_blocks for scope in orderer._scopes.values())
+            assert held <= 1_000
+        check(orderer)
+
+    @pytest.mark.parametrize("capacity_tokens", [4_000, 12_000, 40_000])
+    def test_m6_tenants_of_one_engine_are_predicted_what_it_holds(self, capacity_tokens: int) -> None:
+        """To the token, as for one tenant alone: what another displaces is gone, and no more than that."""
+        engine = SimEngine(capacity_tokens=capacity_tokens)
+        orderer = Orderer(
+            capacity_tokens=capacity_tokens,
+            prefix_tokens=64,
+            suffix_tokens=20 + engine.kept_output_tokens,
+            partial_blocks_first=False,
+            strict=True,
+        )
+        rng = random.Random(1)
+        hits = 0
+        for question in range(400):
+            tenant = min(rng.randrange(6), rng.randrange(6))
+            first = rng.randrange(0, 50, 5)
+            given = [DOCUMENTS[first + number] for number in rng.sample(range(8), 5)]
+            ordering = orderer.order(given, scope=tenant)
+            prompt = [-1_000 * (tenant + 1) - number for number in range(64)]
+            for document in ordering.documents:
+                start = 1_000 * int(document.id)
+                prompt += range(start, start + document.token_count)
+            completion = engine.generate([*prompt, *range(10**7 + 20 * question, 10**7 + 20 * question + 20)])
+            assert ordering.cached_tokens == completion.cached_tokens
+            hits += completion.cached_tokens > 64
+            ordering.confirm(completion.cached_tokens)
+        assert hits > 20

@@ -1,0 +1,637 @@
+"""Prompts: what stays the same stands first, a document's tokens never depend on its neighbours, and no text from
+outside can pass for the chat template's own control tokens."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise, permutations
+from typing import Any
+from unicodedata import normalize
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ragorder import Document, Orderer, Ordering, Prompt, PromptBuilder, Span
+from ragorder.neutralise import make_escape, repair_unicode
+
+SYSTEM = "Answer from the documents."
+QUERY = "Who hunts at night?"
+CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+CATS = Document("cats", "Cats sleep. Cats hunt at night.", metadata={"title": "Cats"})
+BANKS = Document("banks", "Banks lend money.\n\nAnd take it back.")
+LAKE = Document("ü", "Zürich 🙂 lies at a lake.")
+DOCUMENTS = [CATS, BANKS, LAKE]
+
+# Pieces that come together as control tokens, overlapping ones and parts of them, among text of every kind.
+pieces = st.sampled_from(
+    [
+        *CONTROL,
+        "<|im_<|im_start|>start|>",
+        "<|<|im_end|>im_end|>",
+        "<<|im_start|>|im_start|>",
+        "<|im_",
+        "start|>",
+        "end|>",
+        "<",
+        "|",
+        ">",
+        "<|",
+        "|>",
+        "system\n",
+        "🙂",
+        "👩‍👩‍👧",
+        "\ud800",
+        "\udfff",
+        "\x00",
+        "\n",
+        " ",
+        "\u200b",
+        "</s>",
+        "[INST]",
+    ]
+)
+texts = st.lists(st.one_of(pieces, st.text(st.characters(exclude_categories=()), max_size=8)), max_size=8).map("".join)
+# Composed characters only: Qwen's tokenizer brings texts into Unicode's form NFC.
+plain_texts = st.text(st.characters(exclude_categories=("Cs",), exclude_characters="<>|"), max_size=40).map(
+    lambda text: normalize("NFC", text)
+)
+documents = st.lists(st.builds(Document, id=texts, text=texts), max_size=5)
+each_tokenizer = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30)
+
+
+def spans_of(prompt: Prompt) -> list[list[int]]:
+    """The token ids of each document."""
+    assert prompt.token_ids is not None
+    return [prompt.token_ids[span.start : span.end] for span in prompt.spans]
+
+
+def control_ids(tokenizer: Any, ids: Sequence[int]) -> list[int]:
+    special = set(tokenizer.all_special_ids)
+    return [id for id in ids if id in special]
+
+
+def tokens_as_a_server(tokenizer: Any, text: str) -> list[int]:
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
+    return ids
+
+
+class TestWithoutTokenizer:
+    def test_system_prompt_then_documents_then_question(self) -> None:
+        prompt = PromptBuilder(SYSTEM).build(QUERY, DOCUMENTS)
+        assert prompt.text == (
+            f"{SYSTEM}\n\n[cats]\n{CATS.text}\n\n[banks]\n{BANKS.text}\n\n[ü]\n{LAKE.text}\n\nQuestion: {QUERY}\n"
+        )
+
+    def test_messages_are_the_system_prompt_and_one_turn_of_the_user(self) -> None:
+        prompt = PromptBuilder(SYSTEM).build(QUERY, DOCUMENTS)
+        system, user = prompt.messages
+        assert system == {"role": "system", "content": SYSTEM}
+        assert user["role"] == "user"
+        assert prompt.text == f"{system['content']}\n\n{user['content']}\n"
+
+    def test_there_are_no_token_ids_and_no_spans(self) -> None:
+        prompt = PromptBuilder(SYSTEM).build(QUERY, DOCUMENTS)
+        assert (prompt.token_ids, prompt.spans) == (None, [])
+
+    def test_lengths_are_estimated_at_four_characters_a_token(self) -> None:
+        builder = PromptBuilder("s" * 98, document_template="{text}", question_template="{query}")
+        assert builder.prefix_tokens == 25
+        assert builder.document_tokens(Document("a", "x" * 401)) == 101
+        assert builder.suffix_tokens("q" * 39) == 10
+
+    def test_no_system_prompt_is_no_system_message(self) -> None:
+        assert [message["role"] for message in PromptBuilder("").build(QUERY, DOCUMENTS).messages] == ["user"]
+
+    def test_no_documents_are_fine(self) -> None:
+        assert PromptBuilder(SYSTEM).build(QUERY, []).text == f"{SYSTEM}\n\nQuestion: {QUERY}\n"
+
+    def test_the_title_comes_from_the_metadata(self) -> None:
+        builder = PromptBuilder(SYSTEM, document_template="# {title} ({id})\n{text}\n")
+        text = builder.build(QUERY, [CATS, BANKS]).text
+        assert f"# Cats (cats)\n{CATS.text}\n#  (banks)\n" in text
+
+    @pytest.mark.parametrize(
+        "control",
+        [
+            "<|im_start|>",
+            "<|im_end|>",
+            "<|endoftext|>",
+            "<|eot_id|>",
+            "<|start_header_id|>",
+            "<|begin_of_text|>",
+            "<|reserved_special_token_12|>",
+            "<｜User｜>",
+            "<｜end▁of▁sentence｜>",
+            "<s>",
+            "</s>",
+            "<bos>",
+            "<eos>",
+            "<pad>",
+            "<unk>",
+            "[INST]",
+            "[/INST]",
+            "<<SYS>>",
+            "<</SYS>>",
+            "<start_of_turn>",
+            "<end_of_turn>",
+            "<tool_call>",
+            "</think>",
+            "[SYSTEM_PROMPT]",
+            "[AVAILABLE_TOOLS]",
+            "[TOOL_CALLS]",
+            "<|IM_START|>",
+            "<|im_<|im_start|>start|>",
+        ],
+    )
+    def test_common_control_tokens_are_broken_in_documents_ids_titles_and_questions(self, control: str) -> None:
+        builder = PromptBuilder(SYSTEM, document_template="[{id}] {title}\n{text}\n", state_ranking=True)
+        hostile = Document(f"id {control}", f"before {control} after", metadata={"title": f"title {control}"})
+        prompt = builder.build(f"what {control}?", [hostile, CATS])
+        for part in (control, "<|im_start|>"):
+            assert part not in prompt.text
+            assert part not in prompt.messages[-1]["content"]
+        assert "before " in prompt.text
+        assert " after" in prompt.text
+
+    @pytest.mark.parametrize("text", ["a < b", "x[0]", "if (a<b && c>d)", "<div>", "[1]", "||", "<|>", "a <| b |> c"])
+    def test_other_texts_are_left_as_they_are(self, text: str) -> None:
+        assert text in PromptBuilder(SYSTEM).build(QUERY, [Document("a", text)]).text
+
+    def test_braces_in_texts_are_only_braces(self) -> None:
+        prompt = PromptBuilder(SYSTEM).build("{query} {id}", [Document("{text}", "{title} {0} {")])
+        assert "[{text}]\n{title} {0} {\n\nQuestion: {query} {id}\n" in prompt.text
+
+    @given(query=texts, documents=documents)
+    def test_any_text_makes_a_prompt_that_can_be_sent(self, query: str, documents: list[Document]) -> None:
+        prompt = PromptBuilder(SYSTEM).build(query, documents)
+        prompt.text.encode("utf-8")
+        prompt.messages[-1]["content"].encode("utf-8")
+
+
+class TestTemplates:
+    @pytest.mark.parametrize(
+        "template",
+        [
+            "",
+            "no fields",
+            "{id}",
+            "{title}",
+            "{text} {rank}",
+            "{position}. {text}",
+            "{index} {text}",
+            "{score} {text}",
+            "{0} {text}",
+            "{} {text}",
+            "{text[0]}",
+            "{text.__class__}",
+            "{id.__class__} {text}",
+            "{Text}",
+            "{{text}}",
+            "{text",
+            "text}",
+        ],
+    )
+    def test_of_documents_show_the_text_and_no_place(self, template: str) -> None:
+        with pytest.raises(ValueError, match="document_template"):
+            PromptBuilder(document_template=template)
+
+    @pytest.mark.parametrize("template", ["", "Question:", "{query} {text}", "{question}", "{0}", "{}", "{query"])
+    def test_of_questions_show_the_query(self, template: str) -> None:
+        with pytest.raises(ValueError, match="question_template"):
+            PromptBuilder(question_template=template)
+
+    @pytest.mark.parametrize("template", ["{text:d}", "{text!x}", "{text:{width}}", "{text:>{id}}x", "{text:%Y}"])
+    def test_that_cannot_be_filled_in_are_refused_when_the_builder_is_made(self, template: str) -> None:
+        with pytest.raises(ValueError, match="document_template"):
+            PromptBuilder(document_template=template)
+        with pytest.raises(ValueError, match="question_template"):
+            PromptBuilder(question_template=template.replace("text", "query"))
+
+    def test_the_message_names_the_fields_that_are_allowed(self) -> None:
+        with pytest.raises(ValueError, match=r"must contain \{text\} and may use only \{id\}, \{text\}, \{title\}"):
+            PromptBuilder(document_template="{rank}: {text}")
+
+    def test_literal_braces_are_written_twice(self) -> None:
+        builder = PromptBuilder(SYSTEM, document_template="{{{text}}}", question_template="{{{query}}}")
+        assert builder.build("q", [Document("a", "t")]).text == f"{SYSTEM}\n\n{{t}}{{q}}\n"
+
+    @pytest.mark.parametrize("align_to", [16, 0, -1])
+    def test_alignment_needs_a_tokenizer(self, align_to: int) -> None:
+        with pytest.raises(ValueError, match="align_to needs a tokenizer and a positive number of tokens"):
+            PromptBuilder(align_to=align_to)
+
+    @pytest.mark.parametrize("align_to", [0, -16])
+    def test_alignment_is_positive(self, tokenizers: dict[str, Any], align_to: int) -> None:
+        with pytest.raises(ValueError, match="align_to"):
+            PromptBuilder(align_to=align_to, tokenizer=tokenizers["chatml"])
+
+    @pytest.mark.parametrize(
+        "template",
+        [
+            "nothing of it",
+            "{% for m in messages %}{{ m['role'] }}{% endfor %}",
+            "{% for m in messages %}{{ m['content'] }}{{ m['content'] }}{% endfor %}",
+        ],
+    )
+    def test_a_chat_template_that_does_not_show_the_user_once_is_refused(
+        self, tokenizers: dict[str, Any], template: str
+    ) -> None:
+        from copy import deepcopy
+
+        tokenizer = deepcopy(tokenizers["chatml"])
+        tokenizer.chat_template = template
+        with pytest.raises(ValueError, match="must show the user's message exactly once"):
+            PromptBuilder(SYSTEM, tokenizer=tokenizer)
+
+
+class TestRanking:
+    """`state_ranking` says what retrieval thought, where it does not disturb the prefix."""
+
+    def test_stands_after_the_documents_and_before_the_question(self) -> None:
+        text = PromptBuilder(SYSTEM, state_ranking=True).build(QUERY, DOCUMENTS).text
+        note = "Documents from most to least relevant: cats, banks, ü\n\nQuestion: "
+        assert text.index(LAKE.text) < text.index(note) < text.index(QUERY)
+
+    @pytest.mark.parametrize("order", list(permutations(range(3))))
+    def test_lists_ids_by_rank_whatever_the_order(self, order: tuple[int, ...]) -> None:
+        ordering = Ordering([DOCUMENTS[rank] for rank in order], order)
+        text = PromptBuilder(SYSTEM, state_ranking=True).build(QUERY, ordering).text
+        assert "most to least relevant: cats, banks, ü\n" in text
+        places = [text.index(DOCUMENTS[rank].text) for rank in order]
+        assert places == sorted(places)
+
+    def test_of_a_plain_list_is_its_order(self) -> None:
+        text = PromptBuilder(SYSTEM, state_ranking=True).build(QUERY, DOCUMENTS[::-1]).text
+        assert "most to least relevant: ü, banks, cats\n" in text
+
+    def test_of_no_documents_is_not_stated(self) -> None:
+        assert "relevant" not in PromptBuilder(SYSTEM, state_ranking=True).build(QUERY, []).text
+
+    def test_is_not_stated_unless_asked_for(self) -> None:
+        assert "relevant" not in PromptBuilder(SYSTEM).build(QUERY, DOCUMENTS).text
+
+    def test_does_not_change_what_stands_before_it(self, tokenizer: Any) -> None:
+        stated = PromptBuilder(SYSTEM, tokenizer=tokenizer, state_ranking=True).build(QUERY, DOCUMENTS)
+        plain = PromptBuilder(SYSTEM, tokenizer=tokenizer).build(QUERY, DOCUMENTS)
+        assert stated.spans == plain.spans
+        end = plain.spans[-1].end
+        assert stated.token_ids is not None
+        assert plain.token_ids is not None
+        assert stated.token_ids[:end] == plain.token_ids[:end]
+        assert len(stated.token_ids) > len(plain.token_ids)
+
+    def test_follows_an_orderer(self) -> None:
+        orderer = Orderer(strict=True)
+        orderer.order(DOCUMENTS)
+        ordering = orderer.order(DOCUMENTS[::-1])
+        assert ordering.documents == DOCUMENTS
+        text = PromptBuilder(SYSTEM, state_ranking=True).build(QUERY, ordering).text
+        assert "most to least relevant: ü, banks, cats\n" in text
+
+
+class TestTokens:
+    def test_spans_cover_the_documents_in_order_and_nothing_else(self, tokenizer: Any) -> None:
+        builder = PromptBuilder(SYSTEM, tokenizer=tokenizer)
+        prompt = builder.build(QUERY, DOCUMENTS)
+        assert [span.id for span in prompt.spans] == ["cats", "banks", "ü"]
+        assert prompt.spans[0].start == builder.prefix_tokens
+        assert all(before.end == after.start for before, after in pairwise(prompt.spans))
+        assert prompt.token_ids is not None
+        before = tokenizer.decode(prompt.token_ids[: prompt.spans[0].start])
+        after = tokenizer.decode(prompt.token_ids[prompt.spans[-1].end :])
+        assert SYSTEM in before
+        assert after.startswith(f"Question: {QUERY}")
+        assert tokenizer.decode(spans_of(prompt)[1]) == f"[banks]\n{BANKS.text}\n\n"
+
+    def test_every_permutation_has_the_same_tokens_for_each_document(self, tokenizer: Any) -> None:
+        builder = PromptBuilder(SYSTEM, tokenizer=tokenizer)
+        expected = {span.id: ids for span, ids in self._by_id(builder.build(QUERY, DOCUMENTS))}
+        for order in permutations(DOCUMENTS):
+            prompt = builder.build("another question", order)
+            assert {span.id: ids for span, ids in self._by_id(prompt)} == expected
+
+    @each_tokenizer
+    @given(query=texts, documents=documents, seed=st.integers())
+    def test_tokens_never_depend_on_neighbours_or_place(
+        self, tokenizer: Any, query: str, documents: list[Document], seed: int
+    ) -> None:
+        builder = PromptBuilder(SYSTEM, tokenizer=tokenizer, document_template="{id}{text}")
+        shuffled = random.Random(seed).sample(documents, len(documents))
+        alone = [spans_of(builder.build("", [document]))[0] for document in shuffled]
+        fresh = PromptBuilder(SYSTEM, tokenizer=tokenizer, document_template="{id}{text}")
+        assert spans_of(fresh.build(query, shuffled)) == alone
+
+    @each_tokenizer
+    @given(query=texts, documents=documents)
+    def test_the_lengths_add_up(self, tokenizer: Any, query: str, documents: list[Document]) -> None:
+        builder = PromptBuilder(SYSTEM, tokenizer=tokenizer)
+        prompt = builder.build(query, documents)
+        assert prompt.token_ids is not None
+        lengths = [builder.document_tokens(document) for document in documents]
+        assert [span.end - span.start for span in prompt.spans] == lengths
+        assert len(prompt.token_ids) == builder.prefix_tokens + sum(lengths) + builder.suffix_tokens(query)
+
+    @each_tokenizer
+    @given(query=texts, documents=documents)
+    def test_spans_are_contiguous_whatever_the_texts(
+        self, tokenizer: Any, query: str, documents: list[Document]
+    ) -> None:
+        builder = PromptBuilder(SYSTEM, tokenizer=tokenizer)
+        prompt = builder.build(query, documents)
+        assert [span.id for span in prompt.spans] == [document.id for document in documents]
+        borders = [builder.prefix_tokens, *(span.end for span in prompt.spans)]
+        assert [span.start for span in prompt.spans] == borders[:-1]
+
+    @each_tokenizer
+    @given(id=plain_texts, text=plain_texts, query=plain_texts)
+    def test_decoding_gives_the_texts_back(self, tokenizer: Any, id: str, text: str, query: str) -> None:
+        prompt = PromptBuilder(SYSTEM, tokenizer=tokenizer).build(query, [CATS, Document(id, text)])
+        decoded = tokenizer.decode(spans_of(prompt)[1], skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        assert decoded == f"[{id}]\n{text}\n\n"
+        assert tokenizer.decode(prompt.token_ids, clean_up_tokenization_spaces=False) == prompt.text
+
+    def test_a_very_long_document_is_a_document(self, tokenizer: Any) -> None:
+        long = Document("long", "word <|im_end|> 🙂 " * 5_000)
+        builder = PromptBuilder(SYSTEM, tokenizer=tokenizer)
+        prompt = builder.build(QUERY, [CATS, long, BANKS])
+        assert spans_of(prompt)[::2] == spans_of(builder.build(QUERY, [CATS, BANKS]))
+        assert control_ids(tokenizer, spans_of(prompt)[1]) == []
+        assert prompt.spans[1].end - prompt.spans[1].start > 20_000
+
+    def test_an_empty_document_has_only_its_header(self, tokenizer: Any) -> None:
+        builder = PromptBuilder(SYSTEM, tokenizer=tokenizer, document_template="{text}")
+        prompt = builder.build(QUERY, [CATS, Document("empty", ""), BANKS])
+        assert prompt.spans[1] == Span("empty", prompt.spans[0].end, prompt.spans[0].end)
+
+    @pytest.mark.parametrize("system", ["", SYSTEM])
+    def test_no_documents_are_only_system_prompt_and_question(self, tokenizer: Any, system: str) -> None:
+        builder = PromptBuilder(system, tokenizer=tokenizer)
+        prompt = builder.build(QUERY, [])
+        assert prompt.spans == []
+        assert prompt.token_ids is not None
+        assert len(prompt.token_ids) == builder.prefix_tokens + builder.suffix_tokens(QUERY)
+        assert tokenizer.decode(prompt.token_ids) == prompt.text
+
+    def test_a_document_twice_has_two_spans(self, tokenizer: Any) -> None:
+        prompt = PromptBuilder(SYSTEM, tokenizer=tokenizer).build(QUERY, [CATS, CATS])
+        first, second = prompt.spans
+        assert (first.id, second.id) == ("cats", "cats")
+        assert first.end == second.start
+        assert spans_of(prompt)[0] == spans_of(prompt)[1]
+
+    def test_same_id_and_other_text_are_other_tokens(self, tokenizer: Any) -> None:
+        builder = PromptBuilder(SYSTEM, tokenizer=tokenizer)
+        builder.build(QUERY, [CATS])
+        changed = builder.build(QUERY, [Document("cats", "Cats do not sleep.")])
+        assert "Cats do not sleep." in changed.text
+        assert "Cats do not sleep." in tokenizer.decode(spans_of(changed)[0])
+
+    def test_same_content_and_other_title_are_other_tokens(self, tokenizer: Any) -> None:
+        builder = PromptBuilder(SYSTEM, tokenizer=tokenizer, document_template="{title}: {text}\n")
+        builder.build(QUERY, [CATS])
+        renamed = builder.build(QUERY, [Document(CATS.id, CATS.text, metadata={"title": "Dogs"})])
+        assert f"Dogs: {CATS.text}" in renamed.text
+
+    def test_the_callers_documents_are_not_touched(self, tokenizer: Any) -> None:
+        given = list(DOCUMENTS)
+        prompt = PromptBuilder(SYSTEM, tokenizer=tokenizer).build(QUERY, given)
+        assert given == DOCUMENTS
+        assert prompt.token_ids is not None
+        prompt.token_ids.clear()
+        assert PromptBuilder(SYSTEM, tokenizer=tokenizer).build(QUERY, given).token_ids
+
+    def test_a_changed_answer_does_not_change_the_next(self, tokenizer: Any) -> None:
+        builder = PromptBuilder(SYSTEM, tokenizer=tokenizer)
+        first = builder.build(QUERY, DOCUMENTS)
+        expected, messages = list(first.token_ids or []), list(first.messages)
+        assert first.token_ids is not None
+        first.token_ids[:] = [0]
+        first.messages.clear()
+        first.spans.clear()
+        again = builder.build(QUERY, DOCUMENTS)
+        assert again.token_ids == expected
+        assert again.messages == messages
+        assert len(again.spans) == 3
+
+    @staticmethod
+    def _by_id(prompt: Prompt) -> list[tuple[Any, list[int]]]:
+        return list(zip(prompt.spans, spans_of(prompt), strict=True))
+
+
+class TestMessages:
+    """An engine that is given messages must come to the same prompt as one that is given the text."""
+
+    @pytest.mark.parametrize("name", ["chatml", "no-system", "trimming"])
+    @pytest.mark.parametrize("system", [SYSTEM, ""])
+    def test_through_the_chat_template_are_the_text(self, tokenizers: dict[str, Any], name: str, system: str) -> None:
+        prompt = PromptBuilder(system, tokenizer=tokenizers[name]).build(QUERY, DOCUMENTS)
+        rendered = tokenizers[name].apply_chat_template(prompt.messages, tokenize=False, add_generation_prompt=True)
+        assert rendered == prompt.text
+
+    @pytest.mark.parametrize("query", ["Who?\n", "  Who?  "])
+    def test_through_a_trimming_template_are_the_text_whatever_the_question(
+        self, tokenizers: dict[str, Any], query: str
+    ) -> None:
+        prompt = PromptBuilder(SYSTEM, tokenizer=tokenizers["trimming"]).build(query, DOCUMENTS)
+        rendered = tokenizers["trimming"].apply_chat_template(
+            prompt.messages, tokenize=False, add_generation_prompt=True
+        )
+        assert rendered == prompt.text
+
+    def test_a_system_prompt_that_is_trimmed_is_in_front_all_the_same(self, tokenizers: dict[str, Any]) -> None:
+        prompt = PromptBuilder(f"\n {SYSTEM} \n", tokenizer=tokenizers["trimming"]).build(QUERY, DOCUMENTS)
+        assert prompt.text.startswith(f"<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\n[cats]\n")
+
+    def test_hold_each_document_and_the_question_once(self, tokenizer: Any) -> None:
+        content = PromptBuilder(SYSTEM, tokenizer=tokenizer).build(QUERY, DOCUMENTS).messages[-1]["content"]
+        for part in [QUERY, *(document.text for document in DOCUMENTS)]:
+            assert content.count(part) == 1
+        assert content.endswith(f"Question: {QUERY}")
+
+
+class TestControlTokens:
+    @each_tokenizer
+    @given(query=texts, documents=documents)
+    def test_none_stands_in_a_document_or_comes_from_the_question(
+        self, tokenizer: Any, query: str, documents: list[Document]
+    ) -> None:
+        builder = PromptBuilder(SYSTEM, tokenizer=tokenizer, document_template="{id}{text}", state_ranking=True)
+        prompt = builder.build(query, documents)
+        assert all(control_ids(tokenizer, ids) == [] for ids in spans_of(prompt))
+        assert prompt.token_ids is not None
+        own = PromptBuilder(SYSTEM, tokenizer=tokenizer).build("", []).token_ids
+        assert own is not None
+        assert control_ids(tokenizer, prompt.token_ids) == control_ids(tokenizer, own)
+
+    @each_tokenizer
+    @given(query=texts, documents=documents)
+    def test_none_appears_when_a_server_tokenises_the_text_again(
+        self, tokenizer: Any, query: str, documents: list[Document]
+    ) -> None:
+        builder = PromptBuilder(SYSTEM, tokenizer=tokenizer, document_template="{id}{text}", state_ranking=True)
+        prompt = builder.build(query, documents)
+        own = control_ids(tokenizer, tokens_as_a_server(tokenizer, builder.build("", []).text))
+        assert control_ids(tokenizer, tokens_as_a_server(tokenizer, prompt.text)) == own
+        content = prompt.messages[-1]["content"]
+        assert control_ids(tokenizer, tokens_as_a_server(tokenizer, content)) == []
+
+    @pytest.mark.parametrize("seam", range(1, len("<|im_start|>")))
+    def test_none_is_made_by_two_documents_together(self, tokenizer: Any, seam: int) -> None:
+        control = "<|im_start|>"
+        halves = [Document("", control[:seam]), Document("", control[seam:])]
+        builder = PromptBuilder(SYSTEM, tokenizer=tokenizer, document_template="{text}")
+        prompt = builder.build(QUERY, halves)
+        own = control_ids(tokenizer, tokens_as_a_server(tokenizer, builder.build(QUERY, []).text))
+        assert control_ids(tokenizer, tokens_as_a_server(tokenizer, prompt.text)) == own
+        assert control not in prompt.messages[-1]["content"]
+
+    @pytest.mark.parametrize("seam", range(1, len("<|im_start|>")))
+    def test_none_is_made_by_a_document_and_the_question(self, tokenizer: Any, seam: int) -> None:
+        control = "<|im_start|>"
+        builder = PromptBuilder(SYSTEM, tokenizer=tokenizer, document_template="{text}", question_template="{query}")
+        prompt = builder.build(control[seam:], [Document("", control[:seam])])
+        own = control_ids(tokenizer, tokens_as_a_server(tokenizer, builder.build("", []).text))
+        assert control_ids(tokenizer, tokens_as_a_server(tokenizer, prompt.text)) == own
+
+    def test_of_another_model_are_only_text(self, tokenizer: Any) -> None:
+        prompt = PromptBuilder(SYSTEM, tokenizer=tokenizer).build(QUERY, [Document("a", "an <s> and an [INST]")])
+        assert "an <s> and an [INST]" in prompt.text
+
+    def test_that_were_added_later_are_broken_as_well(self, tokenizers: dict[str, Any]) -> None:
+        from copy import deepcopy
+
+        tokenizer = deepcopy(tokenizers["chatml"])
+        tokenizer.add_tokens(["[TOOL]"], special_tokens=True)
+        tokenizer.add_tokens(["<plan>"])
+        added = {tokenizer.convert_tokens_to_ids(token) for token in ("[TOOL]", "<plan>")}
+        prompt = PromptBuilder(SYSTEM, tokenizer=tokenizer).build(QUERY, [Document("a", "a [TOOL] and a <plan>")])
+        assert added.isdisjoint(prompt.token_ids or [])
+        assert added.isdisjoint(tokens_as_a_server(tokenizer, prompt.text))
+
+    @settings(max_examples=300)
+    @given(
+        control=st.sets(st.text("ab< ", min_size=1, max_size=3).filter(lambda t: t == t.strip()), max_size=3),
+        text=st.text("ab< \n\ud800", max_size=8),
+    )
+    def test_whatever_they_are_they_are_broken_and_the_rest_stays(self, control: set[str], text: str) -> None:
+        neutralise = make_escape(control)
+        broken = neutralise(text)
+        assert [token for token in control if token.strip() and token in broken] == []
+        assert neutralise(broken) == broken
+        if not any(token in text for token in control):
+            assert broken == repair_unicode(text)
+
+    @pytest.mark.timeout(2)
+    @pytest.mark.parametrize("control", [" END", "\nEND", "E ", "\N{REPLACEMENT CHARACTER}"])
+    def test_with_a_space_at_their_end_are_broken_too(self, control: str) -> None:
+        assert control not in make_escape([control])(f"the{control}of it")
+
+    @given(text=texts)
+    def test_lone_surrogates_are_replaced_and_pairs_made_whole(self, text: str) -> None:
+        repair_unicode(text).encode("utf-8")
+        assert repair_unicode("\ud83d\ude42") == "🙂"
+        assert repair_unicode("a\ud800b\udfff") == "a\N{REPLACEMENT CHARACTER}b\N{REPLACEMENT CHARACTER}"
+        assert repair_unicode(repair_unicode(text)) == repair_unicode(text)
+
+
+class TestAlignment:
+    @pytest.mark.parametrize("align_to", [1, 7, 16, 32])
+    def test_every_document_starts_at_a_whole_block(self, tokenizer: Any, align_to: int) -> None:
+        builder = PromptBuilder(SYSTEM, tokenizer=tokenizer, align_to=align_to)
+        prompt = builder.build(QUERY, DOCUMENTS)
+        assert [span.start % align_to for span in prompt.spans] == [0, 0, 0]
+        assert prompt.spans[-1].end % align_to == 0
+        assert builder.prefix_tokens % align_to == 0
+        assert all(builder.document_tokens(document) % align_to == 0 for document in DOCUMENTS)
+
+    @each_tokenizer
+    @given(query=texts, documents=documents, align_to=st.integers(1, 40))
+    def test_holds_for_any_texts_and_the_lengths_add_up(
+        self, tokenizer: Any, query: str, documents: list[Document], align_to: int
+    ) -> None:
+        builder = PromptBuilder(SYSTEM, tokenizer=tokenizer, align_to=align_to)
+        prompt = builder.build(query, documents)
+        assert all(span.start % align_to == 0 for span in prompt.spans)
+        assert prompt.token_ids is not None
+        lengths = [builder.document_tokens(document) for document in documents]
+        assert len(prompt.token_ids) == builder.prefix_tokens + sum(lengths) + builder.suffix_tokens(query)
+
+    def test_only_newlines_are_added(self, tokenizer: Any) -> None:
+        aligned = PromptBuilder(SYSTEM, tokenizer=tokenizer, align_to=32).build(QUERY, DOCUMENTS)
+        plain = PromptBuilder(SYSTEM, tokenizer=tokenizer).build(QUERY, DOCUMENTS)
+        for padded, bare in zip(spans_of(aligned), spans_of(plain), strict=True):
+            assert padded[: len(bare)] == bare
+            assert set(tokenizer.decode(padded[len(bare) :])) <= {"\n"}
+            assert len(padded) - len(bare) < 32
+
+    def test_the_text_is_padded_too(self, tokenizer: Any) -> None:
+        aligned = PromptBuilder(SYSTEM, tokenizer=tokenizer, align_to=32).build(QUERY, DOCUMENTS)
+        turn = aligned.messages[-1]["content"]
+        for ids in spans_of(aligned):
+            assert tokenizer.decode(ids) in turn
+
+    def test_the_tokens_are_the_texts(self, tokenizer: Any) -> None:
+        aligned = PromptBuilder(SYSTEM, tokenizer=tokenizer, align_to=32).build(QUERY, DOCUMENTS)
+        assert tokenizer.decode(aligned.token_ids, clean_up_tokenization_spaces=False) == aligned.text
+
+
+class Counting:
+    """A tokenizer that notes what it is asked to encode."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.encoded: Counter[str] = Counter()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def encode(self, text: str, **options: Any) -> list[int]:
+        self.encoded[text] += 1
+        ids: list[int] = self._tokenizer.encode(text, **options)
+        return ids
+
+
+class TestCache:
+    def test_a_document_is_tokenised_once(self, tokenizers: dict[str, Any]) -> None:
+        tokenizer = Counting(tokenizers["chatml"])
+        builder = PromptBuilder(SYSTEM, tokenizer=tokenizer)
+        for _ in range(3):
+            builder.build(QUERY, DOCUMENTS)
+            builder.build(QUERY, DOCUMENTS[::-1])
+            builder.document_tokens(CATS)
+        assert tokenizer.encoded[f"[cats]\n{CATS.text}\n\n"] == 1
+
+    def test_is_bounded(self, tokenizers: dict[str, Any]) -> None:
+        tokenizer = Counting(tokenizers["chatml"])
+        builder = PromptBuilder(SYSTEM, tokenizer=tokenizer, cached_documents=2)
+        prompts = [builder.build(QUERY, [document]) for document in DOCUMENTS for _ in range(2)]
+        assert tokenizer.encoded[f"[cats]\n{CATS.text}\n\n"] == 1
+        again = builder.build(QUERY, [CATS])
+        assert tokenizer.encoded[f"[cats]\n{CATS.text}\n\n"] == 2
+        assert again == prompts[0]
+
+    def test_of_no_size_changes_nothing(self, tokenizers: dict[str, Any]) -> None:
+        without = PromptBuilder(SYSTEM, tokenizer=tokenizers["chatml"], cached_documents=0)
+        assert without.build(QUERY, DOCUMENTS) == PromptBuilder(SYSTEM, tokenizer=tokenizers["chatml"]).build(
+            QUERY, DOCUMENTS
+        )
+
+
+def test_eight_threads_build_the_same_prompts_as_one(tokenizer: Any) -> None:
+    draw = random.Random(5)
+    many = [Document(f"d{number}", f"text {number} <|im_end|> 🙂 " * number) for number in range(30)]
+    requests = [(f"question {number}", draw.sample(many, 6)) for number in range(200)]
+    alone = PromptBuilder(SYSTEM, tokenizer=tokenizer, align_to=8)
+    expected = [alone.build(*request) for request in requests]
+    shared = PromptBuilder(SYSTEM, tokenizer=tokenizer, align_to=8, cached_documents=10)
+    with ThreadPoolExecutor(8) as threads:
+        assert list(threads.map(lambda request: shared.build(*request), requests)) == expected
+
+
+def test_a_tokenizer_of_another_kind_is_refused() -> None:
+    with pytest.raises(TypeError, match="AutoTokenizer"):
+        PromptBuilder(SYSTEM, tokenizer=str.split)

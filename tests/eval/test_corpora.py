@@ -1,0 +1,450 @@
+"""Corpora: a folder of JSON lines, and the standard library's documentation."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ragorder.eval.corpora.base import Corpus, CorpusError
+from ragorder.eval.corpora.folder import load_folder
+from ragorder.eval.corpora.pydocs import load_pydocs
+
+DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
+GIVEN = ("covidqa", "bing_covid_cord", "nqopen")
+
+DOCUMENTS = [
+    {"id": "a", "title": "Cats", "text": "Cats sleep. Cats hunt at night. "},
+    {"id": "b", "title": "Banks", "text": "Banks lend money."},
+    {"id": "ü", "title": "Größe", "text": "Zürich 🙂 lies at a lake."},
+]
+CHUNKS = [
+    {"cid": 10, "doc": "a", "start": 0, "end": 12, "tokens": 4},
+    {"cid": 20, "doc": "b", "start": 0, "end": 17, "tokens": 5},
+    {"cid": 30, "doc": "a", "start": 12, "end": 32, "tokens": 6},
+    {"cid": 40, "doc": "ü", "start": 7, "end": 13, "tokens": 3},
+]
+QUESTIONS = [{"id": "q1", "question": "When do cats hunt?"}, {"id": "q2", "question": "Who lends money?"}]
+RUN = [{"id": "q2", "chunks": [20, 10]}, {"id": "q1", "chunks": [30, 10, 20]}]
+
+Lines = Sequence[Any]
+Write = Callable[..., Path]
+
+
+class Backwards:
+    """Ranks the last document first."""
+
+    name = "backwards"
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Sequence[str], Sequence[str], int]] = []
+
+    def search(self, documents: Sequence[str], queries: Sequence[str], top_k: int) -> list[list[int]]:
+        self.calls.append((documents, queries, top_k))
+        return [list(range(len(documents)))[::-1][:top_k] for _ in queries]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    """Writes a small corpus; a keyword replaces a file's lines (None: no such file, a string: as it stands)."""
+
+    def write(gzipped: bool = False, **changed: Lines | str | None) -> Path:
+        files: dict[str, Lines | str | None] = {
+            "documents": DOCUMENTS,
+            "questions": QUESTIONS,
+            "chunks": CHUNKS,
+            "run_top20": RUN,
+            **changed,
+        }
+        folder = tmp_path / "small"
+        folder.mkdir()
+        for name, lines in files.items():
+            if lines is None:
+                continue
+            text = lines if isinstance(lines, str) else "".join(json.dumps(line) + "\n" for line in lines)
+            if gzipped:
+                (folder / f"{name}.jsonl.gz").write_bytes(gzip.compress(text.encode()))
+            else:
+                (folder / f"{name}.jsonl").write_text(text, "utf-8")
+        return folder
+
+    return write
+
+
+def changed(lines: Sequence[dict[str, Any]], number: int, **fields: Any) -> list[dict[str, Any]]:
+    """The lines with fields of line `number` (from 1) replaced, or removed where the value is `...`."""
+    copy = [dict(line) for line in lines]
+    copy[number - 1].update(fields)
+    copy[number - 1] = {name: value for name, value in copy[number - 1].items() if value is not ...}
+    return copy
+
+
+def assert_is_sound(corpus: Corpus, top_k: int) -> None:
+    assert len(corpus.rankings) == len(corpus.questions) > 0
+    assert len({document.id for document in corpus.documents}) == len(corpus.documents) > 0
+    assert len({question.id for question in corpus.questions}) == len(corpus.questions)
+    for ranking in corpus.rankings:
+        assert len(ranking) <= top_k
+        assert len(set(ranking)) == len(ranking)
+        assert all(0 <= position < len(corpus.documents) for position in ranking)
+
+
+class TestFolder:
+    @pytest.mark.parametrize("gzipped", [False, True])
+    def test_chunks_are_slices_of_the_documents(self, write: Write, gzipped: bool) -> None:
+        corpus = load_folder(write(gzipped))
+        assert corpus.name == "small"
+        assert [(document.id, document.text, document.tokens) for document in corpus.documents] == [
+            ("a#0", "Cats sleep. ", 4),
+            ("b#0", "Banks lend money.", 5),
+            ("a#1", "Cats hunt at night. ", 6),
+            ("ü#0", "🙂 lies", 3),
+        ]
+        assert dict(corpus.documents[2].metadata) == {"source": "a", "title": "Cats"}
+
+    def test_questions_stay_in_order_and_the_run_is_found_by_id(self, write: Write) -> None:
+        corpus = load_folder(write())
+        assert [(question.id, question.text) for question in corpus.questions] == [
+            ("q1", "When do cats hunt?"),
+            ("q2", "Who lends money?"),
+        ]
+        assert [list(ranking) for ranking in corpus.rankings] == [[2, 0, 1], [1, 0]]
+
+    def test_top_k_cuts_the_run(self, write: Write) -> None:
+        assert [list(ranking) for ranking in load_folder(write(), top_k=1).rankings] == [[2], [1]]
+
+    def test_top_k_below_one_is_an_error(self, write: Write) -> None:
+        with pytest.raises(ValueError, match="top_k must be at least 1, got 0"):
+            load_folder(write(), top_k=0)
+
+    def test_without_chunks_a_document_is_a_chunk(self, write: Write) -> None:
+        run = [{"id": "q1", "chunks": ["a", "ü"]}, {"id": "q2", "chunks": ["b"]}]
+        corpus = load_folder(write(chunks=None, run_top20=run))
+        assert [document.id for document in corpus.documents] == ["a#0", "b#0", "ü#0"]
+        assert corpus.documents[1].text == "Banks lend money."
+        assert corpus.documents[1].token_count == 5
+        assert [list(ranking) for ranking in corpus.rankings] == [[0, 2], [1]]
+
+    def test_a_retriever_is_asked_instead_of_the_run(self, write: Write) -> None:
+        retriever = Backwards()
+        corpus = load_folder(write(run_top20="not json"), retriever=retriever, top_k=2)
+        assert [list(ranking) for ranking in corpus.rankings] == [[3, 2], [3, 2]]
+        documents = ["Cats sleep. ", "Banks lend money.", "Cats hunt at night. ", "🙂 lies"]
+        assert retriever.calls == [(documents, ["When do cats hunt?", "Who lends money?"], 2)]
+
+    def test_any_run_file_will_do_and_run_top20_is_preferred(self, write: Write) -> None:
+        other = [{"id": "q1", "chunks": [40]}, {"id": "q2", "chunks": []}]
+        folder = write(run_top20=None, run_other=other)
+        assert [list(ranking) for ranking in load_folder(folder).rankings] == [[3], []]
+        (folder / "run_top20.jsonl").write_text("".join(json.dumps(line) + "\n" for line in RUN), "utf-8")
+        assert list(load_folder(folder).rankings[0]) == [2, 0, 1]
+
+    def test_blank_lines_and_a_byte_order_mark_do_no_harm(self, write: Write) -> None:
+        text = "\ufeff" + "\n\n".join(json.dumps(question) for question in QUESTIONS) + "\n\n"
+        assert [question.id for question in load_folder(write(questions=text)).questions] == ["q1", "q2"]
+
+    def test_lone_surrogates_are_kept(self, write: Write) -> None:
+        corpus = load_folder(write(documents=changed(DOCUMENTS, 2, text="Banks \ud800 lend money")))
+        assert corpus.documents[1].text == "Banks \ud800 lend mone"
+
+    def test_the_small_corpus_is_sound(self, write: Write) -> None:
+        assert_is_sound(load_folder(write()), 20)
+
+    @pytest.mark.parametrize("name", GIVEN)
+    def test_a_given_corpus_is_sound_and_loads_fast(self, name: str) -> None:
+        if not (DATA / name).is_dir():
+            pytest.skip(f"needs {DATA / name}")
+        start = time.process_time()
+        corpus = load_folder(DATA / name)
+        assert time.process_time() - start < 1.5
+        assert corpus.name == name
+        assert all(len(ranking) == 20 for ranking in corpus.rankings)
+        assert all(document.tokens for document in corpus.documents)
+        assert_is_sound(corpus, 20)
+
+
+class TestBrokenFolder:
+    """Every error names the file and the line, and says what to change."""
+
+    @pytest.mark.parametrize(
+        ("files", "message"),
+        [
+            ({"documents": changed(DOCUMENTS, 2, text=...)}, r"documents.jsonl:2: the field 'text' is missing: add it"),
+            ({"documents": changed(DOCUMENTS, 1, title=7)}, r"documents.jsonl:1: 'title' must be a string, got an int"),
+            ({"documents": changed(DOCUMENTS, 3, id="a")}, r"documents.jsonl:3: the id 'a' occurs twice.*line 1"),
+            ({"documents": changed(DOCUMENTS, 3, id="")}, r"documents.jsonl:3: 'id' is empty"),
+            ({"documents": changed(DOCUMENTS, 3, id=None)}, r"documents.jsonl:3: 'id' must be a string, got null"),
+            ({"documents": "{}\n"}, r"documents.jsonl:1: the field 'id' is missing"),
+            ({"documents": "[1]\n"}, r"documents.jsonl:1: must be an object, got a list"),
+            ({"documents": ""}, r"documents.jsonl:1: the file holds no lines"),
+            ({"documents": "\n \n"}, r"documents.jsonl:1: the file holds no lines"),
+            ({"documents": "[" * 100_000 + "\n"}, r"documents.jsonl:1: not JSON"),
+            ({"documents": None}, r"documents.jsonl: the file is missing: add documents.jsonl or"),
+            ({"questions": None}, r"questions.jsonl: the file is missing: add questions.jsonl or"),
+            ({"questions": changed(QUESTIONS, 2, id="q1")}, r"questions.jsonl:2: the id 'q1' occurs twice"),
+            ({"questions": changed(QUESTIONS, 1, question=["x"])}, r"questions.jsonl:1: 'question'.*got a list"),
+            ({"questions": '{"id": "q1"\n'}, r"questions.jsonl:1: not JSON in UTF-8 .*write one object a line"),
+            (
+                {"questions": [*QUESTIONS, {"id": "q3", "question": "?"}]},
+                r"questions.jsonl:3: .*'q3' has no line in run",
+            ),
+            ({"chunks": changed(CHUNKS, 2, doc="z")}, r"chunks.jsonl:2: there is no document 'z'"),
+            (
+                {"chunks": changed(CHUNKS, 2, end=18)},
+                r"chunks.jsonl:2: start 0 and end 18 do not fit the 17 characters",
+            ),
+            ({"chunks": changed(CHUNKS, 2, start=-1)}, r"chunks.jsonl:2: start -1 and end 17 do not fit"),
+            ({"chunks": changed(CHUNKS, 2, start=17)}, r"chunks.jsonl:2: start 17 and end 17 do not fit"),
+            ({"chunks": changed(CHUNKS, 2, start="0")}, r"chunks.jsonl:2: 'start' must be an integer, got a string"),
+            ({"chunks": changed(CHUNKS, 2, end=True)}, r"chunks.jsonl:2: 'end' must be an integer, got a boolean"),
+            ({"chunks": changed(CHUNKS, 2, tokens=-1)}, r"chunks.jsonl:2: 'tokens' must not be negative, got -1"),
+            ({"chunks": changed(CHUNKS, 2, tokens=...)}, r"chunks.jsonl:2: the field 'tokens' is missing"),
+            ({"chunks": changed(CHUNKS, 2, cid=10)}, r"chunks.jsonl:2: the chunk id 10 occurs twice"),
+            ({"chunks": changed(CHUNKS, 2, cid=1.5)}, r"chunks.jsonl:2: 'cid' must be .*got a number"),
+            ({"chunks": ""}, r"chunks.jsonl:1: the file holds no lines"),
+            ({"run_top20": changed(RUN, 1, id="q9")}, r"run_top20.jsonl:1: there is no question 'q9'"),
+            ({"run_top20": changed(RUN, 1, id="q1")}, r"run_top20.jsonl:2: the id 'q1' occurs twice"),
+            ({"run_top20": changed(RUN, 2, chunks=[30, 99])}, r"run_top20.jsonl:2: there is no chunk 99"),
+            ({"run_top20": changed(RUN, 2, chunks=[30.0])}, r"run_top20.jsonl:2: there is no chunk 30.0"),
+            ({"run_top20": changed(RUN, 2, chunks=[[30]])}, r"run_top20.jsonl:2: there is no chunk \[30\]"),
+            ({"run_top20": changed(RUN, 2, chunks=[30, 30])}, r"run_top20.jsonl:2: chunk 30 is ranked twice"),
+            ({"run_top20": changed(RUN, 2, chunks="30")}, r"run_top20.jsonl:2: 'chunks' must be a list.*got a string"),
+            ({"run_top20": changed(RUN, 2, chunks=...)}, r"run_top20.jsonl:2: the field 'chunks' is missing"),
+            (
+                {"run_top20": RUN[:1]},
+                r"questions.jsonl:1: question 'q1' has no line in run_top20.jsonl: add one, or pass",
+            ),
+            ({"run_top20": None}, r"there is no run_\*.jsonl.*pass a retriever"),
+            ({"run_top20": None, "run_a": RUN, "run_b": RUN}, r"run_b.jsonl: there are several runs, run_a.jsonl too"),
+        ],
+    )
+    def test_the_error_names_the_place(self, write: Write, files: dict[str, Lines | str | None], message: str) -> None:
+        with pytest.raises(CorpusError, match=message):
+            load_folder(write(**files))
+
+    def test_an_empty_folder_and_an_absent_one(self, tmp_path: Path) -> None:
+        with pytest.raises(CorpusError, match=r"documents.jsonl: the file is missing"):
+            load_folder(tmp_path)
+        with pytest.raises(CorpusError, match=r"absent: not a folder: pass the folder"):
+            load_folder(tmp_path / "absent")
+
+    def test_a_file_both_plain_and_gzipped(self, write: Write) -> None:
+        folder = write()
+        (folder / "chunks.jsonl.gz").write_bytes(gzip.compress(b"{}"))
+        with pytest.raises(CorpusError, match=r"chunks.jsonl.gz: the folder also holds chunks.jsonl: keep one"):
+            load_folder(folder)
+
+    def test_a_file_that_is_not_gzip(self, write: Write) -> None:
+        folder = write(gzipped=True)
+        (folder / "chunks.jsonl.gz").write_text('{"cid": 1}\n', "utf-8")
+        with pytest.raises(CorpusError, match=r"chunks.jsonl.gz:1: cannot be read .*write or download the file again"):
+            load_folder(folder)
+
+    @pytest.mark.parametrize("damage", [lambda data: data[:-9], lambda data: data[:60] + b"\xff" * 8 + data[68:]])
+    def test_a_damaged_gzip(self, write: Write, damage: Callable[[bytes], bytes]) -> None:
+        folder = write(gzipped=True)
+        path = folder / "chunks.jsonl.gz"
+        path.write_bytes(damage(path.read_bytes()))
+        with pytest.raises(CorpusError, match=r"chunks.jsonl.gz:\d+: (cannot be read|not JSON)"):
+            load_folder(folder)
+
+    def test_a_line_that_is_not_utf8(self, write: Write) -> None:
+        folder = write()
+        with (folder / "questions.jsonl").open("ab") as file:
+            file.write('{"id": "q3", "question": "Größe?"}\n'.encode("latin-1"))
+        with pytest.raises(CorpusError, match=r"questions.jsonl:3: not JSON in UTF-8"):
+            load_folder(folder)
+
+
+@pytest.fixture(scope="module")
+def documentation() -> Corpus:
+    pytest.importorskip("bm25s")
+    return load_pydocs()
+
+
+def session_of(corpus: Corpus, number: int) -> str:
+    return corpus.questions[number].id.partition("/")[0]
+
+
+class TestPydocs:
+    def test_is_sound_and_of_the_promised_size(self, documentation: Corpus) -> None:
+        assert documentation.name == "pydocs"
+        assert_is_sound(documentation, 20)
+        assert 500 <= len(documentation.questions) <= 700
+        assert 800 <= len(documentation.documents) <= 2500
+
+    def test_chunks_are_of_one_size(self, documentation: Corpus) -> None:
+        lengths = sorted(document.token_count for document in documentation.documents)
+        assert 150 <= statistics.median(lengths) <= 300
+        assert lengths[int(len(lengths) * 0.95)] <= 320
+
+    def test_chunks_hold_signatures_and_docstrings(self, documentation: Corpus) -> None:
+        texts = {document.id: document for document in documentation.documents}
+        assert "json.decoder.JSONDecoder.raw_decode(s, idx=0)" in " ".join(
+            document.text for document in documentation.documents if document.metadata["source"] == "json.decoder"
+        )
+        chunk = texts["json#1"]
+        assert "JSON" in chunk.text
+        assert dict(chunk.metadata) == {"source": "json", "title": "json"}
+
+    def test_a_chunk_says_where_it_is_from(self, documentation: Corpus) -> None:
+        for document in documentation.documents:
+            assert document.id.startswith(f"{document.metadata['source']}#")
+            assert document.metadata["title"].startswith(document.metadata["source"])
+            assert document.metadata["title"] in document.text
+
+    def test_nothing_private_and_no_tests(self, documentation: Corpus) -> None:
+        modules = {document.metadata["source"] for document in documentation.documents}
+        parts = {part for module in modules for part in module.split(".")}
+        assert {"argparse", "json", "subprocess", "email"} <= parts
+        assert not parts & {"test", "tests", "idlelib", "lib2to3", "turtledemo", "site-packages"}
+        assert not [part for part in parts if part.startswith("_")]
+
+    def test_modules_are_not_imported(self) -> None:
+        code = (
+            "import sys; from ragorder.eval.corpora.pydocs import load_pydocs\n"
+            "class Nothing:\n    name = 'nothing'\n    search = lambda self, texts, queries, k: [[]] * len(queries)\n"
+            "load_pydocs(retriever=Nothing())\n"
+            "print([name for name in ('turtle', 'tkinter', 'ftplib', 'xmlrpc.server') if name in sys.modules])"
+        )
+        assert _python(code).communicate(timeout=120)[0] == "[]\n"
+
+    def test_sessions_are_six_to_ten_consecutive_questions_about_one_module(self, documentation: Corpus) -> None:
+        numbers = range(len(documentation.questions))
+        sessions = [list(group) for _, group in itertools.groupby(numbers, lambda n: session_of(documentation, n))]
+        assert len(sessions) == len({question.id.partition("/")[0] for question in documentation.questions})
+        for number, session in enumerate(sessions):
+            assert 6 <= len(session) <= 10
+            assert [documentation.questions[n].id for n in session] == [
+                f"session-{number}/{place}" for place in range(len(session))
+            ]
+
+    def test_follow_up_questions_share_documents_and_new_sessions_do_not(self, documentation: Corpus) -> None:
+        tops = [set(ranking[:5]) for ranking in documentation.rankings]
+        inside: list[float] = []
+        across: list[float] = []
+        for number, (before, now) in enumerate(itertools.pairwise(tops)):
+            same = session_of(documentation, number) == session_of(documentation, number + 1)
+            (inside if same else across).append(len(before & now) / max(1, len(before | now)))
+        assert 0.2 <= statistics.mean(inside) <= 0.5
+        assert statistics.mean(across) < 0.05
+
+    def test_is_the_same_under_another_hash_seed_and_locale(self) -> None:
+        code = (
+            "import hashlib; from ragorder.eval.corpora.pydocs import load_pydocs\n"
+            "corpus = load_pydocs(top_k=5)\n"
+            "content = ascii([corpus.documents, corpus.questions, corpus.rankings])\n"
+            "print(hashlib.sha256(content.encode()).hexdigest())"
+        )
+        pytest.importorskip("bm25s")
+        environments = ({"PYTHONHASHSEED": "1", "LC_ALL": "C"}, {"PYTHONHASHSEED": "2", "LC_ALL": "C.UTF-8"})
+        processes = [_python(code, **environment) for environment in environments]
+        first, second = (process.communicate(timeout=120)[0] for process in processes)
+        assert len(first) == 65
+        assert first == second
+
+    def test_another_retriever_ranks_the_same_documents(self, documentation: Corpus) -> None:
+        retriever = Backwards()
+        corpus = load_pydocs(retriever=retriever, top_k=3)
+        assert corpus.documents == documentation.documents
+        assert corpus.questions == documentation.questions
+        last = len(corpus.documents) - 1
+        assert list(corpus.rankings[0]) == [last, last - 1, last - 2]
+        assert retriever.calls[0][2] == 3
+
+    def test_top_k_below_one_is_an_error(self) -> None:
+        with pytest.raises(ValueError, match="top_k must be at least 1, got 0"):
+            load_pydocs(top_k=0)
+
+    def test_without_sources_the_error_says_what_to_install(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+        with pytest.raises(CorpusError, match="holds no Python sources: install"):
+            load_pydocs(retriever=Backwards())
+
+
+class TestPydocsCache:
+    @pytest.fixture
+    def library(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+        """A standard library of one module."""
+        folder = tmp_path / "library"
+        folder.mkdir()
+        functions = "".join(f'def step{n}(value):\n    """Return step {n} of value."""\n\n' for n in range(7))
+        (folder / "steps.py").write_text(f'"""Steps."""\n{functions}', "utf-8")
+        monkeypatch.setattr(sysconfig, "get_path", lambda name: str(folder))
+        return folder
+
+    def test_the_second_call_reads_what_the_first_kept(self, library: Path, tmp_path: Path) -> None:
+        retriever = Backwards()
+        first = load_pydocs(retriever=retriever, cache=tmp_path / "cache")
+        second = load_pydocs(retriever=retriever, cache=tmp_path / "cache")
+        assert len(retriever.calls) == 1
+        assert first == second
+        assert [document.metadata for document in first.documents] == [doc.metadata for doc in second.documents]
+
+    def test_another_top_k_or_source_is_another_corpus(self, library: Path, tmp_path: Path) -> None:
+        retriever = Backwards()
+        load_pydocs(retriever=retriever, cache=tmp_path / "cache", top_k=1)
+        load_pydocs(retriever=retriever, cache=tmp_path / "cache", top_k=2)
+        (library / "more.py").write_text('"""More steps."""\n', "utf-8")
+        load_pydocs(retriever=retriever, cache=tmp_path / "cache", top_k=2)
+        assert len(retriever.calls) == 3
+
+    @pytest.mark.parametrize("damage", ["", "{", "[]", '{"name": 1, "documents": [[1, 2]]}'])
+    def test_a_damaged_cache_is_replaced(self, library: Path, tmp_path: Path, damage: str) -> None:
+        first = load_pydocs(retriever=Backwards(), cache=tmp_path / "cache")
+        (path,) = (tmp_path / "cache").iterdir()
+        kept = path.read_text("utf-8")
+        path.write_text(damage, "utf-8")
+        assert load_pydocs(retriever=Backwards(), cache=tmp_path / "cache") == first
+        assert path.read_text("utf-8") == kept
+        assert list((tmp_path / "cache").iterdir()) == [path]
+
+
+def _python(code: str, **environment: str) -> subprocess.Popen[str]:
+    path = os.pathsep.join(filter(None, sys.path))
+    return subprocess.Popen(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": path, **environment},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+class TestFoldersOfOnesOwn:
+    def test_d10_a_title_may_be_missing(self, write: Write) -> None:
+        untitled = [{"id": line["id"], "text": line["text"]} for line in DOCUMENTS]
+        corpus = load_folder(write(documents=untitled))
+        assert {document.metadata["title"] for document in corpus.documents} == {""}
+        assert [document.text for document in corpus.documents] == [
+            "Cats sleep. ",
+            "Banks lend money.",
+            "Cats hunt at night. ",
+            "🙂 lies",
+        ]
+
+    def test_d10_what_the_documentation_shows_can_be_read(self, tmp_path: Path) -> None:
+        """The files of docs/corpora.md, as they stand there."""
+        text = (Path(__file__).parents[2] / "docs" / "corpora.md").read_text("utf-8")
+        files = dict(re.findall(r"`(\w+\.jsonl)`[^\n]*\n+```json\n(.*?)```", text, re.DOTALL))
+        assert {"documents.jsonl", "questions.jsonl", "run_mine.jsonl"} <= files.keys()
+        for name in ("documents.jsonl", "questions.jsonl", "run_mine.jsonl"):
+            (tmp_path / name).write_text(files[name], "utf-8")
+        corpus = load_folder(tmp_path)
+        assert len(corpus.questions) == 2 and all(len(ranking) >= 2 for ranking in corpus.rankings)
+        (tmp_path / "chunks.jsonl").write_text(files["chunks.jsonl"], "utf-8")
+        (tmp_path / "run_mine.jsonl").write_text('{"id": "q1", "chunks": [1]}\n{"id": "q2", "chunks": [2]}\n', "utf-8")
+        assert all(document.tokens for document in load_folder(tmp_path).documents)

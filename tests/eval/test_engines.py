@@ -1,0 +1,319 @@
+"""Engines: the simulated one, block by block, and real vLLM, which the orderer must predict."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from ragorder import Document, Orderer, Prompt, PromptBuilder
+from ragorder.cli import main
+from ragorder.eval.engines.base import Completion
+from ragorder.eval.engines.sim import SimEngine
+from ragorder.eval.engines.vllm import VLLMEngine
+
+
+def ids(first: int, count: int) -> list[int]:
+    return list(range(first, first + count))
+
+
+def sim(blocks: int | None = None, *, block_size: int = 4, output_tokens: int = 0, **options: Any) -> SimEngine:
+    """A simulated engine with blocks of four tokens that answers with nothing."""
+    capacity = None if blocks is None else blocks * block_size
+    return SimEngine(block_size=block_size, capacity_tokens=capacity, output_tokens=output_tokens, **options)
+
+
+def hits(engine: Any, *prompts: Sequence[int]) -> list[int]:
+    """The cached tokens of each prompt, served in a row."""
+    return [engine.generate(prompt).cached_tokens for prompt in prompts]
+
+
+A, B, C = ids(0, 8), ids(100, 8), ids(200, 8)
+
+
+class TestSim:
+    def test_reports_tokens_and_no_time(self) -> None:
+        engine = sim()
+        assert engine.generate(A) == Completion(ttft_s=None, cached_tokens=0, prompt_tokens=8, text="")
+        assert engine.generate([*A, 1]) == Completion(ttft_s=None, cached_tokens=8, prompt_tokens=9, text="")
+
+    def test_only_whole_blocks_are_reused(self) -> None:
+        assert hits(sim(), ids(0, 10), ids(0, 20)) == [0, 8]
+
+    def test_a_prefix_ends_where_the_tokens_differ(self) -> None:
+        assert hits(sim(), ids(0, 16), [*ids(0, 9), 77, *ids(10, 6)]) == [0, 8]
+
+    def test_the_same_block_after_another_prefix_is_another_block(self) -> None:
+        assert hits(sim(), [*A, *B], [*C, *B]) == [0, 0]
+
+    def test_the_block_of_the_last_token_is_always_computed(self) -> None:
+        assert hits(sim(), A, A, [*A, 1]) == [0, 4, 8]
+
+    @pytest.mark.parametrize("length", [1, 3, 4])
+    def test_a_prompt_of_one_block_reuses_nothing(self, length: int) -> None:
+        assert hits(sim(), ids(0, length), ids(0, length)) == [0, 0]
+
+    def test_an_empty_prompt_is_served(self) -> None:
+        assert sim().generate([]) == Completion(None, 0, 0)
+
+    def test_an_answer_stays_in_the_cache_but_matches_no_prompt(self) -> None:
+        assert hits(sim(8, output_tokens=8), A, [*A, 1]) == [0, 8]
+        assert hits(sim(4, output_tokens=8), A, B, [*A, 1]) == [0, 0, 0], "answers take room as well"
+        assert hits(sim(4, output_tokens=0), A, B, [*A, 1]) == [0, 0, 8]
+
+    def test_the_oldest_blocks_are_evicted_first(self) -> None:
+        # Room for two prompts of two blocks: the third takes the place of the first.
+        assert hits(sim(4), A, B, C, [*B, 1]) == [0, 0, 0, 8]
+        assert hits(sim(4), A, B, C, [*A, 1]) == [0, 0, 0, 0]
+
+    def test_use_makes_a_block_young(self) -> None:
+        assert hits(sim(5), A, B, [*A, 1], C, [*A, 2]) == [0, 0, 8, 0, 8]
+
+    def test_a_request_loses_its_tail_first(self) -> None:
+        engine = sim(4)
+        assert hits(engine, [*A, *B]) == [0]
+        engine.generate([500])  # one block, taken from the end of the first request
+        assert engine.cached_tokens([*A, *B]) == 12
+
+    def test_evicting_a_beginning_loses_all_behind_it(self) -> None:
+        engine = sim(2)
+        hits(engine, A, B)
+        assert engine.cached_tokens(A) == 0
+        assert engine.cached_tokens(B) == 8
+
+    def test_blocks_of_requests_in_flight_are_not_evicted(self) -> None:
+        engine = sim(4, in_flight=2)
+        hits(engine, A, B)  # both run and hold all four blocks
+        assert hits(engine, C) == [0]  # the older one ends
+        assert engine.cached_tokens(B) == 8
+        assert engine.cached_tokens(A) == 0
+
+    def test_a_block_shared_by_two_requests_in_flight_is_held_until_both_end(self) -> None:
+        engine = sim(4, in_flight=2)
+        assert hits(engine, [*A, 1], [*A, 2]) == [0, 8]  # A is held twice: four blocks in all
+        assert hits(engine, [900]) == [0]  # ends the first; only its last block is free
+        assert engine.cached_tokens(A) == 8
+
+    def test_prompts_count_as_cached_from_when_they_are_admitted(self) -> None:
+        assert hits(sim(in_flight=4), [*A, 1], [*A, 2]) == [0, 8]
+
+    def test_reset_forgets_everything(self) -> None:
+        engine = sim(8, in_flight=2)
+        hits(engine, A, B)
+        engine.reset()
+        assert engine.cached_tokens(A) == 0
+        assert hits(engine, [*A, 1], [*A, 2]) == [0, 8]
+        assert (engine.capacity_tokens, engine.block_size) == (32, 4)
+
+    def test_without_prefix_caching_nothing_is_reused(self) -> None:
+        engine = sim(prefix_caching=False)
+        assert hits(engine, [*A, 1], [*A, 1], [*A, 1]) == [0, 0, 0]
+        assert engine.generate(A).prompt_tokens == 8
+        assert engine.cached_tokens(A) == 0
+
+    def test_a_prompt_larger_than_the_cache_is_served_and_leaves_what_fits(self) -> None:
+        engine = sim(2)
+        assert engine.generate(ids(0, 40)) == Completion(None, 0, 40)
+        assert engine.cached_tokens(ids(0, 40)) == 8
+        assert engine.generate(ids(0, 40)).cached_tokens == 8
+
+    def test_never_holds_more_than_its_capacity(self) -> None:
+        engine = sim(3)
+        prompts = [ids(1000 * number, 12) for number in range(20)]
+        for prompt in prompts:
+            engine.generate(prompt)
+            assert sum(engine.cached_tokens(other) for other in prompts) <= 12
+
+    def test_unlimited_never_evicts(self) -> None:
+        engine = sim(None)
+        prompts = [ids(1000 * number, 40) for number in range(100)]
+        hits(engine, *prompts)
+        assert [engine.cached_tokens(prompt) for prompt in prompts] == [40] * 100
+
+    def test_a_capacity_below_one_block_is_one_block(self) -> None:
+        engine = SimEngine(block_size=16, capacity_tokens=5, output_tokens=0)
+        assert hits(engine, ids(0, 16), ids(0, 17)) == [0, 16]
+
+    def test_is_closed_like_any_engine(self) -> None:
+        sim().close()
+
+
+class TestVLLMRefuses:
+    """What a vLLM engine refuses before it starts one."""
+
+    @pytest.mark.parametrize("capacity", [0, 31])
+    def test_a_pool_without_a_block(self, capacity: int, tmp_path: Path) -> None:
+        with pytest.raises(ValueError, match=f"a pool of {capacity} tokens has no block of 32 tokens: raise the"):
+            VLLMEngine(tmp_path, block_size=32, capacity_tokens=capacity)
+
+    @pytest.mark.parametrize("block_size", [0, -16])
+    def test_a_block_without_a_token(self, block_size: int, tmp_path: Path) -> None:
+        with pytest.raises(ValueError, match=f"block of {block_size} tokens"):
+            VLLMEngine(tmp_path, block_size=block_size, capacity_tokens=1024)
+
+    def test_no_output(self, tmp_path: Path) -> None:
+        with pytest.raises(ValueError, match="output_tokens is 0; vLLM generates 1 or more"):
+            VLLMEngine(tmp_path, output_tokens=0)
+
+    def test_to_start_without_vllm_and_names_the_extra(self, python: Any, tmp_path: Path) -> None:
+        script = (
+            "import sys\nfrom ragorder.eval.engines.vllm import VLLMEngine\n"
+            "try:\n    VLLMEngine(sys.argv[1])\nexcept ImportError as error:\n    print(error.name, '|', error)"
+        )
+        done = python("-c", script, tmp_path, blocked=("vllm",))
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith("vllm | the vllm engine needs vllm: pip install 'ragorder[vllm]'")
+
+
+def on_cpu() -> bool:
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
+
+
+@pytest.fixture(scope="module")
+def builder(vllm_model: Path) -> PromptBuilder:
+    return PromptBuilder("You are careful. Use the documents.", tokenizer=load(vllm_model))
+
+
+def load(model: Path) -> Any:
+    from ragorder.eval.serving import load_tokenizer
+
+    return load_tokenizer(model)
+
+
+def paper_shuf(requests: int) -> list[tuple[str, list[Document]]]:
+    from ragorder.eval.workloads import make_workload
+
+    workload = make_workload("paper-shuf", 0, requests=requests)
+    rankings = [[workload.documents[number] for number in ranking] for ranking in workload.rankings]
+    return [(f"What do they say about number {number}?", documents) for number, documents in enumerate(rankings)]
+
+
+def token_ids(prompt: Prompt) -> list[int]:
+    assert prompt.token_ids is not None
+    return prompt.token_ids
+
+
+@pytest.mark.vllm
+class TestVLLM:
+    @pytest.fixture(autouse=True)
+    def empty_cache(self, vllm_engine: VLLMEngine) -> None:
+        vllm_engine.reset()
+
+    def test_a_block_too_small_for_a_cpu_is_refused(self, vllm_model: Path) -> None:
+        if not on_cpu():
+            pytest.skip("needs a machine without a GPU")
+        with pytest.raises(ValueError, match="block_size is 16; on a CPU vLLM needs 32 or more"):
+            VLLMEngine(vllm_model, block_size=16, capacity_tokens=1024)
+
+    def test_reports_what_it_is(self, vllm_engine: VLLMEngine) -> None:
+        assert (vllm_engine.name, vllm_engine.block_size, vllm_engine.capacity_tokens) == ("vllm", 32, 2048)
+        assert (vllm_engine.kept_output_tokens, vllm_engine.partial_blocks_first) == (0, True)
+
+    def test_counts_cached_tokens_in_whole_blocks_and_measures_time(self, vllm_engine: VLLMEngine) -> None:
+        prompt = ids(10, 100)
+        first, again = vllm_engine.generate(prompt), vllm_engine.generate(prompt)
+        assert (first.cached_tokens, again.cached_tokens) == (0, 96)
+        assert (first.prompt_tokens, again.prompt_tokens) == (100, 100)
+        assert first.ttft_s is not None
+        assert first.ttft_s > 0
+
+    def test_the_block_of_the_last_token_is_always_computed(self, vllm_engine: VLLMEngine) -> None:
+        assert hits(vllm_engine, ids(10, 64), ids(10, 64), ids(10, 65)) == [0, 32, 64]
+
+    def test_reset_empties_the_cache(self, vllm_engine: VLLMEngine) -> None:
+        prompt = ids(10, 200)
+        assert hits(vllm_engine, prompt, prompt) == [0, 192]
+        vllm_engine.reset()
+        assert hits(vllm_engine, prompt, prompt) == [0, 192]
+
+    def test_is_deterministic(self, vllm_engine: VLLMEngine) -> None:
+        prompts = [ids(first, 150) for first in range(5, 405, 20)]
+        texts = [vllm_engine.generate(prompt).text for prompt in prompts]
+        vllm_engine.reset()
+        assert [vllm_engine.generate(prompt).text for prompt in prompts] == texts
+        assert any(texts)
+
+    def test_simulated_blocks_are_the_real_ones(self, vllm_engine: VLLMEngine) -> None:
+        simulated = SimEngine(block_size=32, capacity_tokens=None, output_tokens=0)
+        prompts = [ids(10, 100), ids(10, 130), ids(500, 64), [*ids(10, 64), *ids(800, 64)], ids(10, 128), ids(500, 65)]
+        assert hits(vllm_engine, *prompts) == hits(simulated, *prompts)
+
+    @pytest.mark.parametrize("length", [0, 2048, 5000])
+    def test_a_prompt_that_does_not_fit_is_refused(self, vllm_engine: VLLMEngine, length: int) -> None:
+        with pytest.raises(ValueError, match=f"the prompt has {length} tokens; this engine takes 1 to 2047"):
+            vllm_engine.generate([7] * length)
+        assert vllm_engine.generate([7] * 2047).prompt_tokens == 2047
+
+    def test_the_order_of_documents_does_not_change_the_length_of_the_prompt(self, builder: PromptBuilder) -> None:
+        for query, documents in paper_shuf(20):
+            lengths = {len(token_ids(builder.build(query, order))) for order in (documents, documents[::-1])}
+            assert len(lengths) == 1
+
+    def test_aligned_prompts_lose_nothing_where_documents_meet(self, vllm_engine: VLLMEngine, vllm_model: Path) -> None:
+        aligned = PromptBuilder("You are careful.", tokenizer=load(vllm_model), align_to=32)
+        (query, documents), *_ = paper_shuf(1)
+        vllm_engine.generate(token_ids(aligned.build(query, documents)))
+        for shared in range(5):
+            # A question long enough that its own last block is not the one that is compared.
+            prompt = aligned.build(f"{shared} " + "and then " * 20, documents[:shared])
+            end = prompt.spans[-1].end if prompt.spans else aligned.prefix_tokens
+            assert vllm_engine.generate(token_ids(prompt)).cached_tokens == end
+
+    def test_the_orderer_predicts_the_cache_and_ordering_doubles_its_use(
+        self, vllm_engine: VLLMEngine, builder: PromptBuilder
+    ) -> None:
+        requests = paper_shuf(120)
+        retrieval = sum(hits(vllm_engine, *(token_ids(builder.build(*request)) for request in requests)))
+        vllm_engine.reset()
+        orderer = Orderer(
+            tokens=builder.document_tokens,
+            capacity_tokens=vllm_engine.capacity_tokens,
+            block_size=vllm_engine.block_size,
+            prefix_tokens=builder.prefix_tokens,
+            partial_blocks_first=True,
+            strict=True,
+        )
+        ordered = predicted = evicted = 0
+        for query, documents in requests:
+            suffix_tokens = builder.suffix_tokens(query) + vllm_engine.kept_output_tokens
+            ordering = orderer.order(documents, suffix_tokens=suffix_tokens)
+            completion = vllm_engine.generate(token_ids(builder.build(query, ordering)))
+            predicted += abs(completion.cached_tokens - ordering.cached_tokens) <= vllm_engine.block_size
+            ordered += completion.cached_tokens
+            evicted += completion.prompt_tokens - completion.cached_tokens
+            # What the engine reports is kept from the orderer: it must be right without.
+            ordering.confirm()
+        assert evicted > 10 * 2048, "the pool must overflow often for this to prove anything"
+        assert predicted >= 0.99 * len(requests)
+        assert ordered >= 2 * retrieval > 0
+
+    def test_bench_serves_a_workload_on_it(self, vllm_model: Path, tmp_path: Path, python: Any) -> None:
+        """In a process of its own: closing engines here would take the session's process groups away."""
+        arguments = ["bench", "--engine", "vllm", "--model", str(vllm_model), "--workload", "paper-shuf"]
+        arguments += ["--limit", "6", "--policy", "none", "--policy", "retrieval", "--policy", "auto"]
+        arguments += ["--capacity-tokens", "4096", "--json", str(tmp_path / "results.json")]
+        done = python("-c", "from ragorder.cli import main; main()", *arguments, timeout=400)
+        assert done.returncode == 0, done.stderr
+        runs = {run["policy"]: run for run in json.loads((tmp_path / "results.json").read_text("utf-8"))["runs"]}
+        assert set(runs) == {"none", "retrieval", "auto"}
+        for run in runs.values():
+            assert (run["engine"], run["requests"]) == ("vllm", 6)
+            assert set(run["ttft_ms"]) == {"p50", "p95", "mean"}
+            assert min(run["ttft_ms"].values()) > 0
+        assert runs["none"]["cached_tokens"] == 0
+        assert 0 < runs["retrieval"]["cached_tokens"] < runs["auto"]["cached_tokens"]
+        assert len({run["prompt_tokens"] for run in runs.values()}) == 1
+        assert "TTFT" in done.stdout
+
+    def test_bench_says_how_large_the_cache_must_be(self, vllm_model: Path) -> None:
+        arguments = ["bench", "--engine", "vllm", "--model", str(vllm_model), "--limit", "2", "--capacity-tokens", "64"]
+        done = CliRunner().invoke(main, arguments)
+        assert done.exit_code == 1
+        assert "the longest prompt of paper-shuf has" in done.stderr
+        assert "raise --capacity-tokens" in done.stderr

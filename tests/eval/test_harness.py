@@ -1,0 +1,990 @@
+"""The evaluation harness: suites as they are declared, what is run of them, and how results are kept."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from ragorder.cli.eval import eval as evaluate
+from ragorder.eval.bench import Bench, run_traces
+from ragorder.eval.engines.base import EngineError
+from ragorder.eval.engines.sim import SimEngine
+from ragorder.eval.harness import (
+    HarnessError,
+    Options,
+    Outcome,
+    Store,
+    StoreError,
+    Suite,
+    SuiteError,
+    choose_suites,
+    load_suites,
+    plan_run,
+    run_suites,
+)
+from ragorder.eval.harness.suite import read_suite
+from ragorder.eval.peers import PeerError
+from ragorder.eval.serving import built_prompts
+from ragorder.eval.trace import trace_of_workload
+from ragorder.eval.vllm_server import Process, VLLMServer
+from ragorder.eval.workloads import make_workload
+
+SHARED = Path(__file__).resolve().parents[3] / "shared"
+PAPERS = SHARED / "papers"
+
+SUITE = """
+title = "A suite"
+source = "tests"
+says = "Something."
+policies = ["retrieval", "auto"]
+baseline = "retrieval"
+requests = 30
+
+[cell]
+capacity_tokens = 20_000
+
+[sweep]
+workload = ["paper-shuf", "geo"]
+
+[report]
+figure = "strategies"
+"""
+
+
+QUALITY = """
+title = "Answers"
+source = "tests"
+says = "Something."
+kind = "quality"
+policies = ["retrieval", "auto+keep_first=2"]
+warmup = 0
+[cell]
+top_k = 5
+question_order = "random"
+[sweep]
+dataset = ["hotpotqa"]
+[report]
+figure = "quality"
+"""
+
+NEEDY = SUITE.replace("policies =", 'needs = "patience, which does not exist yet"\npolicies =')
+
+
+def suite(text: str = SUITE, **changes: str) -> Suite:
+    for old, new in changes.items():
+        text = text.replace(old, new)
+    return read_suite("mine", text, "mine.toml")
+
+
+def silent(description: str, steps: int) -> Callable[[], None]:
+    return lambda: None
+
+
+def run(folder: Path, *suites: Suite, **options: Any) -> Outcome:
+    with Store(folder) as store:
+        return run_suites(suites, Options(**options), store, silent)
+
+
+def lines(folder: Path, type: str | None = None) -> list[dict[str, Any]]:
+    found = [json.loads(line) for line in (folder / "results.jsonl").read_text("utf-8").splitlines()]
+    return [line for line in found if type is None or line["type"] == type]
+
+
+def invoke(*arguments: str | Path) -> Result:
+    done = CliRunner().invoke(evaluate, list(map(str, arguments)), env={"COLUMNS": "200", "OPENAI_API_KEY": ""})
+    assert done.exception is None or isinstance(done.exception, SystemExit), repr(done.exception)
+    assert "Traceback" not in done.output
+    return done
+
+
+class TestSuites:
+    def test_there_is_one_for_every_table_and_figure(self) -> None:
+        names = {
+            *(f"table-{number}" for number in range(1, 11)),
+            *("figure-2", "figure-3", "pressure", "ragcache-figure-22"),
+            *("corpora", "skew", "queue", "guards", "staleness", "position"),
+        }
+        assert names <= set(load_suites())
+
+    def test_the_papers_and_ours_are_all(self) -> None:
+        paper, ours = ({each.name for each in choose_suites([group])} for group in ("paper", "ours"))
+        assert paper | ours == {each.name for each in choose_suites(["all"])} == set(load_suites())
+        assert not paper & ours
+        assert "pressure" in paper
+
+    def test_one_that_needs_what_does_not_exist_yet_has_no_cells(self) -> None:
+        assert suite(NEEDY).points == []
+
+    def test_those_of_the_paper_bring_its_numbers(self) -> None:
+        assert [each.name for each in choose_suites(["paper"]) if not each.paper] == []
+
+    @pytest.mark.skipif(not PAPERS.exists(), reason="the paper lies outside the project")
+    @pytest.mark.parametrize("name", [each.name for each in choose_suites(["paper"])])
+    def test_every_number_of_the_papers_is_in_the_paper(self, name: str) -> None:
+        paper = PAPERS / ("ragcache.txt" if name.startswith("ragcache-") else "ragcache_pp.txt")
+        known = {float(number.replace(",", "")) for number in re.findall(r"\d[\d,]*\.?\d*", paper.read_text("utf-8"))}
+        for row in load_suites()[name].paper:
+            numbers = [value for value in row.figures.values() if isinstance(value, int | float)]
+            assert numbers
+            assert {abs(number) for number in numbers} <= known
+
+    def test_table_12_stands_beside_the_overlap_sweep_whole(self) -> None:
+        rows = {(row.cell["workload"], row.policy): row.figures for row in load_suites()["figure-3"].paper}
+        p50 = {
+            overlap: (rows[f"ov{overlap}", "retrieval"]["p50_ms"], rows[f"ov{overlap}", "greedy"]["p50_ms"])
+            for overlap in ("0.0", "0.2", "0.4", "0.6", "0.8")
+        }
+        assert p50 == {
+            "0.0": (126.8, 111.7),
+            "0.2": (128.9, 114.2),
+            "0.4": (111.1, 77.8),
+            "0.6": (75.5, 60.5),
+            "0.8": (50.4, 50.8),
+        }
+
+    def test_cells_are_the_product_of_what_is_swept_and_of_each_extra(self) -> None:
+        text = SUITE + '\n[[extra]]\nworkload = ["geo"]\nbatch = [true]\n'
+        assert [cell.fields for cell in suite(text).cells] == [
+            {"workload": "paper-shuf", "capacity_tokens": 20_000},
+            {"workload": "geo", "capacity_tokens": 20_000},
+            {"workload": "geo", "capacity_tokens": 20_000, "batch": True},
+        ]
+
+    @pytest.mark.parametrize(
+        ("old", "new", "said"),
+        [
+            ("title =", "titel =", "titel: unknown field"),
+            ('title = "A suite"', "", "title: Field required"),
+            ('"auto"]', '"atuo"]', "policies: unknown policy 'atuo'"),
+            ('"auto"]', '"retrieval"]', "policies: the same policy twice"),
+            ('baseline = "retrieval"', 'baseline = "sorted"', "baseline: 'sorted' is not among the policies"),
+            ("requests = 30", "requests = 0", "requests: "),
+            ("capacity_tokens = 20_000", 'capacity_tokens = "5 tokens"', "capacity_tokens: '5 tokens' is no capacity"),
+            ("capacity_tokens = 20_000", "capacity = 20_000", "capacity: unknown field"),
+            ("capacity_tokens = 20_000", 'guards = "keep_frist=1"', "unknown guard 'keep_frist=1'"),
+            ("capacity_tokens = 20_000", 'order = "random"', "order is that of a corpus' questions"),
+            ("capacity_tokens = 20_000", 'corpus = "pydocs"', "either a workload or a corpus"),
+            ("capacity_tokens = 20_000", 'workload = "geo"', "workload: either in [cell] or in [sweep]"),
+            ('["paper-shuf", "geo"]', "[]", "sweep: workload has no value"),
+            ('["paper-shuf", "geo"]', '"geo"', "sweep.workload: "),
+            ('figure = "strategies"', "", "report.figure: Field required"),
+            ("[report]", "[report", "line"),
+        ],
+    )
+    def test_a_mistake_is_named_with_file_and_field(self, old: str, new: str, said: str) -> None:
+        assert old in SUITE
+        with pytest.raises(SuiteError) as refused:
+            suite(SUITE.replace(old, new))
+        assert str(refused.value).startswith("mine.toml: ")
+        assert said in str(refused.value)
+
+    @pytest.mark.parametrize(
+        ("old", "new", "said"),
+        [
+            ("top_k = 5", "topk = 5", r"mine.toml: cell \{.*topk = 5.*\}: topk: unknown field"),
+            ("top_k = 5", "top_k = 0", "top_k: Input should be greater than or equal to 1"),
+            ("top_k = 5", 'retriever = "colbert"', "retriever: Input should be 'bm25' or 'dense'"),
+            ('["hotpotqa"]', '["squad"]', "dataset: unknown data set 'squad': choose from hotpotqa"),
+            ("keep_first=2", "keep_frist=2", "mine.toml: policies: unknown guard 'keep_frist=2'"),
+        ],
+    )
+    def test_so_is_one_in_a_suite_about_quality(self, old: str, new: str, said: str) -> None:
+        assert old in QUALITY
+        with pytest.raises(SuiteError, match=said):
+            read_suite("mine", QUALITY.replace(old, new), "mine.toml")
+
+    def test_table_2_asks_in_guarded_orders_as_well(self) -> None:
+        guarded = {policy for policy in load_suites()["table-2"].policies if "+" in policy}
+        assert guarded == {"auto+keep_first=2", "auto+keep_last=2", "auto+state_ranking"}
+
+    def test_a_row_of_the_papers_must_say_whose_it_is(self) -> None:
+        with pytest.raises(SuiteError, match=r"mine.toml: paper\.0: .*a policy or a label"):
+            suite(SUITE + "\n[[paper]]\np50_ms = 1.0\n")
+
+    def test_an_unknown_name_is_refused_with_those_that_there_are(self) -> None:
+        with pytest.raises(
+            SuiteError,
+            match=r"'tabel-1': did you mean 'table-1'. choose from table-1, .* paper, ours, all",
+        ):
+            choose_suites(["tabel-1"])
+
+    def test_one_of_ones_own_is_a_file(self, tmp_path: Path) -> None:
+        (tmp_path / "mine.toml").write_text(SUITE)
+        (mine,) = choose_suites([str(tmp_path / "mine.toml")])
+        assert (mine.name, mine.from_paper) == ("mine", False)
+        with pytest.raises(SuiteError, match=r"nowhere.toml: cannot be read"):
+            choose_suites(["nowhere.toml"])
+
+
+REDUCED = """
+[reduced]
+policies = ["retrieval", "greedy"]
+requests = 10
+cell = { workload = "unique" }
+sweep = { capacity_tokens = [4_000, 8_000] }
+
+[report]
+"""
+
+
+def shortened(old: str = "", new: str = "") -> Suite:
+    return suite(SUITE.replace("\n[report]\n", REDUCED.replace(old, new) if old else REDUCED))
+
+
+class TestAShortForm:
+    def test_has_otherwise_what_it_says_and_the_rest_as_the_suite(self) -> None:
+        whole = shortened()
+        short = whole.short_form
+        assert short is not None
+        assert (short.policies, short.requests, short.warmup) == (("retrieval", "greedy"), 10, whole.warmup)
+        assert short.points == [{"workload": "unique", "capacity_tokens": tokens} for tokens in (4_000, 8_000)]
+        assert (short.name, short.report, short.short_form) == (whole.name, whole.report, None)
+        assert [each.capacity_tokens for each in whole.cells] == [20_000, 20_000]
+
+    @pytest.mark.parametrize(
+        ("old", "new", "said"),
+        [
+            ("requests = 10", "request = 10", "reduced.request: unknown field"),
+            ("requests = 10", "requests = 0", "[reduced] requests: "),
+            ('"retrieval", "greedy"', '"greedy"', "[reduced] baseline: 'retrieval' is not among the policies"),
+            ("[4_000, 8_000]", '["5 tokens"]', "[reduced]: cell {"),
+        ],
+    )
+    def test_with_a_mistake_is_refused_with_file_and_field(self, old: str, new: str, said: str) -> None:
+        assert old in REDUCED
+        with pytest.raises(SuiteError) as refused:
+            shortened(old, new)
+        assert str(refused.value).startswith("mine.toml: ")
+        assert said in str(refused.value)
+
+    def test_is_run_where_it_is_asked_for_and_the_folder_says_so(self, tmp_path: Path) -> None:
+        assert run(tmp_path, shortened(), seeds=(0,), reduced=True) == Outcome(runs=4)
+        assert {line["cell"]["capacity_tokens"] for line in lines(tmp_path, "run")} == {4_000, 8_000}
+        assert {len(line["rows"]["cached_tokens"]) for line in lines(tmp_path, "run")} == {10}
+        assert lines(tmp_path, "session")[0]["arguments"]["reduced"] is True
+
+    def test_that_there_is_not_is_said(self, tmp_path: Path) -> None:
+        assert run(tmp_path, suite(), seeds=(0,), reduced=True) == Outcome(unavailable=2)
+        reasons = {line["reason"] for line in lines(tmp_path, "unavailable")}
+        assert reasons == {"has no short form: run it without --reduced"}
+
+    def test_every_table_of_the_papers_has_one_that_needs_no_more_than_an_engine(self) -> None:
+        paper = [each for each in choose_suites(["paper"]) if each.kind == "serve" and not each.needs]
+        assert [each.name for each in paper if each.short_form is None] == []
+
+
+def overlaps(name: str, requests: int = 400) -> list[int]:
+    """How many documents each request shares with the one before."""
+    rankings = make_workload(name, 0, requests=requests).rankings[:requests]
+    return [len({*one} & {*other}) for one, other in pairwise(rankings)]
+
+
+class TestZeroOverlap:
+    def test_of_the_papers_generator_is_none(self) -> None:
+        """Within a burst one document is kept, and the others come from the same ten."""
+        shared = overlaps("ov0.0")
+        assert sum(count >= 1 for count in shared) == 360
+        assert 1.5 < sum(shared) / len(shared) < 3
+
+    @pytest.mark.parametrize("name", ["disjoint", "unique"])
+    def test_is_true_where_the_name_says_so(self, name: str) -> None:
+        assert set(overlaps(name)) == {0}
+
+    def test_of_consecutive_requests_leaves_later_ones_to_share(self) -> None:
+        rankings = make_workload("disjoint", 0).rankings
+        assert any({*rankings[0]} & {*later} for later in rankings[1:])
+
+    def test_of_all_requests_leaves_nothing_to_gain(self) -> None:
+        (runs,) = run_traces(Bench(("unique",), policies=("retrieval", "greedy", "auto"), limit=200))
+        cached = {run.policy_name: set(run.columns().cached_tokens[1:]) for run in runs}
+        assert cached == {"retrieval": {64}, "greedy": {64}, "auto": {64}}
+
+    def test_draws_are_those_of_the_seed(self) -> None:
+        for name in ("disjoint", "unique"):
+            one, again, other = (make_workload(name, seed).rankings for seed in (1, 1, 2))
+            assert one == again != other
+            assert all(len(set(ranking)) == 5 for ranking in one)
+
+    def test_a_popularity_exponent_of_one_is_the_workload_of_the_notes(self) -> None:
+        assert make_workload("zipf10-1.0", 3).rankings == make_workload("zipf10", 3).rankings
+        flat, steep = (make_workload(f"zipf10-{exponent}", 3).rankings for exponent in ("0.4", "1.6"))
+        assert len({d for ranking in flat for d in ranking}) > len({d for ranking in steep for d in ranking})
+
+
+class TestAStore:
+    def test_keeps_what_was_there(self, tmp_path: Path) -> None:
+        for number in range(3):
+            with Store(tmp_path) as store:
+                store.append({"type": "check", "name": f"check-{number}"})
+        assert [line["name"] for line in lines(tmp_path)] == ["check-0", "check-1", "check-2"]
+
+    @pytest.mark.parametrize("torn", ['{"type": "run", "sui', "[1, 2", '{"type": "check", "name": "b"}', "\udcff", "{"])
+    def test_passes_over_a_torn_last_line_and_ends_it(self, tmp_path: Path, torn: str) -> None:
+        path = tmp_path / "results.jsonl"
+        whole = b'{"type":"check","name":"a"}\n'
+        path.write_bytes(whole + torn.encode("utf-8", "surrogateescape"))
+        with Store(tmp_path) as store:
+            assert store.has("check", name="a")
+            assert not store.has("check", name="b")
+            store.append({"type": "check", "name": "c"})
+        written = path.read_bytes()
+        assert written.startswith(whole + torn.encode("utf-8", "surrogateescape") + b"\n")
+        with Store(tmp_path) as store:
+            assert store.has("check", name="c")
+        assert path.read_bytes() == written
+
+    def test_a_line_in_the_middle_that_is_no_json_harms_nothing(self, tmp_path: Path) -> None:
+        (tmp_path / "results.jsonl").write_text('nonsense\n{"type":"check","name":"a"}\n[1]\n\n')
+        with Store(tmp_path) as store:
+            assert store.has("check", name="a")
+
+    def test_l12_a_line_nested_without_end_is_passed_over(self, tmp_path: Path) -> None:
+        deep = '{"type":"run","cell":' + "[" * 100_000 + "]" * 100_000 + "}\n"
+        (tmp_path / "results.jsonl").write_text(deep + '{"type":"check","name":"a"}\n')
+        with Store(tmp_path) as store:
+            assert store.has("check", name="a")
+        with Store.reading(tmp_path) as store:
+            assert store.has("check", name="a")
+
+    def test_only_one_writes_at_a_time(self, tmp_path: Path) -> None:
+        with Store(tmp_path):
+            script = "import pathlib, sys, ragorder.eval.harness as h; h.Store(pathlib.Path(sys.argv[1])).__enter__()"
+            done = subprocess.run([sys.executable, "-c", script, tmp_path], capture_output=True, text=True)
+        assert done.returncode != 0
+        assert "another process is writing there" in done.stderr
+
+    def test_a_folder_that_cannot_be_made_is_named(self, tmp_path: Path) -> None:
+        (tmp_path / "file").write_text("")
+        with pytest.raises(StoreError, match="cannot be written"), Store(tmp_path / "file"):
+            pass
+
+    def test_looking_makes_nothing(self, tmp_path: Path) -> None:
+        with Store.reading(tmp_path / "none") as store:
+            assert not store.has("check", name="a")
+        assert not list(tmp_path.iterdir())
+
+
+class TestARun:
+    @pytest.fixture(scope="class")
+    def folder(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        folder = tmp_path_factory.mktemp("run")
+        outcome = run(folder, suite(), seeds=(0, 1))
+        assert outcome == Outcome(runs=8)
+        return folder
+
+    def test_begins_with_who_asked_for_what_and_where(self, folder: Path) -> None:
+        session = lines(folder)[0]
+        assert (session["type"], session["schema"]) == ("session", 1)
+        assert session["arguments"]["seeds"] == [0, 1]
+        assert {"load_average", "python", "packages", "cores"} <= set(session["environment"])
+        assert {line["session"] for line in lines(folder)} == {session["session"]}
+
+    def test_writes_a_line_for_every_cell_seed_and_policy(self, folder: Path) -> None:
+        done = [(line["cell"]["workload"], line["seed"], line["policy"]) for line in lines(folder, "run")]
+        assert done == [(w, s, p) for w in ("paper-shuf", "geo") for s in (0, 1) for p in ("retrieval", "auto")]
+
+    def test_says_on_what_engine_and_with_what_warmup(self, folder: Path) -> None:
+        line = lines(folder, "run")[0]
+        expected = {"name": "sim", "model": None, "block_size": 16, "capacity_tokens": 20_000, "like": "vllm-0.32"}
+        assert line["engine"] == expected
+        assert (line["warmup"], line["failures"], line["fallbacks"]) == (5, 0, 0)
+        assert line["cell"] == {"workload": "paper-shuf", "capacity_tokens": 20_000}
+
+    def test_keeps_every_request_warmup_included(self, folder: Path) -> None:
+        for line in lines(folder, "run"):
+            columns = {name: values for name, values in line["rows"].items() if values is not None}
+            assert {len(values) for values in columns.values()} == {30}
+            assert (line["rows"]["predicted_tokens"] is None) == (line["policy"] == "retrieval")
+
+    def test_has_no_times_where_the_engine_has_no_clock(self, folder: Path) -> None:
+        line = lines(folder, "run")[0]
+        assert line["rows"]["ttft_ms"] is line["throughput"] is line["rows"]["build_us"] is None
+
+    def test_has_the_figures_of_the_benchmark(self, folder: Path) -> None:
+        bench = Bench(("geo",), policies=("retrieval", "auto"), seeds=(1,), limit=30)
+        asked = {**vars_of(bench), "capacity": capacity(20_000), "like": "vllm-0.32"}
+        (runs,) = run_traces(Bench(**asked))
+        kept = [line for line in lines(folder, "run") if line["cell"]["workload"] == "geo" and line["seed"] == 1]
+        for each, line in zip(runs, kept, strict=True):
+            result = each.result()
+            assert sum(line["rows"]["cached_tokens"]) == result.cached_tokens
+            assert sum(line["rows"]["prompt_tokens"]) == result.prompt_tokens
+
+    def test_compares_policies_on_the_same_requests(self, folder: Path) -> None:
+        by_cell: dict[tuple[str, int], list[list[int]]] = {}
+        for line in lines(folder, "run"):
+            key = line["cell"]["workload"], line["seed"]
+            by_cell.setdefault(key, []).append(line["rows"]["prompt_tokens"])
+        assert all(one == other for one, other in by_cell.values())
+        assert by_cell["geo", 0] != by_cell["geo", 1]
+
+    def test_retrieval_order_moves_nothing(self, folder: Path) -> None:
+        for line in lines(folder, "run"):
+            moved = sum(line["rows"]["moved_share"]), sum(line["rows"]["displacement"])
+            assert (moved == (0, 0)) == (line["policy"] == "retrieval")
+
+    def test_that_is_done_is_not_run_again(self, folder: Path) -> None:
+        before = lines(folder, "run")
+        assert run(folder, suite(), seeds=(0, 1)) == Outcome()
+        assert lines(folder, "run") == before
+        assert len(lines(folder, "session")) >= 2
+
+
+def vars_of(bench: Bench) -> dict[str, Any]:
+    return {name: getattr(bench, name) for name in bench.__dataclass_fields__}
+
+
+def capacity(tokens: int) -> Any:
+    from ragorder.eval.capacity import Capacity
+
+    return Capacity(tokens=tokens)
+
+
+class TestResuming:
+    def test_goes_on_behind_what_is_there(self, tmp_path: Path) -> None:
+        run(tmp_path / "whole", suite(), seeds=(0, 1))
+        path = tmp_path / "torn" / "results.jsonl"
+        path.parent.mkdir()
+        text = (tmp_path / "whole" / "results.jsonl").read_text()
+        cut = text.splitlines(keepends=True)
+        path.write_text("".join(cut[:4]) + cut[4][:200])
+        assert run(path.parent, suite(), seeds=(0, 1)) == Outcome(runs=5)
+        kept = [json.loads(line) for line in path.read_text().splitlines() if line != cut[4][:200]]
+        assert figures(kept) == figures(lines(tmp_path / "whole"))
+
+    def test_after_an_interrupt_keeps_what_was_served(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The second of two cells is interrupted."""
+        from ragorder.eval.harness.serve import Engines
+
+        serve = Engines.serve
+
+        def interrupted(self: Engines, job: Any, advance: Any) -> Any:
+            if job.cell.workload == "geo":
+                raise KeyboardInterrupt
+            return serve(self, job, advance)
+
+        (tmp_path / "mine.toml").write_text(SUITE)
+        command = "run", tmp_path / "mine.toml", "-o", tmp_path / "out", "--seeds", "0"
+        with monkeypatch.context() as patched:
+            patched.setattr(Engines, "serve", interrupted)
+            done = invoke(*command)
+        assert done.exit_code == 130
+        assert "the same command goes on from here" in done.stderr
+        assert len(lines(tmp_path / "out", "run")) == 2
+        assert "2 runs served" in invoke(*command).output
+
+    def test_a_policy_that_is_asked_for_later_is_added(self, tmp_path: Path) -> None:
+        assert run(tmp_path, suite(), seeds=(0,), policies=("retrieval",)) == Outcome(runs=2)
+        assert run(tmp_path, suite(), seeds=(0,)) == Outcome(runs=2)
+
+    @pytest.mark.parametrize("changed", [{"limit": 10}, {"engine": "vllm"}, {"reduced": True}])
+    def test_with_other_options_is_refused(self, tmp_path: Path, changed: dict[str, Any]) -> None:
+        run(tmp_path, suite(), seeds=(0,), policies=("retrieval",))
+        with pytest.raises(HarnessError, match=f"--{next(iter(changed))} .*choose another folder"):
+            run(tmp_path, suite(), seeds=(0,), **changed)
+
+    def test_in_a_folder_of_another_simulated_engine_is_refused(self, tmp_path: Path) -> None:
+        """Before it reused blocks as vLLM does, it was like nobody said which."""
+        run(tmp_path, suite(), seeds=(0,), policies=("retrieval",))
+        path = tmp_path / "results.jsonl"
+        path.write_text(path.read_text("utf-8").replace('"like":"vllm-0.32",', ""), "utf-8")
+        with pytest.raises(HarnessError, match=r"results of a simulated engine like lru, .*choose another folder"):
+            run(tmp_path, suite(), seeds=(0,))
+
+    def test_of_suites_that_measure_the_same_the_one_with_most_policies_serves_the_others(self, tmp_path: Path) -> None:
+        larger = read_suite("larger", SUITE.replace('"auto"]', '"greedy", "auto"]'), "larger.toml")
+        assert run(tmp_path, suite(), larger, seeds=(0,)) == Outcome(runs=6, copied=4)
+        assert {line["copied_from"] for line in lines(tmp_path, "run") if line["suite"] == "mine"} == {"larger"}
+
+    def test_real_engines_of_one_size_serve_all_that_they_can_before_another_is_needed(self, tmp_path: Path) -> None:
+        text = SUITE.replace("capacity_tokens = 20_000", "").replace(
+            "[sweep]", "[sweep]\ncapacity_tokens = [9_000, 5_000]"
+        )
+        other = read_suite("other", text.replace("paper-shuf", "unique"), "other.toml")
+        with Store(tmp_path) as store:
+            plan = plan_run([suite(text), other], Options(engine="vllm", seeds=(0,)), store)
+        done = [(job.cell.capacity_tokens, job.suite.name, job.cell.workload) for job in plan.served]
+        expected = [("mine", "paper-shuf"), ("mine", "geo"), ("other", "unique")]
+        assert done == [(size, *each) for size in (9_000, 5_000) for each in expected]
+        assert [(job.suite.name, job.cell.workload) for job in plan.copied] == [("other", "geo")] * 2
+
+    def test_what_another_suite_has_measured_is_taken_from_there(self, tmp_path: Path) -> None:
+        one, other = suite(), read_suite("other", SUITE, "other.toml")
+        assert run(tmp_path, one, other, seeds=(0,)) == Outcome(runs=4, copied=4)
+        ours = [line for line in lines(tmp_path, "run") if line["suite"] == "other"]
+        assert {line["copied_from"] for line in ours} == {"mine"}
+        theirs = [line["rows"] for line in lines(tmp_path, "run") if line["suite"] == "mine"]
+        assert [line["rows"] for line in ours] == theirs
+
+    def test_what_was_measured_otherwise_is_not(self, tmp_path: Path) -> None:
+        other = read_suite("other", SUITE.replace("requests = 30", "requests = 20"), "other.toml")
+        assert run(tmp_path, suite(), other, seeds=(0,)).copied == 0
+
+
+def figures(found: list[dict[str, Any]]) -> list[Any]:
+    return [
+        (line["cell"], line["seed"], line["policy"], line["rows"]["cached_tokens"], line["rows"]["displacement"])
+        for line in found
+        if line["type"] == "run"
+    ]
+
+
+class TestWhatCannotBeHad:
+    def reasons(self, folder: Path) -> dict[str, str]:
+        return {line["policy"]: line["reason"] for line in lines(folder, "unavailable")}
+
+    def test_is_said_with_its_reason_and_the_others_are_run(self, tmp_path: Path) -> None:
+        asked = suite(
+            SUITE.replace("[cell]", '[cell]\nresidency = "events"').replace("policies = [", 'policies = ["none", ')
+        )
+        assert run(tmp_path, asked, seeds=(0,)) == Outcome(runs=4, unavailable=2)
+        assert self.reasons(tmp_path) == {"auto": "engine sim publishes no KV events: use --engine openai"}
+
+    def test_leaves_no_baseline_alone(self, tmp_path: Path) -> None:
+        asked = suite(SUITE.replace("[cell]", '[cell]\nresidency = "events"'))
+        assert run(tmp_path, asked, seeds=(0,)).runs == 0
+
+    def test_is_said_once(self, tmp_path: Path) -> None:
+        asked = suite(SUITE.replace("[cell]", '[cell]\nresidency = "events"'))
+        for _ in range(2):
+            assert run(tmp_path, asked, seeds=(0,)).unavailable == 2
+        assert len(lines(tmp_path, "unavailable")) == 2
+
+    @pytest.mark.parametrize(
+        ("folder", "said"), [(None, "give --corpora"), ("empty", "there is no corpus covidqa in .*empty")]
+    )
+    def test_a_corpus_that_is_not_here(self, tmp_path: Path, folder: str | None, said: str) -> None:
+        asked = suite(SUITE.replace('workload = ["paper-shuf", "geo"]', 'corpus = ["covidqa"]'))
+        where = None if folder is None else tmp_path / folder
+        assert run(tmp_path, asked, corpora=where) == Outcome(unavailable=2)
+        assert all(re.search(said, reason) for reason in self.reasons(tmp_path).values())
+
+    def test_what_does_not_exist_yet(self, tmp_path: Path) -> None:
+        assert run(tmp_path, suite(NEEDY)) == Outcome(unavailable=2)
+        assert self.reasons(tmp_path) == dict.fromkeys(
+            ("retrieval", "auto"), "needs patience, which does not exist yet"
+        )
+
+    def test_a_dry_run_of_quality_goes_its_whole_way_without_a_model(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        documents = [[f"title {n}", [f"Sentence {n}.", " Another."]] for n in range(4)]
+        facts = [["title 1", 0]]
+        record = {"question": "Which?", "answer": "title 1", "context": documents, "supporting_facts": facts}
+        records = [record | {"_id": f"q{n}", "type": "bridge", "level": "easy"} for n in range(3)]
+        (tmp_path / "hotpotqa.json").write_text(json.dumps(records))
+        asked = choose_suites(["table-2"])
+        outcome = run(tmp_path / "out", *asked, seeds=(0,), questions=tmp_path, dry_run=True)
+        assert outcome.quality > 0
+        assert {line["policy"] for line in lines(tmp_path / "out", "quality")} == set(asked[0].policies)
+        assert all(line["dry_run"] for line in lines(tmp_path / "out", "quality"))
+        assert {(line["name"], line["measured"]) for line in lines(tmp_path / "out", "check")} == {
+            ("quality-verdict", False)
+        }
+        missing = {line["cell"]["dataset"] for line in lines(tmp_path / "out", "unavailable")}
+        assert missing == {"musique", "2wikimultihopqa", "triviaqa", "nq"}
+        again = run(tmp_path / "out", *asked, seeds=(0,), questions=tmp_path, dry_run=True)
+        assert again.quality == 0
+        monkeypatch.setitem(sys.modules, "datasets", None)
+        run(tmp_path / "out", *asked, seeds=(0,), dry_run=True)
+        assert "hotpotqa" not in {line["cell"]["dataset"] for line in lines(tmp_path / "out", "unavailable")}
+
+    def test_questions_that_nobody_gave_come_from_the_hub_or_are_said_to_be_missing(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setitem(sys.modules, "datasets", None)
+        run(tmp_path, *choose_suites(["table-2"]), dry_run=True)
+        reasons = {line["cell"]["dataset"]: line["reason"] for line in lines(tmp_path, "unavailable")}
+        assert len(reasons) == 5
+        for dataset, reason in reasons.items():
+            assert f"loading {dataset} from the Hub needs datasets: pip install" in reason
+            assert "eval run: --questions DIR" in reason
+
+    def test_a_hub_that_is_away_is_asked_once_for_each_data_set(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        asked = []
+
+        class Away:
+            def dataset_info(self, name: str, *, timeout: float) -> None:
+                asked.append(name)
+                raise ConnectionError("no network")
+
+        monkeypatch.setitem(sys.modules, "datasets", ModuleType("datasets"))
+        monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(HfApi=Away))
+        run(tmp_path, read_suite("mine", QUALITY, "mine.toml"), seeds=(0, 1, 2), dry_run=True)
+        assert asked == ["hotpotqa/hotpot_qa"]
+        assert "cannot be loaded (ConnectionError)" in self.reasons(tmp_path)["auto+keep_first=2"]
+
+    def test_quality_without_a_model(self, tmp_path: Path) -> None:
+        run(tmp_path, *choose_suites(["table-2"]), seeds=(0,))
+        assert all("quality was not measured" in reason for reason in self.reasons(tmp_path).values())
+        assert not lines(tmp_path, "quality")
+
+    def test_a_cell_that_the_workload_cannot_draw(self, tmp_path: Path) -> None:
+        asked = suite(SUITE.replace("[cell]", "[cell]\ntop_k = 12"))
+        outcome = run(tmp_path, asked, seeds=(0,))
+        assert (outcome.runs, outcome.unavailable) == (2, 2)
+        assert {line["cell"]["workload"] for line in lines(tmp_path, "unavailable")} == {"paper-shuf"}
+
+    def test_a_peer_that_breaks_down_takes_nobody_with_it(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def broken(name: str) -> Any:
+            raise PeerError("the peer's process ended")
+
+        monkeypatch.setattr("ragorder.eval.harness.run.make_peer", lambda name: None)
+        monkeypatch.setattr("ragorder.eval.policies.make_peer", broken)
+        asked = suite(SUITE.replace('"auto"]', '"auto", "contextpilot"]'))
+        assert run(tmp_path, asked, seeds=(0,)) == Outcome(runs=4, unavailable=2)
+        assert self.reasons(tmp_path) == {"contextpilot": "the peer's process ended"}
+
+    def test_a_peer_that_cannot_be_installed_is_tried_once(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        tried = []
+
+        def missing(name: str) -> Any:
+            tried.append(name)
+            raise PeerError("contextpilot==0.5.0 cannot be installed: no network")
+
+        monkeypatch.setattr("ragorder.eval.harness.run.make_peer", missing)
+        asked = suite(SUITE.replace('"auto"]', '"auto", "contextpilot"]'))
+        assert run(tmp_path, asked, seeds=(0, 1)).runs == 8
+        assert tried == ["contextpilot"]
+        assert "no network" in self.reasons(tmp_path)["contextpilot"]
+
+
+class TestCells:
+    def lines(self, folder: Path, cell: str, policies: str = '"retrieval", "auto"', **options: Any) -> list[Any]:
+        text = SUITE.replace("capacity_tokens = 20_000", cell).replace('"retrieval", "auto"', policies)
+        text = text.replace('["paper-shuf", "geo"]', '["paper-shuf"]')
+        run(folder, suite(text), seeds=(0,), **options)
+        return lines(folder, "run")
+
+    def cached(self, found: list[Any]) -> dict[str, int]:
+        return {line["policy"]: sum(line["rows"]["cached_tokens"]) for line in found}
+
+    def test_guards_hold_orderers_back(self, tmp_path: Path) -> None:
+        found = self.lines(tmp_path, 'guards = "max_displacement=1"')
+        assert max(found[1]["rows"]["displacement"]) <= 1
+        held = self.lines(tmp_path / "all", 'guards = "max_displacement=0"')[1]
+        assert sum(held["rows"]["moved_share"]) == 0
+
+    def test_residency_none_promises_what_is_gone(self, tmp_path: Path) -> None:
+        stale, mirrored = (
+            self.lines(tmp_path / residency, f'capacity_tokens = 4_000\nresidency = "{residency}"')[1]
+            for residency in ("none", "lru")
+        )
+        wrong = [
+            sum(f > c for f, c in zip(line["rows"]["predicted_tokens"], line["rows"]["cached_tokens"], strict=True))
+            for line in (stale, mirrored)
+        ]
+        assert wrong[0] > wrong[1] == 0
+
+    def test_a_batch_is_kept_in_the_traces_order_and_has_no_warmup(self, tmp_path: Path) -> None:
+        one = self.lines(tmp_path / "one", "waiting = 0")
+        batch = self.lines(tmp_path / "batch", "batch = true")
+        assert [line["warmup"] for line in batch] == [0, 0]
+        assert batch[1]["rows"]["prompt_tokens"] == one[1]["rows"]["prompt_tokens"]
+        assert self.cached(batch)["auto"] > self.cached(one)["auto"]
+
+    def test_builds_are_timed_where_the_report_asks_for_them(self, tmp_path: Path) -> None:
+        text = SUITE.replace('figure = "strategies"', 'figure = "breakdown"\nmetrics = ["build_us"]')
+        run(tmp_path, suite(text), seeds=(0,))
+        assert all(min(line["rows"]["build_us"]) > 0 for line in lines(tmp_path, "run"))
+
+    def test_timelines_show_the_cache_fill_and_evict(self, tmp_path: Path) -> None:
+        text = SUITE.replace('figure = "strategies"', 'figure = "timeline"').replace("requests = 30", "requests = 90")
+        run(tmp_path, suite(text), seeds=(0,))
+        line = lines(tmp_path, "run")[1]["timeline"]
+        assert line["request"] == list(range(0, 90, 2))
+        assert line["held_tokens"][0] == line["evicted_tokens"][0] == 0
+        assert max(line["held_tokens"]) <= 20_000 < line["evicted_tokens"][-1] + line["held_tokens"][-1]
+        assert line["tree_nodes"][-1] > 0
+
+    def test_corpora_in_data_order_are_the_same_with_every_seed(self, tmp_path: Path) -> None:
+        folder = tmp_path / "corpora" / "tiny"
+        folder.mkdir(parents=True)
+        write_corpus(folder)
+        text = SUITE.replace('workload = ["paper-shuf", "geo"]', 'corpus = ["tiny"]\norder = ["data", "random"]')
+        run(tmp_path, suite(text.replace("[cell]", "[cell]\ntop_k = 2")), corpora=tmp_path / "corpora")
+        seeds = [(line["cell"]["order"], line["seed"]) for line in lines(tmp_path, "run")][::2]
+        assert seeds == [("data", 0), ("random", 0), ("random", 1), ("random", 2)]
+
+
+def write_corpus(folder: Path, questions: int = 12) -> None:
+    documents = [{"id": f"d{n}", "title": f"t{n}", "text": f"words of number {n}"} for n in range(6)]
+    asked = [{"id": f"q{n}", "question": f"What about {n}?"} for n in range(questions)]
+    ranked = [{"id": f"q{n}", "chunks": [f"d{n % 6}", f"d{(n + 1) % 6}"]} for n in range(questions)]
+    for name, records in (("documents", documents), ("questions", asked), ("run_top20", ranked)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+@contextmanager
+def own_suite(folder: Path) -> Iterator[Path]:
+    path = folder / "mine.toml"
+    path.write_text(SUITE)
+    yield path
+
+
+class TestCorporaOfOnesOwn:
+    def test_d10_the_suite_corpora_takes_every_folder(self, tmp_path: Path) -> None:
+        for name in ("mine", "covidqa"):
+            (tmp_path / "corpora" / name).mkdir(parents=True)
+            write_corpus(tmp_path / "corpora" / name)
+            ranked = [{"id": f"q{n}", "chunks": [f"d{(n + k) % 6}" for k in range(5)]} for n in range(12)]
+            text = "".join(json.dumps(line) + "\n" for line in ranked)
+            (tmp_path / "corpora" / name / "run_top20.jsonl").write_text(text)
+        (tmp_path / "corpora" / "notes").mkdir()
+        options = ("--corpora", tmp_path / "corpora", "--limit", "4", "--policy", "retrieval", "--seeds", "0")
+        done = invoke("run", "corpora", "-o", tmp_path / "out", *options)
+        assert done.exit_code == 0, done.output
+        assert {line["cell"]["corpus"] for line in lines(tmp_path / "out", "run")} >= {"mine", "covidqa"}
+
+    def test_other_suites_keep_their_own(self) -> None:
+        suites = load_suites()
+        assert suites["corpora"].with_corpora(["mine", "covidqa"]).sweep["corpus"][-2:] == ("pydocs", "mine")
+        assert [name for name, each in suites.items() if each.with_corpora(["mine"]) != each] == ["corpora"]
+
+
+class TestTheCommand:
+    def test_lists_every_suite(self) -> None:
+        shown = invoke("list").output
+        assert all(name in shown for name in load_suites())
+
+    def test_runs_and_says_what_it_did(self, tmp_path: Path) -> None:
+        with own_suite(tmp_path) as path:
+            done = invoke("run", path, "-o", tmp_path / "out", "--seeds", "0", "--limit", "10")
+        assert done.exit_code == 0, done.output
+        assert "4 runs served" in done.output
+        assert len(lines(tmp_path / "out", "run")[0]["rows"]["cached_tokens"]) == 10
+
+    def test_a_dry_run_says_what_would_be_served_and_leaves_nothing(self, tmp_path: Path) -> None:
+        done = invoke("run", "paper", "-o", tmp_path / "out", "--dry-run")
+        assert done.exit_code == 0, done.output
+        assert not (tmp_path / "out" / "results.jsonl").exists() or not lines(tmp_path / "out", "run")
+        assert re.search(r"table-1\D+0\D+0\D+42\D+0\D*\n", done.output), "table 9 has the same runs and more"
+        assert re.search(r"table-9\D+60\D+36,000\D+0\D+0\D*\n", done.output)
+
+    def test_a_dry_run_names_suites_that_measure_in_their_own_way(self, tmp_path: Path) -> None:
+        asked = ("ragcache-ttft-tiers", "ragcache-figure-22", "ragcache-figure-18")
+        done = invoke("run", *asked, "-o", tmp_path / "out", "--engine", "openai", "--seeds", "0,1", "--dry-run")
+        assert done.exit_code == 0, done.output
+        said = [line.partition(":")[::2] for line in done.output.splitlines()]
+        cells = {name: len(suite.points) for name in asked for suite in choose_suites([name])}
+        assert [(name, f" {cells[name]} cells x 2 seeds" in rest) for name, rest in said] == [(n, True) for n in asked]
+        assert not (tmp_path / "out").exists()
+
+    def test_a_dry_run_of_the_short_forms_has_a_real_engines_size(self, tmp_path: Path) -> None:
+        done = invoke("run", "paper", "-o", tmp_path / "out", "--dry-run", "--reduced", "--engine", "vllm")
+        assert done.exit_code == 0, done.output
+        (total,) = re.findall(r"all\D+[\d,]+\D+([\d,]+)", done.output)
+        assert 700 <= int(total.replace(",", "")) <= 1_500
+
+    @pytest.mark.parametrize(
+        ("arguments", "said"),
+        [
+            (("tabel-1",), "unknown suite 'tabel-1'"),
+            (("table-1", "--policy", "atuo"), "a policy 'atuo'"),
+            (("table-1", "--seeds", "1,1"), "each seed once"),
+            (("table-1", "--base-url", "http://x"), "go with --engine openai"),
+            (("table-1", "--model", "m"), "--model goes with --engine vllm"),
+            (("table-1", "--replay-endpoint", "tcp://x"), "go with --events-endpoint"),
+            (("table-1", "--corpora", "/nowhere"), "/nowhere"),
+        ],
+    )
+    def test_says_what_is_wrong(self, tmp_path: Path, arguments: tuple[str, ...], said: str) -> None:
+        done = invoke("run", *arguments, "-o", tmp_path / "out")
+        assert done.exit_code != 0
+        assert said in " ".join(done.stderr.split())
+
+    def test_questions_that_are_not_there_are_said_to_be_missing(self, tmp_path: Path) -> None:
+        done = invoke("run", "table-2", "-o", tmp_path / "out", "--dry-run", "--questions", tmp_path, "--seeds", "0")
+        assert done.exit_code == 0
+        reasons = {line["reason"] for line in lines(tmp_path / "out", "unavailable")}
+        assert len(reasons) == 5
+        assert all("the questions are not here: give --questions" in reason for reason in reasons)
+
+    def test_goes_on_in_a_folder_where_quality_was_asked_about(self, tmp_path: Path) -> None:
+        """`ragorder eval quality` keeps its answers there as well: whatever it was asked with, no run depends on it."""
+        arguments = {"command": "quality", "dataset": "hotpotqa", "engine": "openai", "limit": 5}
+        session = {"type": "session", "schema": 1, "session": "s", "arguments": arguments, "environment": {}}
+        (tmp_path / "results.jsonl").write_text(json.dumps(session) + "\n", "utf-8")
+        with own_suite(tmp_path) as path:
+            done = invoke("run", path, "-o", tmp_path, "--seeds", "0")
+        assert done.exit_code == 0, done.stderr
+        assert lines(tmp_path, "run")
+
+    def test_never_keeps_a_key(self, tmp_path: Path) -> None:
+        with own_suite(tmp_path) as path:
+            invoke("run", path, "-o", tmp_path / "out", "--seeds", "0", "--api-key", "sk-secret")
+        assert "sk-secret" not in (tmp_path / "out" / "results.jsonl").read_text()
+
+
+@pytest.mark.vllm
+class TestOnARealEngine:
+    @pytest.fixture(scope="class")
+    def folder(self, tmp_path_factory: pytest.TempPathFactory, vllm_model: Path, python: Any) -> Path:
+        """Three jobs that come in the order in which their engines can be kept: two seeds with one size, and another.
+
+        In a process of its own: engines that this one closes would leave the session's without their groups.
+        """
+        folder = tmp_path_factory.mktemp("vllm")
+        text = SUITE.replace('["paper-shuf", "geo"]', '["paper-shuf"]\ncapacity_tokens = [4_000, 3_000]')
+        text = text.replace("capacity_tokens = 20_000", "top_k = 2").replace("requests = 30", "requests = 12")
+        text = text.replace('"retrieval", "auto"]', '"none", "retrieval", "auto", "oracle"]')
+        (folder / "mine.toml").write_text(text, "utf-8")
+        command = ["-c", "from ragorder.cli import main; main()", "eval", "run", folder / "mine.toml"]
+        options = ["-o", folder, "--seeds", "0,1", "--engine", "vllm", "--model", vllm_model]
+        done = python(*command, *options, timeout=500)
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert "12 runs served" in done.stdout
+        return folder
+
+    def test_the_same_suite_has_times_as_well(self, folder: Path, vllm_model: Path) -> None:
+        found = lines(folder, "run")
+        for line in found:
+            assert all(ms > 0 for ms in line["rows"]["ttft_ms"])
+            assert all(us > 0 for us in line["rows"]["build_us"])
+            assert line["throughput"]["requests_per_s"] > 0
+            assert line["engine"]["model"] == str(vllm_model)
+        for none, retrieval, auto in zip(found[::3], found[1::3], found[2::3], strict=True):
+            assert sum(none["rows"]["cached_tokens"]) == 0
+            assert sum(auto["rows"]["cached_tokens"]) >= sum(retrieval["rows"]["cached_tokens"]) > 0
+
+    def test_an_engine_that_was_kept_has_forgotten_what_it_served(self, folder: Path, vllm_model: Path) -> None:
+        """It finds what a simulated one finds that is new for every job."""
+        prompts = built_prompts(vllm_model)
+        for line in lines(folder, "run"):
+            if line["policy"] == "retrieval":
+                requests = trace_of_workload(
+                    make_workload("paper-shuf", line["seed"], top_k=2, requests=12), 12
+                ).requests
+                size = line["engine"]["block_size"], line["engine"]["capacity_tokens"]
+                fresh = SimEngine(block_size=size[0], capacity_tokens=size[1], output_tokens=0, like="vllm-0.32")
+                asked = [prompts.token_ids(number, each, each.documents) for number, each in enumerate(requests)]
+                assert line["rows"]["cached_tokens"] == [fresh.generate(each).cached_tokens for each in asked]
+
+
+LIVE = """
+title = "On a server"
+source = "tests"
+says = "Something."
+policies = ["none", "retrieval", "auto"]
+requests = 12
+
+[cell]
+workload = "paper-shuf"
+top_k = 2
+capacity_tokens = 4_096
+
+[sweep]
+concurrency = [1, 4]
+
+[[extra]]
+residency = ["events"]
+
+[report]
+figure = "strategies"
+"""
+
+
+@pytest.mark.vllm
+class TestOnARealServer:
+    @pytest.fixture(scope="class")
+    def command(self, tmp_path_factory: pytest.TempPathFactory, vllm_server: Any, vllm_model: Path) -> list[Any]:
+        folder = tmp_path_factory.mktemp("live")
+        (folder / "live.toml").write_text(LIVE, "utf-8")
+        events = ["--events-endpoint", vllm_server.events_endpoint, "--replay-endpoint", vllm_server.replay_endpoint]
+        server = ["--engine", "openai", "--base-url", vllm_server.base_url, "--model", vllm_model, *events]
+        return ["run", folder / "live.toml", "-o", folder, "--seeds", "0,1", *server]
+
+    @pytest.fixture(scope="class")
+    def found(self, command: list[Any]) -> list[dict[str, Any]]:
+        done = invoke(*command)
+        assert done.exit_code == 0, done.output
+        assert "12 runs served, 3 not to be had" in done.output
+        return lines(command[3], "run")
+
+    def test_every_cell_has_all_its_requests_answered(self, found: list[dict[str, Any]], vllm_server: Any) -> None:
+        keys = [(line["cell"].get("concurrency", "events"), line["seed"], line["policy"]) for line in found]
+        assert keys == [(c, s, p) for c in (1, 4, "events") for s in (0, 1) for p in ("retrieval", "auto")]
+        for line in found:
+            engine = line["engine"]
+            assert (engine["name"], engine["block_size"], engine["capacity_tokens"]) == ("openai", 32, 4_096)
+            assert (line["failures"], line["fallbacks"]) == (0, 0)
+            assert line["throughput"]["requests_per_s"] > 0
+            rows = line["rows"]
+            assert all(ms > 0 for ms in rows["ttft_ms"])
+            for cached, prompt in zip(rows["cached_tokens"], rows["prompt_tokens"], strict=True):
+                assert cached % 32 == 0
+                assert 0 <= cached < prompt
+
+    def test_policies_have_the_same_prompts_and_a_cache_of_their_own(self, found: list[dict[str, Any]]) -> None:
+        for retrieval, auto in zip(found[::2], found[1::2], strict=True):
+            assert retrieval["rows"]["prompt_tokens"] == auto["rows"]["prompt_tokens"]
+            assert retrieval["rows"]["cached_tokens"][0] == auto["rows"]["cached_tokens"][0] == 0
+            assert sum(retrieval["rows"]["moved_share"]) == 0 < sum(auto["rows"]["moved_share"])
+            assert sum(auto["rows"]["cached_tokens"]) > 0
+
+    def test_what_a_server_cannot_do_is_said(self, found: list[dict[str, Any]], command: list[Any]) -> None:
+        missing = lines(command[3], "unavailable")
+        assert {line["policy"] for line in missing} == {"none"}
+        assert "measure it with --engine vllm" in missing[0]["reason"]
+
+    def test_what_is_there_is_not_served_again(self, found: list[dict[str, Any]], command: list[Any]) -> None:
+        assert "0 runs served" in invoke(*command).output
+        assert lines(command[3], "run") == found
+
+    def test_servers_of_ones_own_stay_until_another_size_is_needed(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vllm_server: Any, vllm_model: Path
+    ) -> None:
+        """The session's stands in for them, so that none has to be started."""
+        happened: list[Any] = []
+
+        @contextmanager
+        def start_server(bench: Bench) -> Iterator[Any]:
+            happened.append(bench.capacity)
+            yield vllm_server
+            happened.append("stopped")
+
+        monkeypatch.setattr("ragorder.eval.live.start_server", start_server)
+        text = LIVE.replace("capacity_tokens = 4_096\n", "").replace("[1, 4]", "[1]\ncapacity_tokens = [4_096, 2_048]")
+        text = text.replace('\n[[extra]]\nresidency = ["events"]\n', "").replace("top_k = 2", 'residency = "events"')
+        asked = read_suite("own", text, "own.toml")
+        outcome = run(tmp_path, asked, seeds=(0, 1), engine="openai", model=vllm_model, limit=2)
+        assert outcome == Outcome(runs=8, unavailable=2)
+        assert happened == [capacity(4_096), "stopped", capacity(2_048), "stopped"]
+        assert all(line["failures"] == 0 for line in lines(tmp_path, "run"))
+
+
+class TestAServerOfOnesOwn:
+    def test_that_does_not_come_up_says_why_and_leaves_no_folder(self, tmp_path: Path) -> None:
+        def launch(options: Sequence[str], environment: Mapping[str, str], log: Path) -> Process:
+            complaint = [sys.executable, "-c", "print('there is no such model'); raise SystemExit(1)"]
+            with log.open("ab") as file:
+                return subprocess.Popen(complaint, stdout=file, start_new_session=True)
+
+        server = VLLMServer(tmp_path / "no-model", blocks=4, launch=launch)
+        folder = Path(server.events_endpoint.removeprefix("ipc://")).parent
+        with pytest.raises(EngineError, match="did not come up:\nthere is no such model"):
+            server.start()
+        assert not folder.exists()
+
+    @pytest.mark.vllm
+    def test_has_its_folder_as_long_as_it_runs(self, vllm_server: VLLMServer) -> None:
+        folder = Path(vllm_server.events_endpoint.removeprefix("ipc://")).parent
+        assert (folder / "server.log").exists()
+        assert folder.stat().st_mode & 0o077 == 0

@@ -1,0 +1,1361 @@
+"""Load: when requests arrive, who sends them, what an engine under load holds, and servers that are measured from
+outside."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import math
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ragorder import Document
+from ragorder.cli import main
+from ragorder.eval.arrivals import Arrival, Arrivals, ArrivalsError, load_arrivals, poisson_arrivals, replicate
+from ragorder.eval.bench import Bench, Capacity, run_bench
+from ragorder.eval.engines.base import Completion, EngineError, RequestError
+from ragorder.eval.engines.openai import OpenAIEngine, find_model
+from ragorder.eval.engines.sim import SimEngine
+from ragorder.eval.load import (
+    Load,
+    ServiceTimes,
+    interleave,
+    serve_in_turn,
+    serve_live,
+    serve_live_in_turn,
+    serve_virtual,
+)
+from ragorder.eval.policies import make_policy
+from ragorder.eval.prompts import NumberedPrompts
+from ragorder.eval.run_result import RunResult
+from ragorder.eval.runner import Run
+from ragorder.eval.trace import Trace, trace_of_corpus, trace_of_workload
+from ragorder.eval.workloads import WORKLOADS, make_workload
+
+TRACES = Path(__file__).resolve().parents[3] / "shared" / "data" / "traces"
+AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
+2023-11-16 18:15:46.6805900,374,44
+2023-11-16 18:15:50.9951690,396,109
+2023-11-16 18:15:51.2221670,879,55
+"""
+MOONCAKE = """{"timestamp": 0, "input_length": 6758, "output_length": 500, "hash_ids": [0, 1]}
+{"timestamp": 27, "input_length": 7322}
+{"timestamp": 3000, "input_length": 100, "output_length": 7}
+"""
+
+
+def invoke(*arguments: str | Path) -> Result:
+    done = CliRunner().invoke(main, ["bench", *map(str, arguments)], env={"COLUMNS": "200", "OPENAI_API_KEY": ""})
+    assert done.exception is None or isinstance(done.exception, SystemExit), repr(done.exception)
+    return done
+
+
+def bench(*arguments: str | Path) -> list[dict[str, Any]]:
+    """The runs of a benchmark."""
+    done = invoke("--json", "-", *arguments)
+    assert done.exit_code == 0, done.output
+    runs: list[dict[str, Any]] = json.loads(done.stdout)["runs"]
+    return runs
+
+
+def refusal(*arguments: str | Path) -> str:
+    """What is said of a benchmark that cannot be run."""
+    done = invoke(*arguments)
+    assert done.exit_code != 0, done.output
+    assert "Traceback" not in done.output
+    return " ".join(done.stderr.split())
+
+
+def written(folder: Path, text: str, name: str = "trace.csv") -> Path:
+    path = folder / name
+    path.write_bytes(gzip.compress(text.encode()) if name.endswith(".gz") else text.encode())
+    return path
+
+
+def times(arrivals: Sequence[Arrival]) -> list[float]:
+    return [arrival.at_s for arrival in arrivals]
+
+
+class TestPoissonArrivals:
+    def test_begin_at_zero_and_never_go_back(self) -> None:
+        drawn = times(poisson_arrivals(3.0, 500, seed=1))
+        assert drawn[0] == 0
+        assert all(before < after for before, after in pairwise(drawn))
+
+    @pytest.mark.parametrize("rate", [0.5, 4.0, 300.0])
+    def test_come_at_their_rate(self, rate: float) -> None:
+        drawn = times(poisson_arrivals(rate, 20_001, seed=2))
+        assert 20_000 / drawn[-1] == pytest.approx(rate, rel=0.03)
+
+    def test_gaps_are_exponential(self) -> None:
+        gaps = [after - before for before, after in pairwise(times(poisson_arrivals(1.0, 20_001, seed=3)))]
+        # As many gaps are longer than the mean as an exponential distribution has: 1 / e.
+        assert sum(gap > 1 for gap in gaps) / len(gaps) == pytest.approx(math.exp(-1), abs=0.01)
+
+    def test_are_those_of_their_seed(self) -> None:
+        assert poisson_arrivals(2.0, 50, seed=4) == poisson_arrivals(2.0, 50, seed=4)
+        assert poisson_arrivals(2.0, 50, seed=4) != poisson_arrivals(2.0, 50, seed=5)
+
+    def test_do_not_depend_on_how_many_are_drawn(self) -> None:
+        assert poisson_arrivals(2.0, 50, seed=4)[:20] == poisson_arrivals(2.0, 20, seed=4)
+
+
+class TestTraces:
+    @pytest.mark.parametrize("name", ["trace.csv", "trace.csv.gz"])
+    def test_azures_have_times_and_lengths(self, tmp_path: Path, name: str) -> None:
+        arrivals = load_arrivals(written(tmp_path, AZURE, name))
+        assert times(arrivals) == pytest.approx([0, 4.314579, 4.541577])
+        assert [arrival.output_tokens for arrival in arrivals] == [44, 109, 55]
+
+    @pytest.mark.parametrize("name", ["trace.jsonl", "trace.jsonl.gz"])
+    def test_mooncakes_are_in_milliseconds(self, tmp_path: Path, name: str) -> None:
+        arrivals = load_arrivals(written(tmp_path, MOONCAKE, name))
+        assert arrivals == [Arrival(0, 500), Arrival(0.027, None), Arrival(3, 7)]
+
+    def test_unsorted_lines_are_sorted_and_the_first_is_at_zero(self, tmp_path: Path) -> None:
+        header, *lines = AZURE.splitlines()
+        shuffled = "\n".join([header, lines[1], lines[2], lines[0]])
+        assert load_arrivals(written(tmp_path, shuffled)) == load_arrivals(written(tmp_path, AZURE))
+
+    def test_empty_lines_windows_line_ends_and_a_byte_order_mark_are_fine(self, tmp_path: Path) -> None:
+        odd = "\ufeff" + AZURE.replace("\n", "\r\n\r\n")
+        assert load_arrivals(written(tmp_path, odd)) == load_arrivals(written(tmp_path, AZURE))
+
+    @pytest.mark.parametrize(
+        "line",
+        [
+            "2023-11-16 18:15:50,396",
+            "2023-11-16 18:15:50,396,1,2",
+            "yesterday,396,109",
+            "2023-11-16 18:15:50+00:00,396,109",
+            "2023-11-16 18:15:50,396,many",
+            "2023-11-16 18:15:50,396,-1",
+        ],
+    )
+    def test_a_bad_line_of_azures_is_named(self, tmp_path: Path, line: str) -> None:
+        path = written(tmp_path, f"{AZURE}\n{line}\n")
+        with pytest.raises(ArrivalsError) as error:
+            load_arrivals(path)
+        assert str(error.value) == f"{path}:6: expected a line such as 2023-11-16 18:15:46.68,374,44"
+
+    @pytest.mark.parametrize(
+        "line",
+        [
+            "{",
+            "[]",
+            "5",
+            '{"output_length": 5}',
+            '{"timestamp": "x"}',
+            '{"timestamp": null}',
+            '{"timestamp": NaN}',
+            '{"timestamp": 1e999}',
+            '{"timestamp": 5, "output_length": -5}',
+            '{"timestamp": 5, "output_length": []}',
+            "[" * 100_000,
+        ],
+    )
+    def test_a_bad_line_of_mooncakes_is_named(self, tmp_path: Path, line: str) -> None:
+        path = written(tmp_path, f"{MOONCAKE}{line}\n", "trace.jsonl")
+        with pytest.raises(ArrivalsError) as error:
+            load_arrivals(path)
+        assert str(error.value) == f'{path}:4: expected a line such as {{"timestamp": 27, "output_length": 500}}'
+
+    @pytest.mark.parametrize("text", ["", "\n\n", AZURE.splitlines()[0]])
+    def test_a_file_without_arrivals_is_refused(self, tmp_path: Path, text: str) -> None:
+        path = written(tmp_path, text)
+        with pytest.raises(ArrivalsError) as error:
+            load_arrivals(path)
+        assert str(path) in str(error.value)
+
+    def test_another_table_is_told_the_columns(self, tmp_path: Path) -> None:
+        path = written(tmp_path, "time,length\n1,2\n")
+        with pytest.raises(ArrivalsError, match=":1: expected the columns TIMESTAMP,ContextTokens,GeneratedTokens"):
+            load_arrivals(path)
+
+    @pytest.mark.parametrize(
+        "content",
+        [b"\xff\xfe\x00", b"no gzip", gzip.compress(AZURE.encode(), mtime=0)[:40]],
+        ids=["text", "none", "torn"],
+    )
+    def test_a_file_that_cannot_be_read_is_named(self, tmp_path: Path, content: bytes) -> None:
+        path = tmp_path / "trace.csv.gz"
+        path.write_bytes(content)
+        with pytest.raises(ArrivalsError) as error:
+            load_arrivals(path)
+        assert str(path) in str(error.value)
+
+    def test_a_file_that_is_missing_is_named(self) -> None:
+        with pytest.raises(ArrivalsError, match="/nowhere/trace"):
+            Arrivals.parse("/nowhere/trace")
+
+    @pytest.mark.parametrize(
+        ("name", "count", "seconds"),
+        [
+            ("azure_llm_2023_conv.csv.gz", 19_366, 3_501.7),
+            ("azure_llm_2023_code.csv.gz", 8_819, 3_435.9),
+            ("mooncake_conversation.jsonl.gz", 12_031, 3_537.0),
+        ],
+    )
+    def test_the_published_ones_are_read_whole(self, name: str, count: int, seconds: float) -> None:
+        if not (TRACES / name).exists():
+            pytest.skip("needs the traces of ../shared")
+        arrivals = load_arrivals(TRACES / name)
+        assert (len(arrivals), arrivals[0].at_s) == (count, 0)
+        assert arrivals[-1].at_s == pytest.approx(seconds, abs=0.1)
+        assert min(arrival.output_tokens or 0 for arrival in arrivals) >= 1
+
+
+class TestPlayingATrace:
+    @pytest.fixture
+    def trace(self, tmp_path: Path) -> Path:
+        return written(tmp_path, AZURE)
+
+    def test_tells_how_many_requests_there_are_and_how_long_the_answers(self, trace: Path) -> None:
+        arrivals = Arrivals.parse(str(trace), replicas=8)
+        assert (arrivals.name, arrivals.count, arrivals.output_tokens_mean) == ("trace.csv", 24, 69)
+        assert Arrivals.parse("poisson:2").count is None
+        assert Arrivals.parse("poisson:2").output_tokens_mean is None
+
+    def test_time_scale_divides_the_times_and_nothing_else(self, trace: Path) -> None:
+        plain, fast = (Arrivals.parse(str(trace), time_scale=scale, replicas=3).draw(9, 0) for scale in (1.0, 8.0))
+        assert times(fast) == pytest.approx([at_s / 8 for at_s in times(plain)])
+        assert [each.output_tokens for each in fast] == [each.output_tokens for each in plain]
+
+    def test_limit_is_the_first_arrivals(self, trace: Path) -> None:
+        arrivals = Arrivals.parse(str(trace))
+        assert arrivals.draw(2, 0) == load_arrivals(trace)[:2]
+        with pytest.raises(ArrivalsError, match=r"trace\.csv has 3 arrivals: lower --limit \(4\)"):
+            arrivals.draw(4, 0)
+
+    @given(
+        st.lists(st.integers(0, 50), min_size=1, max_size=12),
+        st.integers(1, 5),
+        st.integers(0, 3),
+        st.integers(1, 60),
+    )
+    def test_replicas_stay_between_their_arrival_and_the_next(
+        self, drawn: list[int], replicas: int, seed: int, limit: int
+    ) -> None:
+        trace = [Arrival(float(at_s), number) for number, at_s in enumerate(sorted(drawn))]
+        spread = replicate(trace, replicas, seed)
+        assert times(spread) == sorted(times(spread))
+        for number, arrival in enumerate(trace):
+            own = [each.at_s for each in spread if each.output_tokens == number]
+            assert len(own) == replicas
+            assert min(own) == arrival.at_s
+            if number + 1 < len(trace):
+                assert max(own) <= trace[number + 1].at_s
+        count = min(limit, len(spread))
+        first = Arrivals("made", trace=trace, replicas=replicas).draw(count, seed)
+        if count <= (len(trace) - 1) * replicas:
+            assert first == spread[:count]
+
+    def test_replicas_are_those_of_their_seed(self, trace: Path) -> None:
+        arrivals = Arrivals.parse(str(trace), replicas=4)
+        assert arrivals.draw(12, 1) == arrivals.draw(12, 1) != arrivals.draw(12, 2)
+
+    @pytest.mark.parametrize("text", ["poisson:", "poisson:x", "poisson:0", "poisson:-1", "poisson:nan", "poisson:inf"])
+    def test_no_rate_is_refused(self, text: str) -> None:
+        with pytest.raises(ArrivalsError, match=r"requests per second, such as poisson:2\.5"):
+            Arrivals.parse(text)
+
+    @pytest.mark.parametrize("scaling", [{"time_scale": 2.0}, {"replicas": 2}])
+    def test_poisson_is_no_trace_to_play(self, scaling: dict[str, Any]) -> None:
+        with pytest.raises(ArrivalsError, match="choose another rate"):
+            Arrivals.parse("poisson:2", **scaling)
+
+    @pytest.mark.parametrize("scale", [0.0, -1.0, math.nan, math.inf])
+    def test_a_scale_is_positive(self, trace: Path, scale: float) -> None:
+        with pytest.raises(ArrivalsError, match="--time-scale"):
+            Arrivals.parse(str(trace), time_scale=scale)
+
+
+class Counting(SimEngine):
+    """A simulated engine that knows how many requests hold blocks of it, and which prompts it was given."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.open: set[int] = set()
+        self.most = 0
+        self.prompts: list[bytes] = []
+        self.lengths: list[int | None] = []
+
+    def admit(self, token_ids: Sequence[int], output_tokens: int | None = None) -> tuple[Completion, int]:
+        assert not self.open or self.has_room(token_ids, output_tokens)
+        completion, handle = super().admit(token_ids, output_tokens)
+        self.open.add(handle)
+        self.most = max(self.most, len(self.open))
+        self.prompts.append(bytes(memoryview(token_ids)))  # type: ignore[arg-type]
+        self.lengths.append(output_tokens)
+        return completion, handle
+
+    def finish(self, handle: int) -> None:
+        self.open.remove(handle)
+        super().finish(handle)
+
+
+def trace_of(name: str = "paper-shuf", requests: int = 200) -> Trace:
+    return trace_of_workload(make_workload(name, 0, requests=requests), requests)
+
+
+def make_run(trace: Trace, engine: Any, policy: str = "best", **options: Any) -> Run:
+    prompts = NumberedPrompts()
+    return Run(trace, policy, make_policy(policy, engine=engine, prompts=prompts), engine, prompts, **options)
+
+
+def drive(
+    load: Load, *, policy: str = "best", trace: Trace | None = None, **options: Any
+) -> tuple[RunResult, Counting]:
+    """A run on the virtual clock, served to the end."""
+    trace = trace or trace_of()
+    engine = Counting(**({"capacity_tokens": 100_000} | options))
+    run = make_run(trace, engine, policy, load={"concurrency": load.concurrency, "arrivals": None})
+    steps = sum(1 for _ in serve_virtual(run, engine, load, ServiceTimes()))
+    assert steps == len(trace.requests)
+    assert not engine.open
+    assert run.in_flight == run.remaining == 0
+    return run.result(), engine
+
+
+def every(seconds: float, requests: int = 200) -> list[Arrival]:
+    return [Arrival(number * seconds) for number in range(requests)]
+
+
+class TestOnTheVirtualClock:
+    @pytest.mark.parametrize("concurrency", [1, 3, 16])
+    def test_a_closed_loop_keeps_so_many_in_flight_and_never_more(self, concurrency: int) -> None:
+        result, engine = drive(Load(concurrency))
+        assert engine.most == concurrency
+        assert result.deciles is not None
+        assert [decile.in_flight_mean for decile in result.deciles[1:]] == [concurrency] * 9
+
+    @pytest.mark.parametrize("load", [Load(4), Load(arrivals=every(0.01)), Load(2, every(0.01)), Load(1000)])
+    def test_every_request_is_served_once(self, load: Load) -> None:
+        result, engine = drive(load)
+        trace, prompts = trace_of(), NumberedPrompts()
+        assert len(engine.prompts) == result.requests == 200
+        assert result.failures == 0
+        assert result.prompt_tokens == sum(
+            len(prompts.token_ids(number, request, request.documents)) for number, request in enumerate(trace.requests)
+        )
+        assert len(set(engine.prompts)) == 200
+
+    def test_an_open_loop_sends_whatever_is_in_flight(self) -> None:
+        """A request takes about 0.7 s here, and 100 arrive within 0.1 s."""
+        _, engine = drive(Load(arrivals=every(0.001, 100)), trace=trace_of(requests=100), capacity_tokens=None)
+        assert engine.most == 100
+
+    def test_an_open_loop_can_be_bounded(self) -> None:
+        _, engine = drive(Load(7, every(0.001)), capacity_tokens=None)
+        assert engine.most == 7
+
+    def test_the_number_in_flight_follows_from_the_load(self) -> None:
+        few, many = (drive(Load(arrivals=every(gap)))[0].deciles for gap in (2.0, 0.1))
+        assert few is not None
+        assert many is not None
+        assert {decile.in_flight_mean for decile in few} == {1.0}
+        # An answer of 32 tokens takes 0.64 s at 50 tokens a second, prefill some hundredths: 6 to 7 and itself.
+        assert all(6 < decile.in_flight_mean < 9 for decile in many[1:])
+
+    def test_what_is_cached_makes_the_engine_faster(self) -> None:
+        """At this load prefill is the bottleneck: requests pile up the less, the more is cached."""
+        ordered, plain = (
+            drive(Load(arrivals=every(0.05)), policy=policy)[0].deciles for policy in ("best", "retrieval")
+        )
+        assert ordered is not None
+        assert plain is not None
+        assert ordered[-1].in_flight_mean < plain[-1].in_flight_mean
+
+    def test_slow_prefill_is_waited_for_in_turn(self) -> None:
+        trace = trace_of("ov0.0", 20)
+        engine = Counting(capacity_tokens=None, output_tokens=1)
+        run = make_run(trace, engine)
+        arrivals = every(0.001, 20)
+        list(serve_virtual(run, engine, Load(arrivals=arrivals), ServiceTimes(prefill_tokens_per_s=1.0)))
+        assert engine.most == 20
+
+    def test_answers_are_as_long_as_the_arrivals_say(self) -> None:
+        arrivals = [Arrival(number * 0.1, number) for number in range(200)]
+        assert drive(Load(arrivals=arrivals))[1].lengths == list(range(200))
+        assert drive(Load(arrivals=arrivals, output_tokens=5))[1].lengths == [5] * 200
+        assert drive(Load(2))[1].lengths == [None] * 200
+
+    def test_a_request_without_room_waits_until_others_end(self) -> None:
+        """Room for two prompts and a bit; `Counting.admit` sees to it that nobody is thrown out."""
+        result, engine = drive(Load(8), policy="retrieval", trace=trace_of("ov0.0"), capacity_tokens=2_500)
+        assert engine.most <= 3
+        assert result.deciles is not None
+        assert result.deciles[-1].in_flight_mean == 8
+
+    def test_a_prompt_larger_than_the_cache_is_served_alone(self) -> None:
+        _, engine = drive(Load(8), capacity_tokens=500)
+        assert engine.most == 1
+
+    def test_virtual_times_are_not_reported(self) -> None:
+        assert drive(Load(4))[0].ttft_ms is None
+
+    def test_without_prefix_caching_nothing_is_reused(self) -> None:
+        result, engine = drive(Load(4), policy="none", prefix_caching=False)
+        assert (result.cached_tokens, engine.most) == (0, 4)
+
+    def test_runs_take_turns_and_the_first_one_changes(self) -> None:
+        said: list[str] = []
+
+        def driver(name: str) -> Iterator[None]:
+            for _ in range(3):
+                said.append(name)
+                yield
+
+        steps: list[None] = []
+        interleave([driver(name) for name in "abc"], lambda: steps.append(None))
+        assert "".join(said) == "abcbcacab"
+        assert len(steps) == 9
+
+    @pytest.mark.parametrize("in_flight", [1, 5])
+    def test_in_turn_the_last_few_count_as_running(self, in_flight: int) -> None:
+        engine = SimEngine(in_flight=in_flight)
+        run = make_run(trace_of(), engine, load={})
+        interleave([serve_in_turn(run, engine, in_flight)])
+        result = run.result()
+        assert (run.in_flight, result.prediction_within_block) == (0, 1)
+        assert result.deciles is not None
+        assert [decile.in_flight_mean for decile in result.deciles[1:]] == [in_flight] * 9
+
+    @pytest.mark.parametrize("rates", [(0, 1), (1, 0), (-1, 1), (math.nan, 1)])
+    def test_a_rate_is_positive(self, rates: tuple[float, float]) -> None:
+        with pytest.raises(ValueError, match="--prefill-rate"):
+            ServiceTimes(*rates)
+
+
+class TestAdmission:
+    """Admit and finish are generate, taken apart."""
+
+    def test_one_at_a_time_they_are_generate(self) -> None:
+        trace, prompts = trace_of(), NumberedPrompts()
+        whole, parts = (SimEngine(capacity_tokens=20_000) for _ in range(2))
+        handle = None
+        for number, request in enumerate(trace.requests):
+            token_ids = prompts.token_ids(number, request, request.documents)
+            if handle is not None:
+                parts.finish(handle)
+            completion, handle = parts.admit(token_ids)
+            assert completion == whole.generate(token_ids)
+
+    def test_finishing_twice_is_finishing_once(self) -> None:
+        engine = SimEngine(block_size=4, capacity_tokens=16, output_tokens=0)
+        _, handle = engine.admit(range(8))
+        engine.finish(handle)
+        engine.finish(handle)
+        assert engine.admit(range(9))[0].cached_tokens == 8
+
+    @given(
+        st.lists(st.tuples(st.lists(st.integers(0, 2), max_size=6), st.integers(0, 9)), max_size=20),
+        st.integers(1, 12),
+        st.randoms(use_true_random=False),
+    )
+    def test_has_room_says_whether_nobody_has_to_end(
+        self, drawn: list[tuple[list[int], int]], blocks: int, rng: Any
+    ) -> None:
+        class Ending(SimEngine):
+            ended = 0
+
+            def finish(self, handle: int) -> None:
+                self.ended += 1
+                super().finish(handle)
+
+        engine = Ending(block_size=4, capacity_tokens=4 * blocks)
+        handles: list[int] = []
+        for chunks, output_tokens in drawn:
+            token_ids = [chunk for chunk in chunks for _ in range(3)]
+            if handles and rng.random() < 0.4:
+                engine.finish(handles.pop(rng.randrange(len(handles))))
+            room, before = engine.has_room(token_ids, output_tokens), engine.ended
+            anybody = bool(engine._running)
+            handles.append(engine.admit(token_ids, output_tokens)[1])
+            if anybody:
+                assert (engine.ended == before) == room
+
+
+class TestPredicting:
+    @pytest.mark.parametrize("workload", ["paper-shuf", "mix8", "zipf10"])
+    @pytest.mark.parametrize("concurrency", [1, 4, 16])
+    @pytest.mark.parametrize("capacity", [20_000, 100_000])
+    def test_the_mirror_is_exact_under_concurrency(self, workload: str, concurrency: int, capacity: int) -> None:
+        result, _ = drive(Load(concurrency), trace=trace_of(workload, 400), capacity_tokens=capacity)
+        assert result.prediction_within_block is not None
+        assert result.prediction_within_block >= 0.99
+        assert result.prediction_error_blocks_mean == pytest.approx(0, abs=0.05)
+        assert result.prediction_bias_blocks == pytest.approx(0, abs=0.05)
+
+    def test_is_exact_in_an_open_loop_with_answers_of_a_known_length(self) -> None:
+        arrivals = poisson_arrivals(10.0, 400, seed=0)
+        result, _ = drive(Load(arrivals=arrivals), trace=trace_of("zipf10", 400), capacity_tokens=50_000)
+        assert result.prediction_within_block is not None
+        assert result.prediction_within_block >= 0.99
+
+    def test_answers_of_unknown_length_cost_little(self) -> None:
+        """The policy is told the mean; the answers are anything from nothing to twice that, and end in any order."""
+        arrivals = [
+            replace(each, output_tokens=n * 37 % 401) for n, each in enumerate(poisson_arrivals(5.0, 600, seed=0))
+        ]
+        trace = trace_of("zipf10", 600)
+        result, _ = drive(Load(arrivals=arrivals), trace=trace, capacity_tokens=100_000, output_tokens=200)
+        assert result.prediction_within_block is not None
+        assert result.prediction_within_block >= 0.95
+
+    def test_errors_are_signed_and_absolute(self) -> None:
+        """A tree that never forgets predicts too much, so that its bias is its error."""
+        result, _ = drive(Load(4), policy="greedy", trace=trace_of("zipf10", 400), capacity_tokens=20_000)
+        assert result.prediction_error_blocks_mean is not None
+        assert result.prediction_error_blocks_mean > 1
+        assert result.prediction_bias_blocks == pytest.approx(result.prediction_error_blocks_mean, rel=0.2)
+
+    def test_a_policy_that_predicts_nothing_has_no_error(self) -> None:
+        result, _ = drive(Load(4), policy="retrieval")
+        assert result.prediction_within_block is None
+        assert result.prediction_error_blocks_mean is None
+        assert result.prediction_bias_blocks is None
+        assert result.deciles is not None
+        assert all(decile.prediction_error_blocks_mean is None for decile in result.deciles)
+        assert all(decile.tree_nodes is None for decile in result.deciles)
+
+
+class TestNeverWorse:
+    @pytest.mark.parametrize("workload", WORKLOADS)
+    @pytest.mark.parametrize("percent", [2, 10, 100])
+    @pytest.mark.parametrize("concurrency", [1, 4, 16])
+    def test_than_retrieval_order(self, workload: str, percent: int, concurrency: int) -> None:
+        wanted = Bench(
+            (workload,),
+            policies=("retrieval", "best", "auto"),
+            capacity=Capacity(percent=percent),
+            concurrency=concurrency,
+            limit=300,
+        )
+        shares = {result.policy: 100 * result.cached_tokens / result.prompt_tokens for result in run_bench(wanted)}
+        assert shares["best"] >= shares["retrieval"] - 0.5
+        assert shares["auto"] >= shares["retrieval"] - 0.5
+
+
+class TestDeciles:
+    @pytest.mark.parametrize("requests", [1, 3, 10, 14, 99, 200])
+    def test_add_up_to_the_run(self, requests: int) -> None:
+        result, _ = drive(Load(4), trace=trace_of(requests=requests))
+        assert result.deciles is not None
+        assert len(result.deciles) == min(10, requests)
+        assert sum(decile.requests for decile in result.deciles) == requests
+        assert max(decile.requests for decile in result.deciles) - min(each.requests for each in result.deciles) <= 1
+        # Prompts of this workload differ by a few tokens in length: the mean of the tenths is the whole's, almost.
+        mean = sum(decile.cached_ratio * decile.requests for decile in result.deciles) / requests
+        assert mean == pytest.approx(result.cached_ratio, abs=0.01)
+
+    def test_say_what_memory_and_tree_are(self) -> None:
+        result, _ = drive(Load(4))
+        assert result.deciles is not None
+        assert all(decile.tree_nodes and decile.tree_nodes > 0 for decile in result.deciles)
+        assert all(decile.rss_mb is None or decile.rss_mb > 10 for decile in result.deciles)
+        assert all(0 <= decile.order_us["p50"] <= decile.order_us["p99"] for decile in result.deciles)
+
+    def test_are_there_only_if_a_load_was_asked_for(self) -> None:
+        (plain,) = run_bench(Bench(("paper",), policies=("best",), limit=20))
+        assert plain.deciles is None
+        assert plain.load is None
+
+    def test_count_failures_in_their_tenth(self) -> None:
+        trace, engine = trace_of(requests=20), SimEngine()
+        run = make_run(trace, engine, load={})
+        for number in range(20):
+            sent = run.send()
+            if number in (0, 1, 19):
+                run.fail(sent)
+            else:
+                run.end(sent, engine.generate(run.token_ids(sent)))
+        result = run.result()
+        assert (result.requests, result.failures) == (20, 3)
+        assert result.deciles is not None
+        assert [decile.failures for decile in result.deciles] == [2, 0, 0, 0, 0, 0, 0, 0, 0, 1]
+        assert result.deciles[0].cached_ratio == 0
+
+    def test_a_failed_request_leaves_nothing_that_is_counted_on(self) -> None:
+        trace, engine = trace_of(requests=2), SimEngine()
+        run = make_run(trace, engine)
+        run.fail(run.send())
+        assert run.send().ordering.cached_tokens == 0
+        assert run.in_flight == 1
+
+    def test_the_same_seed_is_the_same_run(self) -> None:
+        def figures() -> dict[str, Any]:
+            arrivals = Arrivals.parse("poisson:9")
+            wanted = Bench(("zipf10",), policies=("auto",), arrivals=arrivals, concurrency=12, limit=150, seeds=(3,))
+            (result,) = run_bench(wanted)
+            found = asdict(result) | {"order_us": None}
+            for decile in found["deciles"]:
+                del decile["order_us"], decile["rss_mb"]
+            return found
+
+        assert figures() == figures()
+
+
+class TestAnHour:
+    def test_of_a_services_traffic_is_served_in_steady_memory(self, tmp_path: Path) -> None:
+        """The first thousands of requests of the trace, eight times as fast."""
+        trace = TRACES / "azure_llm_2023_conv.csv.gz"
+        if not trace.exists():
+            lines = [f"2023-11-16 18:{n // 300:02}:{n // 5 % 60:02},500,{n * 31 % 400 + 10}" for n in range(6_000)]
+            trace = written(tmp_path, "\n".join([AZURE.splitlines()[0], *lines]))
+        arrivals = Arrivals.parse(str(trace), time_scale=8)
+        wanted = Bench(
+            ("zipf10",),
+            policies=("retrieval", "auto"),
+            arrivals=arrivals,
+            capacity=Capacity(tokens=1_000_000),
+            service_times=ServiceTimes(prefill_tokens_per_s=200_000, decode_tokens_per_s=200),
+            limit=4_000,
+        )
+        retrieval, auto = run_bench(wanted)
+        assert (auto.requests, auto.failures) == (4_000, 0)
+        assert auto.cached_ratio > retrieval.cached_ratio
+        assert auto.prediction_within_block is not None
+        assert auto.prediction_within_block > 0.95
+        assert auto.deciles is not None
+        assert len(auto.deciles) == 10
+        assert all(decile.in_flight_mean > 1 for decile in auto.deciles)
+        # The cache is full by the middle; from there on neither the tree nor the process may grow.
+        nodes = [decile.tree_nodes or 0 for decile in auto.deciles]
+        assert max(nodes[5:]) < 1.2 * min(nodes[5:])
+        memory = [decile.rss_mb or 0 for decile in auto.deciles]
+        assert memory[-1] - memory[4] < 20
+
+
+class TestCorporaUnderArrivals:
+    def test_start_again_from_the_first_question(self) -> None:
+        from ragorder.eval.corpora import Corpus
+        from ragorder.eval.corpora.base import Question
+
+        documents = [Document(f"d{n}", "x" * 400) for n in range(4)]
+        questions = [Question(f"q{n}", f"{n}?") for n in range(3)]
+        corpus = Corpus("small", documents, questions, [[0, 1], [1, 2], [2, 3]])
+        options: dict[str, Any] = {"top_k": 2, "order": "data", "seed": 0}
+        repeated = trace_of_corpus(corpus, **options, limit=7, repeat=True)
+        assert [request.question for request in repeated.requests] == ["0?", "1?", "2?", "0?", "1?", "2?", "0?"]
+        assert len(trace_of_corpus(corpus, **options, limit=7).requests) == 3
+        assert len(trace_of_corpus(corpus, **options, limit=2, repeat=True).requests) == 2
+
+
+class Gate:
+    """An engine far away whose answers come when the test says so. It notes what reaches it, and when."""
+
+    name, block_size, capacity_tokens, kept_output_tokens, partial_blocks_first = "gate", 16, None, 0, True
+
+    def __init__(self, *, after: int = 0, failing: Sequence[int] = ()) -> None:
+        self.after, self.failing = after, set(failing)
+        self.log: list[str] = []
+        self.in_flight = self.most = 0
+        self.at_s: list[float] = []
+        self.lengths: list[int | None] = []
+
+    async def complete(self, token_ids: Sequence[int], output_tokens: int | None = None) -> Completion:
+        number = len(self.lengths)
+        self.log.append("sent")
+        self.at_s.append(asyncio.get_running_loop().time())
+        self.lengths.append(output_tokens)
+        self.in_flight += 1
+        self.most = max(self.most, self.in_flight)
+        # Answers come once so many requests are there, or else after a few turns of the event loop.
+        for _ in range(number % 3 + 1):
+            await asyncio.sleep(0)
+        while len(self.lengths) < self.after:
+            await asyncio.sleep(0.001)
+        self.in_flight -= 1
+        if number in self.failing:
+            raise RequestError("failed")
+        return Completion(0.001, 0, len(token_ids))
+
+
+class Logged:
+    """A policy that notes in an engine's log when it orders."""
+
+    def __init__(self, log: list[str]) -> None:
+        self._log = log
+        self._policy = make_policy("retrieval", engine=SimEngine(), prompts=NumberedPrompts())
+
+    def order(self, documents: list[Document], **options: Any) -> Any:
+        self._log.append("ordered")
+        return self._policy.order(documents, **options)
+
+    def order_batch(self, requests: Sequence[list[Document]], **options: Any) -> Any:
+        return self._policy.order_batch(requests, **options)
+
+
+def live(gate: Gate, requests: int = 40) -> Run:
+    return Run(trace_of(requests=requests), "logged", Logged(gate.log), gate, NumberedPrompts(), load={})
+
+
+class TestOnTheRealClock:
+    @pytest.mark.parametrize("concurrency", [1, 4, 16])
+    def test_a_closed_loop_keeps_so_many_in_flight_and_never_more(self, concurrency: int) -> None:
+        gate = Gate()
+        run = live(gate)
+        steps: list[None] = []
+        asyncio.run(serve_live(run, gate, Load(concurrency), lambda: steps.append(None)))
+        assert gate.most == concurrency
+        assert len(steps) == len(gate.lengths) == run.result().requests == 40
+        assert run.in_flight == run.remaining == 0
+
+    @pytest.mark.parametrize("load", [Load(8), Load(arrivals=every(0.0, 40)), Load(3, every(0.0, 40))])
+    def test_nothing_comes_between_ordering_and_sending(self, load: Load) -> None:
+        gate = Gate()
+        asyncio.run(serve_live(live(gate), gate, load))
+        assert gate.log == ["ordered", "sent"] * 40
+
+    def test_an_open_loop_sends_whatever_is_in_flight(self) -> None:
+        gate = Gate(after=40)  # nobody is answered before all are there
+        asyncio.run(serve_live(live(gate), gate, Load(arrivals=every(0.001, 40))))
+        assert gate.most == 40
+
+    def test_an_open_loop_sends_at_its_times(self) -> None:
+        gate = Gate()
+        arrivals = [Arrival(number**2 * 1e-4) for number in range(40)]
+        asyncio.run(serve_live(live(gate), gate, Load(arrivals=arrivals)))
+        sent = [at_s - gate.at_s[0] for at_s in gate.at_s]
+        # Never too early; how late is the machine's business.
+        assert all(at_s >= arrival.at_s - 2e-3 for at_s, arrival in zip(sent, arrivals, strict=True))
+
+    def test_an_open_loop_can_be_bounded(self) -> None:
+        gate = Gate(after=5)
+        asyncio.run(serve_live(live(gate), gate, Load(5, every(0.0, 40))))
+        assert gate.most == 5
+        assert len(gate.lengths) == 40
+
+    def test_answers_are_as_long_as_the_arrivals_say(self) -> None:
+        gate = Gate()
+        arrivals = [Arrival(0.0, number) for number in range(40)]
+        asyncio.run(serve_live(live(gate), gate, Load(arrivals=arrivals)))
+        assert gate.lengths == list(range(40))
+
+    def test_runs_side_by_side_take_turns(self) -> None:
+        gates = [Gate(), Gate()]
+        runs = [(live(gate), gate) for gate in gates]
+        order: list[int] = []
+        for number, gate in enumerate(gates):
+            gate.log = order  # type: ignore[assignment]
+            gate.complete = _noting(gate.complete, order, number)  # type: ignore[method-assign]
+        asyncio.run(serve_live_in_turn(runs, Load(), lambda: None))
+        assert [place for place in order if isinstance(place, int)][:6] == [0, 1, 1, 0, 0, 1]
+        assert [gate.most for gate in gates] == [1, 1]
+
+    def test_failed_requests_are_counted_and_the_run_goes_on(self) -> None:
+        gate = Gate(failing=[0, 7, 8])
+        run = live(gate)
+        asyncio.run(serve_live(run, gate, Load(4)))
+        result = run.result()
+        assert (result.requests, result.failures) == (40, 3)
+        assert result.ttft_ms is not None
+        assert run.in_flight == 0
+
+    def test_a_run_that_failed_whole_is_still_reported(self) -> None:
+        gate = Gate(failing=range(40))
+        run = live(gate)
+        asyncio.run(serve_live(run, gate, Load(4)))
+        result = run.result()
+        assert (result.failures, result.cached_tokens, result.ttft_ms) == (40, 0, None)
+        assert result.deciles is not None
+        assert sum(decile.failures for decile in result.deciles) == 40
+
+
+def _noting(complete: Callable[..., Any], order: list[int], number: int) -> Callable[..., Any]:
+    def noted(*arguments: Any) -> Any:
+        order.append(number)
+        return complete(*arguments)
+
+    return noted
+
+
+class FarServer(ThreadingHTTPServer):
+    """An OpenAI-compatible server with a simulated cache, and the faults that servers have."""
+
+    daemon_threads = True
+
+    def __init__(
+        self,
+        *,
+        root: str = "/nowhere",
+        reports: str = "always",
+        knows: Sequence[str] = ("ignore_eos", "cache_salt"),
+        salts: bool = True,
+        prefix_caching: bool = True,
+        max_model_len: int | None = None,
+        fault: Callable[[int], str | None] = lambda number: None,
+    ) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.base_url = f"http://127.0.0.1:{self.server_address[1]}/v1"
+        self.models = [{"id": "far", "root": root, "max_model_len": max_model_len}, {"id": "other"}]
+        self.reports, self.knows, self.salts, self.fault = reports, knows, salts, fault
+        self.engine = SimEngine(block_size=16, output_tokens=0, prefix_caching=prefix_caching)
+        self.bodies: list[dict[str, Any]] = []
+        self.headers: list[dict[str, str]] = []
+        self.lock = threading.Lock()
+
+    def __enter__(self) -> FarServer:
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+        self.server_close()
+
+    def cached_tokens(self, body: dict[str, Any]) -> int:
+        with self.lock:
+            salt = hash(body.get("cache_salt")) % 10**9 if self.salts else 0
+            found = self.engine.generate([salt] * 16 + body["prompt"]).cached_tokens
+        return max(0, found - 16)
+
+    def usage(self, body: dict[str, Any]) -> dict[str, Any]:
+        usage: dict[str, Any] = {"prompt_tokens": len(body["prompt"]), "completion_tokens": body["max_tokens"]}
+        cached_tokens = self.cached_tokens(body)
+        if self.reports == "always" or (self.reports == "hits" and cached_tokens):
+            usage["prompt_tokens_details"] = {"cached_tokens": cached_tokens}
+        return usage
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+    server: FarServer
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        if self.path != "/v1/models":
+            self._answer(404, b"")
+            return
+        self._answer(200, json.dumps({"object": "list", "data": self.server.models}).encode())
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with self.server.lock:
+            number = len(self.server.bodies)
+            self.server.bodies.append(body)
+            self.server.headers.append(dict(self.headers))
+        unknown = {"ignore_eos", "cache_salt"} & body.keys() - set(self.server.knows)
+        fault = self.server.fault(number)
+        if unknown or self.path != "/v1/completions" or fault == "refused":
+            self._answer(400, b'{"error": {}}')
+        elif fault == "cut":
+            self.close_connection = True
+        elif fault == "garbage":
+            self._answer(200, b"data: {\n\n")
+        elif fault == "error":
+            self._answer(200, b'data: {"error": {"message": "out of memory"}}\n\ndata: [DONE]\n\n')
+        elif fault == "strange":
+            self._answer(200, b'data: {"choices": [{}], "usage": [1]}\n\ndata: [DONE]\n\n')
+        elif fault == "silent":
+            self._answer(200, b"data: [DONE]\n\n")
+        else:
+            events = [{"choices": [{"text": word}]} for word in ("a", "", "\u2028b\x85")]
+            usage = {"choices": [], "usage": self.server.usage(body)}
+            lines = [f"data: {json.dumps(event, ensure_ascii=False)}\n\n" for event in [*events, usage]]
+            self._answer(200, (": ping\n\n" + "".join(lines) + "data: [DONE]\n\n").encode())
+
+    def _answer(self, status: int, content: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+
+def batched(values: Iterable[Any], size: int) -> list[tuple[Any, ...]]:
+    return list(zip(*[iter(values)] * size, strict=True))
+
+
+def engine_of(server: FarServer, **options: Any) -> OpenAIEngine:
+    return OpenAIEngine(server.base_url, "far", **({"block_size": 16, "capacity_tokens": None} | options))
+
+
+def with_engine(server: FarServer, use: Callable[[OpenAIEngine], Any], **options: Any) -> Any:
+    """What a coroutine makes of an engine of a server."""
+
+    async def session() -> Any:
+        async with engine_of(server, **options) as engine:
+            return await use(engine)
+
+    return asyncio.run(session())
+
+
+PROMPT = list(range(100))
+
+
+@pytest.fixture
+def far() -> Iterator[FarServer]:
+    pytest.importorskip("httpx")
+    with FarServer() as server:
+        yield server
+
+
+class TestOpenAIEngine:
+    def test_streams_a_completion_of_token_ids(self, far: FarServer) -> None:
+        completion = with_engine(far, lambda engine: engine.complete(PROMPT), api_key="secret")
+        assert (completion.cached_tokens, completion.prompt_tokens, completion.text) == (0, 100, "a\u2028b\x85")
+        assert completion.ttft_s > 0
+        (body,) = far.bodies
+        assert body["prompt"] == PROMPT
+        expected = {"model": "far", "max_tokens": 1, "temperature": 0, "stream": True, "ignore_eos": True}
+        assert expected.items() <= body.items()
+        assert body["stream_options"] == {"include_usage": True}
+        assert far.headers[0]["Authorization"] == "Bearer secret"
+
+    def test_reports_what_the_server_reports(self, far: FarServer) -> None:
+        async def twice(engine: OpenAIEngine) -> list[int]:
+            return [(await engine.complete(PROMPT)).cached_tokens for _ in range(2)]
+
+        assert with_engine(far, twice) == [0, 96]
+
+    def test_a_reset_is_a_fresh_salt(self, far: FarServer) -> None:
+        async def around(engine: OpenAIEngine) -> list[int]:
+            before = [(await engine.complete(PROMPT)).cached_tokens for _ in range(2)]
+            engine.reset()
+            return before + [(await engine.complete(PROMPT)).cached_tokens for _ in range(2)]
+
+        assert with_engine(far, around) == [0, 96, 0, 96]
+        salts = [body["cache_salt"] for body in far.bodies]
+        assert salts[0] == salts[1] != salts[2] == salts[3]
+
+    def test_two_engines_never_share_a_salt(self, far: FarServer) -> None:
+        assert engine_of(far).salt != engine_of(far).salt
+
+    @pytest.mark.parametrize("wanted", [None, 1, 7])
+    def test_an_answer_is_as_long_as_it_should_be(self, far: FarServer, wanted: int | None) -> None:
+        with_engine(far, lambda engine: engine.complete(PROMPT, wanted), output_tokens=3)
+        assert far.bodies[0]["max_tokens"] == (wanted or 3)
+        assert engine_of(far, output_tokens=3).kept_output_tokens == 2
+
+    @pytest.mark.parametrize("suffix", ["/v1", "/v1/", "", "/"])
+    def test_the_url_may_name_the_version(self, far: FarServer, suffix: str) -> None:
+        far.base_url = far.base_url.removesuffix("/v1") + suffix
+        with_engine(far, lambda engine: engine.complete(PROMPT))
+        assert find_model(far.base_url).id == "far"
+
+    @pytest.mark.parametrize("fault", ["refused", "cut", "garbage", "error", "strange", "silent"])
+    def test_a_request_that_fails_says_so_without_its_prompt(self, far: FarServer, fault: str) -> None:
+        far.fault = lambda number: fault
+
+        async def failing(engine: OpenAIEngine) -> str:
+            with pytest.raises(RequestError) as error:
+                await engine.complete(PROMPT)
+            assert error.value.status == (400 if fault == "refused" else None)
+            far.fault = lambda number: None
+            assert (await engine.complete(PROMPT)).prompt_tokens == 100, "the engine goes on"
+            return str(error.value)
+
+        said = with_engine(far, failing)
+        assert said
+        assert "98, 99" not in said
+
+    def test_a_server_that_is_gone_is_a_failed_request(self, far: FarServer) -> None:
+        async def gone(engine: OpenAIEngine) -> None:
+            far.shutdown()
+            far.server_close()
+            with pytest.raises(RequestError, match="ConnectError"):
+                await engine.complete(PROMPT)
+
+        with_engine(far, gone)
+
+
+class TestChecks:
+    """What a server must be able to do is found out before a run."""
+
+    @staticmethod
+    def check(server: FarServer) -> OpenAIEngine:
+        async def checked(engine: OpenAIEngine) -> OpenAIEngine:
+            await engine.check(PROMPT)
+            await engine.complete(PROMPT)
+            return engine
+
+        with server:
+            engine: OpenAIEngine = with_engine(server, checked)
+        return engine
+
+    def test_leave_a_fresh_salt(self) -> None:
+        server = FarServer()
+        self.check(server)
+        assert len({body["cache_salt"] for body in server.bodies}) == 3
+
+    def test_ignore_eos_is_left_out_where_it_is_unknown(self) -> None:
+        server = FarServer(knows=["cache_salt"])
+        self.check(server)
+        assert ["ignore_eos" in body for body in server.bodies] == [True] + [False] * (len(server.bodies) - 1)
+
+    def test_one_failure_is_no_reason_to_leave_it_out(self) -> None:
+        server = FarServer(fault=lambda number: "cut" if number == 0 else None)
+        self.check(server)
+        assert all("ignore_eos" in body for body in server.bodies)
+
+    def test_a_server_may_be_silent_about_nothing_cached(self) -> None:
+        self.check(FarServer(reports="hits"))
+
+    @pytest.mark.parametrize(
+        ("options", "said"),
+        [
+            ({"reports": "never"}, "--enable-prompt-tokens-details, SGLang with --enable-cache-report"),
+            ({"prefix_caching": False}, "start it with prefix caching"),
+            ({"salts": False}, "does not keep the caches of different cache_salt apart"),
+            ({"knows": []}, r"does not serve a prompt of token ids with a cache_salt \(HTTP 400\)"),
+            ({"fault": lambda number: "cut"}, "does not serve a prompt of token ids"),
+        ],
+    )
+    def test_a_server_that_cannot_be_measured_is_told_why(self, options: dict[str, Any], said: str) -> None:
+        with pytest.raises(EngineError, match=said):
+            self.check(FarServer(**options))
+
+
+class TestFindingTheModel:
+    def test_the_first_one_is_the_default(self, far: FarServer) -> None:
+        assert asdict(find_model(far.base_url)) == {"id": "far", "root": "/nowhere", "max_model_len": None}
+
+    def test_another_can_be_named(self, far: FarServer) -> None:
+        assert find_model(far.base_url, "other").root == "other"
+
+    def test_one_that_is_not_there_is_told_the_choices(self, far: FarServer) -> None:
+        with pytest.raises(EngineError, match="no model 'nearer': give --served-model far or other"):
+            find_model(far.base_url, "nearer")
+
+    def test_a_server_without_models_is_none(self, far: FarServer) -> None:
+        far.models = []
+        with pytest.raises(EngineError, match="lists no models"):
+            find_model(far.base_url)
+
+    @pytest.mark.parametrize("url", ["http://127.0.0.1:9", "nothing", "ftp://x"])
+    def test_a_server_that_is_not_there(self, url: str) -> None:
+        pytest.importorskip("httpx")
+        with pytest.raises(EngineError, match=url.rpartition("/")[2]):
+            find_model(url)
+
+
+LIMITED = ("--limit", "40", "--workload", "zipf10")
+
+
+class TestOnTheCommandLine:
+    def test_concurrency_is_a_closed_loop(self) -> None:
+        done = invoke(*LIMITED, "--policy", "retrieval", "--policy", "auto", "--concurrency", "4")
+        assert done.exit_code == 0, done.output
+        assert "4 in flight" in done.stdout
+        assert "zipf10: the run in tenths" in done.stdout
+        assert "tree" in done.stdout
+
+    def test_the_json_has_the_load_and_the_tenths(self) -> None:
+        (run,) = bench(*LIMITED, "--policy", "auto", "--concurrency", "4")
+        assert run["load"] == {"concurrency": 4, "arrivals": None, "time_scale": 1.0, "replicas": 1}
+        assert (run["ttft_ms"], run["failures"]) == (None, 0)
+        assert len(run["deciles"]) == 10
+        assert set(run["deciles"][0]) == {
+            "requests",
+            "failures",
+            "cached_ratio",
+            "order_us",
+            "prediction_error_blocks_mean",
+            "in_flight_mean",
+            "rss_mb",
+            "tree_nodes",
+        }
+
+    def test_without_a_load_there_is_neither(self) -> None:
+        done = invoke(*LIMITED, "--policy", "auto")
+        assert "tenths" not in done.stdout
+        (run,) = bench(*LIMITED, "--policy", "auto")
+        assert (run["load"], run["deciles"]) == (None, None)
+
+    def test_poisson_is_an_open_loop(self) -> None:
+        slow, fast = (bench(*LIMITED, "--policy", "auto", "--arrivals", f"poisson:{rate}")[0] for rate in ("0.1", "90"))
+        assert [run["load"]["arrivals"] for run in (slow, fast)] == ["poisson:0.1", "poisson:90"]
+        assert slow["deciles"][-1]["in_flight_mean"] == 1
+        assert fast["deciles"][-1]["in_flight_mean"] > 5
+
+    def test_a_trace_says_when_how_many_and_how_long(self, tmp_path: Path) -> None:
+        options = [
+            "--workload",
+            "zipf10",
+            "--policy",
+            "auto",
+            "--arrivals",
+            written(tmp_path, MOONCAKE, "made.jsonl.gz"),
+        ]
+        assert bench(*options)[0]["requests"] == 3
+        assert bench(*options, "--limit", "2")[0]["requests"] == 2
+        (run,) = bench(*options, "--replicas", "8", "--time-scale", "2.5")
+        assert run["requests"] == 24
+        assert run["load"] == {"concurrency": None, "arrivals": "made.jsonl.gz", "time_scale": 2.5, "replicas": 8}
+        done = invoke(*options, "--replicas", "8", "--time-scale", "2.5", "--concurrency", "6")
+        assert "arrivals made.jsonl.gz, 2.5 times as fast, 8 requests each, at most 6 in flight" in " ".join(
+            done.stdout.split()
+        )
+
+    def test_the_modelled_rates_make_the_number_in_flight(self) -> None:
+        def in_flight(*options: str) -> float:
+            (run,) = bench(*LIMITED, "--policy", "auto", "--arrivals", "poisson:5", *options)
+            mean: float = run["deciles"][-1]["in_flight_mean"]
+            return mean
+
+        usual = in_flight()
+        assert in_flight("--decode-rate", "5") > 2 * usual
+        assert in_flight("--prefill-rate", "5000") > 2 * usual
+        assert in_flight("--output-tokens", "320") > 2 * usual
+
+    def test_waiting_lets_the_tail_see_ahead_under_load_too(self) -> None:
+        options = ["--limit", "200", "--policy", "auto", "--concurrency", "4", "--waiting"]
+        blind, seeing = (bench(*options, waiting)[0] for waiting in ("0", "8"))
+        assert seeing["cached_tokens"] > blind["cached_tokens"]
+
+    def test_a_batch_is_served_in_a_closed_loop(self) -> None:
+        options = ["--workload", "zipf10", "--limit", "200", "--policy", "auto", "--capacity-tokens", "20000"]
+        alone, batch = (bench(*options, "--concurrency", "4", *extra)[0] for extra in ((), ("--batch",)))
+        assert (batch["batch"], batch["requests"]) == (True, 200)
+        assert batch["cached_tokens"] > alone["cached_tokens"]
+
+    def test_seeds_are_averaged_in_the_tenths(self) -> None:
+        done = invoke(*LIMITED, "--policy", "auto", "--concurrency", "2", "--seeds", "0,1")
+        assert done.stdout.count("│ auto") == 2, "one row in the table, and one first row of ten"
+
+    @pytest.mark.parametrize(
+        ("arguments", "said"),
+        [
+            (("--engine", "vllm", "--concurrency", "2"), "--engine vllm serves one request at a time"),
+            (("--engine", "vllm", "--arrivals", "poisson:1"), "--engine vllm serves one request at a time"),
+            (("--batch", "--arrivals", "poisson:1"), "--batch plans all requests before the first is served"),
+            (("--concurrency", "0"), "--concurrency"),
+            (("--arrivals", "poisson:fast"), "such as poisson:2.5"),
+            (("--arrivals", "/nowhere/trace.csv"), "/nowhere/trace.csv: cannot be read"),
+            (("--arrivals", "poisson:1", "--time-scale", "2"), "choose another rate"),
+            (("--arrivals", "poisson:1", "--replicas", "2"), "choose another rate"),
+            (("--arrivals", "TRACE", "--time-scale", "0"), "--time-scale"),
+            (("--arrivals", "TRACE", "--time-scale", "nan"), "--time-scale"),
+            (("--arrivals", "TRACE", "--replicas", "0"), "--replicas"),
+            (("--arrivals", "TRACE", "--limit", "4"), "trace.csv has 3 arrivals: lower --limit (4)"),
+            (("--time-scale", "2"), "give --arrivals FILE"),
+            (("--replicas", "2"), "give --arrivals FILE"),
+            (("--prefill-rate", "5"), "give --engine sim and --concurrency or --arrivals"),
+            (("--decode-rate", "5"), "give --engine sim and --concurrency or --arrivals"),
+            (("--concurrency", "2", "--decode-rate", "0"), "--decode-rate"),
+            (("--concurrency", "2", "--prefill-rate", "nan"), "--prefill-rate"),
+            (("--output-tokens", "0"), "--output-tokens"),
+            (("--base-url", "http://x"), "--base-url and --served-model go with --engine openai"),
+            (("--served-model", "x"), "--base-url and --served-model go with --engine openai"),
+            (
+                ("--engine", "openai", "--base-url", "x", "--base-url", "y"),
+                "needs one --base-url, one for each --policy",
+            ),
+            (("--engine", "openai", "--capacity-tokens", "5%"), "give --capacity-tokens in tokens"),
+            (("--policy", "events"), "use it with --engine openai"),
+            (
+                ("--engine", "openai", "--base-url", "x", "--policy", "events"),
+                "policy 'events' needs --events-endpoint",
+            ),
+            (("--engine", "openai", "--events-endpoint", "ipc:///x"), "--events-endpoint goes with --base-url"),
+            (("--events-topic", "x"), "--replay-endpoint and --events-topic go with --events-endpoint"),
+            (("--engine", "openai", "--base-url", "x", "--policy", "none"), "policy 'none' is the server's to decide"),
+            (("--engine", "openai", "--base-url", "x", "--policy", "oracle"), "--engine sim"),
+            (("--engine", "openai", "--base-url", "http://127.0.0.1:9"), "cannot be reached"),
+        ],
+    )
+    def test_what_cannot_be_run_is_refused(self, arguments: tuple[str, ...], said: str, tmp_path: Path) -> None:
+        trace = str(written(tmp_path, AZURE))
+        assert said in refusal(*(trace if argument == "TRACE" else argument for argument in arguments))
+
+    def test_a_bad_line_is_named(self, tmp_path: Path) -> None:
+        path = written(tmp_path, AZURE + "oops\n")
+        assert f"{path}:5: expected a line such as" in refusal("--arrivals", path)
+
+
+class TestBenchOnAServer:
+    """The benchmark on a server whose cache is simulated."""
+
+    @pytest.fixture
+    def far(self, model_folder: Path) -> Iterator[FarServer]:
+        pytest.importorskip("httpx")
+        with FarServer(root=str(model_folder)) as server:
+            yield server
+
+    @staticmethod
+    def options(*servers: FarServer, policies: Sequence[str] = ("retrieval", "auto")) -> list[str]:
+        urls = [part for server in servers for part in ("--base-url", server.base_url)]
+        named = [part for policy in policies for part in ("--policy", policy)]
+        sizes = ["--block-size", "16", "--capacity-tokens", "unlimited"]
+        return ["--engine", "openai", *urls, *named, *sizes, "--limit", "20"]
+
+    def test_compares_policies_one_after_another_each_with_a_salt_of_its_own(self, far: FarServer) -> None:
+        retrieval, auto = bench(*self.options(far))
+        assert (auto["engine"], auto["requests"], auto["failures"]) == ("openai", 20, 0)
+        assert auto["cached_tokens"] > retrieval["cached_tokens"] > 0
+        assert auto["prediction_within_block"] == 1
+        assert min(auto["ttft_ms"].values()) > 0
+        served = [body["cache_salt"] for body in far.bodies][-40:]
+        assert len(set(served[:20])) == len(set(served[20:])) == 1
+        assert len(set(served)) == 2
+
+    def test_who_is_first_changes_with_the_seed(self, far: FarServer) -> None:
+        runs = bench(*self.options(far, policies=["retrieval", "sorted"]), "--seeds", "0,1")
+        assert [(run["seed"], run["policy"]) for run in runs] == [
+            (seed, policy) for seed in (0, 1) for policy in ("retrieval", "sorted")
+        ]
+        first_prompts: dict[str, list[int]] = {}
+        for body in far.bodies:
+            first_prompts.setdefault(body["cache_salt"], body["prompt"])
+        # For each seed two salts of the check, which is in retrieval order, then one for each policy.
+        for prompts, expected in zip(batched(first_prompts.values(), 4), ("rrrs", "rrsr"), strict=True):
+            assert "".join("r" if prompt == prompts[0] else "s" for prompt in prompts) == expected
+
+    def test_a_policy_named_twice_is_two_runs(self, far: FarServer) -> None:
+        first, second = bench(*self.options(far, policies=["auto", "auto"]))
+        assert first["cached_tokens"] == second["cached_tokens"] > 0
+        assert len({body["cache_salt"] for body in far.bodies[-40:]}) == 2
+
+    def test_a_concurrent_run_has_tenths(self, far: FarServer) -> None:
+        done = invoke(*self.options(far), "--concurrency", "4")
+        assert done.exit_code == 0, done.output
+        assert "the run in tenths" in done.stdout
+        retrieval, auto = bench(*self.options(far), "--concurrency", "4")
+        assert len(auto["deciles"]) == 10
+        assert auto["deciles"][-1]["in_flight_mean"] > 1
+        assert auto["cached_tokens"] > retrieval["cached_tokens"]
+
+    def test_arrivals_are_played_on_the_real_clock(self, far: FarServer, tmp_path: Path) -> None:
+        options = [
+            *self.options(far, policies=["auto"])[:-2],
+            "--arrivals",
+            str(written(tmp_path, MOONCAKE, "m.jsonl")),
+        ]
+        (run,) = bench(*options, "--replicas", "4", "--time-scale", "50")
+        assert (run["requests"], run["failures"]) == (12, 0)
+        lengths = [body["max_tokens"] for body in far.bodies][-12:]
+        # The second arrival says nothing of its answer: it gets the mean of the others.
+        assert sorted(lengths) == [7] * 4 + [254] * 4 + [500] * 4
+
+    @pytest.mark.parametrize("load", [(), ("--concurrency", "3")])
+    def test_each_policy_may_have_a_server(self, far: FarServer, model_folder: Path, load: tuple[str, ...]) -> None:
+        with FarServer(root=str(model_folder)) as other:
+            retrieval, auto = bench(*self.options(far, other), *load)
+            assert auto["cached_tokens"] > retrieval["cached_tokens"]
+            for server in (far, other):
+                assert len({body["cache_salt"] for body in server.bodies[-20:]}) == 1
+            assert far.bodies[-1]["cache_salt"] != other.bodies[-1]["cache_salt"]
+
+    def test_failures_are_counted_and_shown_in_red(self, far: FarServer) -> None:
+        far.fault = lambda number: "cut" if number in (10, 15) else None
+        (run,) = bench(*self.options(far, policies=["auto"]))
+        assert (run["requests"], run["failures"]) == (20, 2)
+        far.bodies.clear()
+        arguments = [*self.options(far, policies=["auto"])]
+        done = CliRunner().invoke(main, ["bench", *arguments], env={"COLUMNS": "200", "FORCE_COLOR": "1"}, color=True)
+        assert done.exit_code == 0
+        assert "failed" in done.stdout
+        assert "\x1b[1;31m2" in done.stdout
+
+    def test_the_key_is_sent(self, far: FarServer) -> None:
+        bench(*self.options(far, policies=["auto"]), "--api-key", "secret")
+        assert {headers["Authorization"] for headers in far.headers} == {"Bearer secret"}
+
+    def test_another_model_can_be_named(self, far: FarServer, model_folder: Path) -> None:
+        bench(*self.options(far, policies=["auto"]), "--served-model", "other", "--model", str(model_folder))
+        assert {body["model"] for body in far.bodies} == {"other"}
+
+    def test_a_tokenizer_that_is_not_there_is_asked_for(self, far: FarServer) -> None:
+        far.models[0]["root"] = "/nowhere"
+        said = refusal(*self.options(far))
+        assert "no tokenizer can be loaded from '/nowhere': give --model" in said
+
+    def test_a_cache_of_unknown_size_is_asked_for(self, far: FarServer) -> None:
+        options = [option for option in self.options(far) if option not in ("--capacity-tokens", "unlimited")]
+        said = refusal(*options)
+        assert "/metrics" in said
+        assert "--capacity-tokens and --block-size" in said
+
+    def test_a_request_that_does_not_fit_is_said_before_the_run(self, far: FarServer) -> None:
+        far.models[0]["max_model_len"] = 300
+        said = refusal(*self.options(far))
+        assert "the server takes 300: lower --top-k or --output-tokens" in said
+        assert far.bodies == []
+
+    def test_a_server_that_reports_no_cached_tokens_is_told_the_flag(self, far: FarServer) -> None:
+        far.reports = "never"
+        assert "--enable-prompt-tokens-details" in refusal(*self.options(far))
+
+    def test_needs_the_extra(self, python: Any) -> None:
+        script = "from ragorder.cli import main; main(prog_name='ragorder')"
+        arguments = ["bench", "--engine", "openai", "--base-url", "http://127.0.0.1:9"]
+        done = python("-c", script, *arguments, blocked=("httpx",))
+        assert done.returncode == 1
+        assert "pip install 'ragorder[live]'" in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+@pytest.mark.vllm
+class TestBenchOnVLLM:
+    """The benchmark on a real server."""
+
+    @staticmethod
+    def options(server: Any, *, servers: int = 1) -> list[str]:
+        urls = ["--base-url", f"{server.base_url}/v1"] * servers
+        policies = ["--policy", "retrieval", "--policy", "auto"]
+        return ["--engine", "openai", *urls, *policies, "--limit", "20", "--top-k", "3"]
+
+    @pytest.mark.parametrize("servers", [1, 2])
+    def test_under_load(self, vllm_server: Any, servers: int) -> None:
+        """Named twice, the one server holds both policies' blocks at a time; salts keep them apart."""
+        vllm_server.reset()
+        retrieval, auto = bench(
+            *self.options(vllm_server, servers=servers), "--concurrency", "4", "--output-tokens", "4"
+        )
+        assert auto["capacity_tokens"] == vllm_server.capacity_tokens
+        for run in (retrieval, auto):
+            assert (run["requests"], run["failures"]) == (20, 0)
+            assert min(run["ttft_ms"].values()) > 0
+            assert len(run["deciles"]) == 10
+            assert run["deciles"][-1]["in_flight_mean"] > 1
+        assert auto["cached_tokens"] > retrieval["cached_tokens"]
+        assert auto["prompt_tokens"] == retrieval["prompt_tokens"]
+
+    def test_one_at_a_time_the_mirror_predicts_it(self, vllm_server: Any) -> None:
+        """The second run begins with what the first one left, under another salt, and must not notice."""
+        vllm_server.reset()
+        first, second = bench(*self.options(vllm_server), "--policy", "best")[1:]
+        for run in (first, second):
+            assert run["prediction_within_block"] >= 0.95
+            assert abs(run["prediction_bias_blocks"]) < 0.5
+
+    def test_events_predict_what_a_server_given_reports(self, vllm_server: Any) -> None:
+        vllm_server.reset()
+        heard = ["--events-endpoint", vllm_server.events_endpoint, "--replay-endpoint", vllm_server.replay_endpoint]
+        heard += ["--events-topic", vllm_server.events_topic, "--policy", "events"]
+        *_, events = bench(*self.options(vllm_server), *heard)
+        assert events["policy"] == "events"
+        assert events["prediction_within_block"] >= 0.95
+        assert events["cached_tokens"] > 0
+
+    def test_a_server_is_started_where_none_is_given(self, vllm_model: Path) -> None:
+        options = ["--engine", "openai", "--model", str(vllm_model), "--capacity-tokens", "8192", "--limit", "12"]
+        retrieval, events = bench(*options, "--policy", "retrieval", "--policy", "events", "--concurrency", "2")
+        assert events["capacity_tokens"] == 8192
+        assert events["cached_tokens"] > retrieval["cached_tokens"]
+        assert (events["requests"], events["failures"]) == (12, 0)
+
+    def test_a_fresh_salt_is_a_fresh_cache(self, vllm_server: Any) -> None:
+        vllm_server.reset()
+        options = self.options(vllm_server)
+        assert [run["cached_tokens"] for run in bench(*options)] == [run["cached_tokens"] for run in bench(*options)]
+
+    def test_arrivals(self, vllm_server: Any) -> None:
+        vllm_server.reset()
+        retrieval, auto = bench(*self.options(vllm_server), "--arrivals", "poisson:40")
+        assert (auto["requests"], auto["failures"]) == (20, 0)
+        assert auto["cached_tokens"] >= retrieval["cached_tokens"]

@@ -1,0 +1,1152 @@
+"""Replaying a log: what it may look like, an engine exact to the block, the figures of the benchmark, and what is made
+of them."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import multiprocessing
+import os
+import random
+import re
+import signal
+import time
+import tracemalloc
+from array import array
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ragorder.cli.replay import replay as command
+from ragorder.eval.arrivals import Arrival, Arrivals, poisson_arrivals
+from ragorder.eval.bench import Bench, Capacity, run_bench
+from ragorder.eval.engines.sim import SimEngine
+from ragorder.eval.load import ServiceTimes
+from ragorder.eval.policies import PolicyError
+from ragorder.eval.replay import (
+    REPLAY_POLICIES,
+    Lengths,
+    Log,
+    LogBuilder,
+    LogError,
+    ReplayError,
+    ReplayReport,
+    jobs,
+    read_log,
+    replay,
+)
+from ragorder.eval.replay.engine import PathPrompt, make_engine
+from ragorder.eval.replay.overlap import Overlap, measure_overlap
+from ragorder.eval.replay.report import CapacityInfo, LogInfo
+from ragorder.eval.replay.runs import Figures, Setup
+from ragorder.eval.workloads import Workload, make_workload
+
+CORPUS = Path(__file__).resolve().parents[3] / "shared" / "data" / "bing_covid_cord"
+COMMAND = ("-c", "from ragorder.cli.replay import replay; replay(prog_name='ragorder replay')")
+
+Line = dict[str, Any]
+
+
+def line(ids: Sequence[Any] = "ab", time: Any = 0, **fields: Any) -> Line:
+    return {"time": time, "documents": list(ids), **fields}
+
+
+def packed(*lines: Any) -> bytes:
+    """Lines as a log holds them; bytes stand as they are."""
+    return b"".join((each if isinstance(each, bytes) else json.dumps(each).encode()) + b"\n" for each in lines)
+
+
+def read(*lines: Any, **options: Any) -> Log:
+    return read_log(io.BytesIO(packed(*lines)), **options)
+
+
+def written(folder: Path, *lines: Any, name: str = "log.jsonl") -> Path:
+    path = folder / name
+    data = packed(*lines)
+    path.write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+    return path
+
+
+def rankings(log: Log) -> list[list[int]]:
+    return [log.ranking(row) for row in range(len(log))]
+
+
+def exported(workload: Workload, arrivals: Sequence[Arrival] = (), limit: int | None = None) -> Log:
+    """A synthetic workload as the log that an application would have written of it."""
+    lines = []
+    for number, ranking in enumerate(workload.rankings[:limit]):
+        documents = [workload.documents[document] for document in ranking]
+        request = line([each.id for each in documents], number, tokens=[each.token_count for each in documents])
+        if arrivals:
+            request["time"] = arrivals[number].at_s
+            if arrivals[number].output_tokens is not None:
+                request["output_tokens"] = arrivals[number].output_tokens
+        lines.append(request)
+    return read(*lines)
+
+
+def random_log(seed: int, requests: int = 60, documents: int = 12, tenants: int = 1, k: int = 4) -> Log:
+    rng = random.Random(seed)
+    builder = LogBuilder()
+    for number in range(requests):
+        drawn = [rng.randrange(documents) for _ in range(rng.randint(0, k))]
+        builder.add(
+            float(number),
+            drawn,
+            [each * 37 % 90 for each in drawn],
+            tenant=f"tenant {rng.randrange(tenants)}",
+            prefix_tokens=40,
+            suffix_tokens=rng.randint(1, 30),
+            output_tokens=rng.randint(0, 20),
+        )
+    return builder.build("random")
+
+
+def cached(report: ReplayReport) -> dict[tuple[str, int | None], int]:
+    return {(figures.policy, figures.capacity_tokens): figures.cached_tokens for figures in report.figures}
+
+
+class Steps:
+    """What a progress bar would show."""
+
+    def __init__(self) -> None:
+        self.announced: dict[str, int] = {}
+        self.done: dict[str, int] = {}
+
+    def __call__(self, description: str, steps: int) -> Callable[[], None]:
+        self.announced[description] = steps
+        self.done[description] = 0
+
+        def advance() -> None:
+            self.done[description] += 1
+
+        return advance
+
+
+class TestALog:
+    def test_has_times_documents_and_their_lengths(self) -> None:
+        log = read(line("abc", 3, tokens=[10, 20, 30]), line("ca", 4.5, tokens=[30, 10]))
+        assert rankings(log) == [[0, 1, 2], [2, 0]]
+        assert list(log.document_tokens) == [10, 20, 30]
+        assert list(log.at_s) == [0.0, 1.5]
+        assert log.working_set_tokens == 60
+
+    def test_needs_no_more_than_times_and_documents(self) -> None:
+        log = read(line("ab"), lengths=Lengths(100, 7, 8, 9))
+        assert list(log.document_tokens) == [100, 100]
+        assert log.prompt_tokens(0) == 7 + 200 + 8
+        assert log.longest_tokens == 7 + 200 + 8 + 9
+
+    def test_may_tell_every_length_itself(self) -> None:
+        log = read(line("ab", tokens=50, prefix_tokens=10, suffix_tokens=5, output_tokens=3))
+        assert log.prompt_tokens(0) == 10 + 100 + 5
+        assert log.longest_tokens == 10 + 100 + 5 + 3
+
+    def test_may_tell_the_length_of_the_whole_prompt(self) -> None:
+        log = read(line("ab", tokens=[50, 60], prefix_tokens=10, prompt_tokens=140))
+        assert list(log.suffix_tokens) == [20]
+        assert log.prompt_tokens(0) == 140
+
+    def test_documents_may_be_objects_with_lengths_of_their_own(self) -> None:
+        log = read(line([{"id": "a", "tokens": 5}, {"id": "b"}, "c"]), lengths=Lengths(document_tokens=9))
+        assert list(log.document_tokens) == [5, 9, 9]
+
+    def test_ids_may_be_integers_which_are_no_strings(self) -> None:
+        assert rankings(read(line([7, "7"]), line([7]))) == [[0, 1], [0]]
+
+    def test_a_request_may_have_no_documents(self) -> None:
+        assert rankings(read(line(""), line("", tokens=[]))) == [[], []]
+
+    def test_a_request_may_have_a_document_twice(self) -> None:
+        assert rankings(read(line("aba"))) == [[0, 1, 0]]
+
+    def test_a_document_of_another_length_is_another_one(self) -> None:
+        log = read(*(line("a", tokens=[length]) for length in (10, 20, 10, 20, 30)))
+        assert rankings(log) == [[0], [1], [0], [1], [2]]
+        assert list(log.document_tokens) == [10, 20, 30]
+
+    def test_a_tenants_document_is_nobody_elses(self) -> None:
+        log = read(line("a", tenant="x"), line("a", tenant="y"), line("a"), line("a", tenant="x"), line("a", tenant=""))
+        assert rankings(log) == [[0], [1], [2], [0], [3]]
+        assert log.tenants == 4
+
+    def test_another_length_in_front_is_another_system_prompt(self) -> None:
+        log = read(line("a", prefix_tokens=5), line("a", prefix_tokens=6))
+        assert rankings(log) == [[0], [1]]
+        assert list(log.scopes) == [0, 1]
+        assert log.tenants == 1
+
+    @pytest.mark.parametrize(
+        ("earlier", "later"),
+        [
+            ("2025-01-31T12:00:00Z", "2025-01-31T12:00:01.5Z"),
+            ("2025-01-31T12:00:00", "2025-01-31T12:00:01.5+00:00"),
+            ("2025-01-31 14:00:00+02:00", "2025-01-31T12:00:01.500"),
+            (1738324800, "2025-01-31T12:00:01.5Z"),
+            (-0.5, 1),
+        ],
+    )
+    def test_times_are_seconds_or_iso_dates(self, earlier: Any, later: Any) -> None:
+        assert list(read(line(time=earlier), line(time=later)).at_s) == [0.0, 1.5]
+
+    def test_dates_without_an_offset_are_utc_wherever_one_is(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        try:
+            monkeypatch.setenv("TZ", "Asia/Kolkata")
+            time.tzset()
+            log = read(line(time="2025-01-31T12:00:00"), line(time="2025-01-31T12:00:01Z"))
+        finally:
+            monkeypatch.undo()
+            time.tzset()
+        assert list(log.at_s) == [0.0, 1.0]
+
+    def test_lines_out_of_order_are_sorted_and_counted(self) -> None:
+        log = read(line("a", 5, output_tokens=1), line("b", 9), line("c", 2, suffix_tokens=7), line("d", 5, tenant="x"))
+        assert rankings(log) == [[2], [0], [3], [1]]
+        assert list(log.at_s) == [0, 3, 3, 7]
+        assert list(log.suffix_tokens) == [7, 20, 20, 20]
+        assert list(log.output_tokens) == [32, 1, 32, 32]
+        assert list(log.scopes) == [0, 0, 1, 0]
+        assert log.out_of_order == 1
+
+    def test_empty_lines_and_a_byte_order_mark_are_passed_over(self) -> None:
+        log = read(b"\xef\xbb\xbf" + json.dumps(line("a")).encode(), b"", b"  \t", line("b"), b"")
+        assert rankings(log) == [[0], [1]]
+
+    def test_only_the_first_documents_and_requests_are_taken(self) -> None:
+        log = read(line("abc", tokens=[1, 2, 3]), line("ca", 1), b"", line("b", 2), b"no JSON", top_k=2, limit=3)
+        assert rankings(log) == [[0, 1], [2, 3], [4]]
+        assert list(log.document_tokens) == [1, 2, 256, 256, 256]
+
+    def test_the_whole_prompt_counts_the_documents_that_are_left_out(self) -> None:
+        log = read(line("abc", tokens=10, prefix_tokens=5, prompt_tokens=40), top_k=1)
+        assert log.prompt_tokens(0) == 5 + 10 + 5
+
+    @pytest.mark.parametrize("name", ["log.jsonl", "log.jsonl.gz", "log.txt"])
+    def test_is_a_file_plain_or_gzipped(self, tmp_path: Path, name: str) -> None:
+        path = written(tmp_path, line("ab"), line("b", 1), name=name)
+        for source in (path, str(path)):
+            log = read_log(source)
+            assert rankings(log) == [[0, 1], [1]]
+            assert log.name == name
+
+    def test_may_be_an_open_file_which_stays_open(self, tmp_path: Path) -> None:
+        data = io.BytesIO(packed(line("ab")))
+        assert rankings(read_log(data)) == [[0, 1]]
+        assert not data.closed
+        with written(tmp_path, line("ab")).open("rb") as file:
+            assert rankings(read_log(file)) == [[0, 1]]
+            assert not file.closed
+
+    def test_may_come_out_of_a_pipe(self) -> None:
+        reading, writing = os.pipe()
+        with open(reading, "rb") as source:
+            with open(writing, "wb") as target:
+                target.write(packed(*(line("ab", n) for n in range(600))))
+            assert len(read_log(source, progress=Steps())) == 600
+
+    def test_takes_less_than_200_bytes_a_request(self) -> None:
+        lines = packed(*(line([f"document {n * i % 500}" for i in range(5)], n, tokens=100) for n in range(20_000)))
+        tracemalloc.start()
+        try:
+            log = read_log(io.BytesIO(lines))
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+        assert len(log) == 20_000
+        assert peak < 200 * 20_000 + 500_000
+
+
+class TestFieldsOfOtherPrograms:
+    """Real logs say more than a replay asks for."""
+
+    def test_d10_are_passed_over_and_named_once(self) -> None:
+        logged = [line(user="u1", model="m", documents=[{"id": "a", "tokens": 3, "text": "x"}, {"id": "b"}])] * 3
+        log = read(*logged, line(user="u2"))
+        assert dict(log.passed_over) == {"user": 4, "model": 3, "documents[].text": 3}
+        assert list(log.documents[:2]) == [0, 1] and len(log) == 4
+
+    def test_d10_a_report_says_so_and_what_may_have_been_meant(self, tmp_path: Path) -> None:
+        path = written(tmp_path, line("ab", prefix_token=7, user="u"), line("ba", user="u"))
+        said = invoke(path, "--no-sweep", "--capacity-tokens", "10k").output
+        note = " ".join(said.split())
+        assert note.count("fields that a replay has no use for were passed over") == 1
+        assert "prefix_token (1 line; was prefix_tokens meant?), user (2 lines)" in note
+
+    def test_d10_names_are_bounded_and_harmless(self) -> None:
+        log = read(*(line(**{f"f{number}\x1b[2J" + "x" * 99: 1}) for number in range(300)))
+        assert len(log.passed_over) <= 100
+        assert all(len(name) <= 40 and name.isprintable() for name in log.passed_over)
+
+
+SECRET = "hunter2"  # noqa: S105
+DEEP = b'{"time": 1, "documents": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+BAD_LINES: dict[str, tuple[Any, str]] = {
+    "no JSON": (b"hunter2", "no JSON (column 1: Expecting value): a line looks like"),
+    "cut off": (b'{"time": 1, "documents": ["hunter2', "no JSON"),
+    "no object": ([SECRET], "a list instead of an object"),
+    "null": (None, "nothing instead of an object"),
+    "not UTF-8": (b'{"time": 1, "documents": ["hunter2\xff"]}', "not UTF-8"),
+    "nested deeply": (DEEP, "nested too deeply"),
+    "a number of too many digits": (b'{"time": %s, "documents": []}' % (b"9" * 5_000), "cannot be read"),
+    "no time": ({"documents": [SECRET]}, '"time" must be seconds as a number or an ISO 8601 string, not nothing'),
+    "a time that is true": (line(time=True), '"time" must be seconds as a number'),
+    "a time that is a list": (line(time=[SECRET]), "not a list"),
+    "a time that is NaN": (b'{"time": NaN, "documents": ["hunter2"]}', "NaN, Infinity or too many digits"),
+    "a time that is infinite": (b'{"time": Infinity, "documents": ["hunter2"]}', "NaN, Infinity"),
+    "a time beyond all floats": (b'{"time": 1e999, "documents": ["hunter2"]}', "too large"),
+    "a huge integer as time": (b'{"time": %s, "documents": []}' % (b"9" * 400), "too large"),
+    "a time in milliseconds": (line(time=1738324800000), "divide milliseconds by 1,000"),
+    "a time of the far past": (line(time=-1e12), "too large"),
+    "a date that is none": (line(time=SECRET), "no ISO 8601 date and time"),
+    "a date that does not exist": (line(time="2025-02-30T12:00:00"), "no ISO 8601 date and time"),
+    "a tenant that is a number": (line(tenant=7), '"tenant" must be a string, not an integer'),
+    "no documents": ({"time": 1}, '"documents" must be a list'),
+    "documents that are a string": ({"time": 1, "documents": SECRET}, '"documents" must be a list'),
+    "a document that is nothing": (line([None]), '"documents"[0] must be an id'),
+    "a document that is true": (line(["a", True]), '"documents"[1] must be an id'),
+    "a document that is a fraction": (line([1.5]), '"documents"[0] must be an id'),
+    "a document without an id": (line([{"tokens": 5}]), '"documents"[0] must be an id'),
+    "lengths of another number": (line("ab", tokens=[1]), '"tokens" has 1 entries and "documents" has 2'),
+    "lengths given twice": (line([{"id": "a", "tokens": 5}], tokens=[5]), "not in both"),
+    "lengths that are a string": (
+        line(tokens=SECRET),
+        '"tokens" must be an integer from 0 to 10,000,000, not a string',
+    ),
+    "a length that is a string": (line(tokens=[1, SECRET]), '"tokens"[1] must be an integer from 0'),
+    "a length that is true": (line(tokens=[1, True]), '"tokens"[1] must be an integer from 0'),
+    "a length that is a fraction": (line(tokens=[1, 2.0]), "not a fraction"),
+    "a length that is nothing": (line(tokens=[1, None]), "not nothing"),
+    "a negative length": (line(tokens=[1, -1]), '"tokens"[1] must be an integer from 0 to 10,000,000, not another one'),
+    "a negative length for all": (line(tokens=-1), '"tokens" must be an integer from 0'),
+    "a length beyond measure": (line(tokens=[1, 10**30]), '"tokens"[1] must be an integer from 0'),
+    "a document's length that is none": (line([{"id": "a", "tokens": -2}]), '"documents"[0]."tokens" must be'),
+    "a prefix that is true": (line(prefix_tokens=True), '"prefix_tokens" must be an integer from 0'),
+    "a negative prefix": (line(prefix_tokens=-1), '"prefix_tokens" must be an integer from 0'),
+    "no suffix at all": (line(suffix_tokens=0), '"suffix_tokens" must be an integer from 1'),
+    "a negative answer": (line(output_tokens=-1), '"output_tokens" must be an integer from 0'),
+    "a prompt shorter than its documents": (
+        line(tokens=100, prompt_tokens=264),
+        '"prompt_tokens" must be more than prefix and documents together, which are 264 tokens',
+    ),
+    "a prompt and a suffix": (line(prompt_tokens=900, suffix_tokens=5), "leave one of them out"),
+}
+
+
+class TestABadLog:
+    @pytest.mark.parametrize(("bad", "problem"), BAD_LINES.values(), ids=BAD_LINES)
+    def test_is_refused_in_one_line_that_says_where_and_what(self, tmp_path: Path, bad: Any, problem: str) -> None:
+        path = written(tmp_path, line("ab"), b"", bad)
+        with pytest.raises(LogError) as error:
+            read_log(path)
+        message = str(error.value)
+        assert message.startswith(f"{path}:3: ")
+        assert problem in message
+        assert "\n" not in message
+
+    @pytest.mark.parametrize(("bad", "problem"), BAD_LINES.values(), ids=BAD_LINES)
+    def test_is_not_quoted(self, bad: Any, problem: str) -> None:
+        with pytest.raises(LogError) as error:
+            read(bad)
+        message = str(error.value)
+        assert SECRET not in message
+        assert len(message) < 400
+        assert error.value.__cause__ is None
+        assert error.value.__suppress_context__
+
+    @pytest.mark.parametrize("data", [b"", b"\n\n  \n", gzip.compress(b"")], ids=["empty", "blank", "gzip of nothing"])
+    def test_without_requests_is_refused(self, tmp_path: Path, data: bytes) -> None:
+        path = tmp_path / "log"
+        path.write_bytes(data)
+        with pytest.raises(LogError, match=re.escape(f"{path}: no requests in it: a line looks like")):
+            read_log(path)
+
+    @pytest.mark.parametrize("damage", ["cut", "changed", "garbage behind"])
+    def test_of_damaged_gzip_data_is_refused(self, tmp_path: Path, damage: str) -> None:
+        path = written(tmp_path, *(line([f"d{n * 7919 % 1000}"], n) for n in range(2_000)), name="log.gz")
+        data = path.read_bytes()
+        changed = data[:500] + bytes(255 - byte for byte in data[500:520]) + data[520:]
+        path.write_bytes({"cut": data[:-100], "changed": changed, "garbage behind": data + b"hunter2"}[damage])
+        with pytest.raises(LogError, match=r"log\.gz:\d+: ") as error:
+            read_log(path)
+        assert SECRET not in str(error.value)
+
+    def test_without_line_breaks_is_not_read_whole(self) -> None:
+        with pytest.raises(LogError, match="<stdin>:1: longer than 16 MiB: one request a line"):
+            read_log(io.BytesIO(b" " * (1 << 25)))
+
+    def test_that_is_not_there_is_named(self, tmp_path: Path) -> None:
+        with pytest.raises(LogError, match=r"nowhere\.jsonl: No such file or directory: name a file"):
+            read_log(tmp_path / "nowhere.jsonl")
+        with pytest.raises(LogError, match="Is a directory"):
+            read_log(tmp_path)
+
+    @settings(max_examples=300)
+    @given(
+        st.binary(max_size=60)
+        | st.recursive(
+            st.none() | st.booleans() | st.floats() | st.integers() | st.text(max_size=5),
+            lambda inner: (
+                st.lists(inner, max_size=3)
+                | st.dictionaries(
+                    st.sampled_from(["time", "documents", "tokens", "id", "tenant", "x"]), inner, max_size=4
+                )
+            ),
+            max_leaves=12,
+        ).map(lambda value: json.dumps(value).encode())
+    )
+    def test_of_any_kind_is_refused_or_read_and_nothing_else(self, data: bytes) -> None:
+        try:
+            log = read_log(io.BytesIO(data))
+        except LogError as error:
+            assert str(error).startswith("<stdin>")
+        else:
+            assert len(log) > 0
+
+    @pytest.mark.parametrize(
+        "lengths",
+        [{"document_tokens": -1}, {"prefix_tokens": -1}, {"suffix_tokens": 0}, {"output_tokens": -1}],
+        ids=lambda lengths: next(iter(lengths)),
+    )
+    def test_lengths_that_no_prompt_has_are_refused(self, lengths: dict[str, int]) -> None:
+        with pytest.raises(ValueError, match=f"--{next(iter(lengths)).replace('_', '-')} must be from"):
+            Lengths(**lengths)
+
+
+def token_ids(prompt: PathPrompt, lengths: Sequence[int], prefixes: Sequence[int], number: int) -> array[int]:
+    """The tokens of a prompt: those of its scope's documents, and at its end some that no other has."""
+    ids = array("q", range(prompt.scope * 10**9, prompt.scope * 10**9 + prefixes[prompt.scope]))
+    for document in prompt.documents:
+        first = prompt.scope * 10**9 + (document + 1) * 10**6
+        ids.extend(range(first, first + lengths[document]))
+    ids.extend(range(10**12 + number * 1_000, 10**12 + number * 1_000 + prompt.suffix_tokens))
+    return ids
+
+
+class TestTheEngine:
+    """What it finds cached is what the simulated engine finds that hashes every block."""
+
+    @settings(max_examples=200)
+    @given(st.data())
+    def test_equals_the_one_that_hashes_every_block(self, data: st.DataObject) -> None:
+        lengths = data.draw(st.lists(st.integers(0, 60), min_size=1, max_size=10))
+        prefixes = data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=2))
+        size = data.draw(st.sampled_from([1, 3, 16]))
+        capacity = data.draw(st.none() | st.integers(1, 60) | st.integers(60, 1_500))
+        hashing = SimEngine(block_size=size, capacity_tokens=capacity, output_tokens=7)
+        engine = make_engine(lengths, prefixes, block_size=size, capacity_tokens=capacity, output_tokens=7)
+        prompts = st.builds(
+            PathPrompt,
+            st.integers(0, len(prefixes) - 1),
+            st.lists(st.integers(0, len(lengths) - 1), max_size=5),
+            st.integers(1, 9),
+        )
+        running: list[tuple[int, int]] = []
+        for number in range(data.draw(st.integers(1, 50))):
+            if running and data.draw(st.booleans()):
+                one, other = running.pop(data.draw(st.integers(0, len(running) - 1)))
+                hashing.finish(one)
+                engine.finish(other)
+                continue
+            prompt, answer = data.draw(prompts), data.draw(st.none() | st.integers(0, 40))
+            ids = token_ids(prompt, lengths, prefixes, number)
+            assert engine.has_room(prompt, answer) == hashing.has_room(ids, answer)
+            (expected, one), (found, other) = hashing.admit(ids, answer), engine.admit(prompt, answer)
+            assert found == expected
+            running.append((one, other))
+
+    @pytest.mark.parametrize("capacity", [None, 1_000])
+    def test_passes_over_documents_without_tokens(self, capacity: int | None) -> None:
+        engine = make_engine([0, 64, 32], [16], block_size=16, capacity_tokens=capacity, output_tokens=8)
+        found = [
+            engine.admit(PathPrompt(0, documents, 3))[0].cached_tokens for documents in ([0, 1], [1, 2], [1, 0, 2])
+        ]
+        assert found == [0, 80, 112]
+
+    def test_does_not_grow_by_what_it_gave_up(self) -> None:
+        engine = make_engine(range(1, 2_001), [16], block_size=16, capacity_tokens=4_096, output_tokens=8)
+        for first in range(1_990):
+            _, handle = engine.admit(PathPrompt(0, range(first, first + 5), 3))
+            engine.finish(handle)
+        nodes, stack = 0, [*vars(engine)["_roots"].values()]
+        while stack:
+            nodes += 1
+            stack += stack.pop().children.values()
+        assert nodes <= 4_096 // 16
+
+
+POLICIES = ("retrieval", "greedy", "best", "frequency", "auto")
+
+
+class TestTheFiguresAreThoseOfTheBenchmark:
+    """To the token: the same trace, policy and capacity."""
+
+    @pytest.mark.parametrize("capacity", ["300", "4000", "20000", "unlimited"])
+    @pytest.mark.parametrize("workload", ["paper-shuf", "zipf10"])
+    @pytest.mark.parametrize("seed", [0, 1])
+    def test_one_request_at_a_time(self, workload: str, capacity: str, seed: int) -> None:
+        log = exported(make_workload(workload, seed), limit=300)
+        report = replay(log, policies=POLICIES, capacities=[capacity], sweep=())
+        bench = Bench([workload], policies=POLICIES, capacity=Capacity.parse(capacity), seeds=[seed], limit=300)
+        for figures, result in zip(report.figures, run_bench(bench), strict=True):
+            assert figures.policy == result.policy
+            assert figures.capacity_tokens == result.capacity_tokens
+            assert figures.prompt_tokens == result.prompt_tokens
+            assert figures.cached_tokens == result.cached_tokens
+            assert figures.cached_ratio == result.cached_ratio
+
+    @pytest.mark.parametrize("block_size", [1, 32])
+    def test_with_blocks_of_another_size(self, block_size: int) -> None:
+        log = exported(make_workload("geo", 0), limit=200)
+        report = replay(log, policies=POLICIES, capacities=[9_000], sweep=(), block_size=block_size)
+        bench = Bench(["geo"], policies=POLICIES, capacity=Capacity(9_000), block_size=block_size, limit=200)
+        assert [each.cached_tokens for each in report.figures] == [each.cached_tokens for each in run_bench(bench)]
+
+    @pytest.mark.parametrize("capacity", ["6000", "40000", "unlimited"])
+    def test_under_load_at_the_recorded_times(self, capacity: str) -> None:
+        arrivals = poisson_arrivals(4.0, 253, seed=0)
+        log = exported(make_workload("zipf10", 0), arrivals, limit=253)
+        rates = {"prefill_tokens_per_s": 9_000.0, "decode_tokens_per_s": 12.0}
+        report = replay(log, policies=POLICIES, capacities=[capacity], sweep=(), **rates)
+        bench = Bench(
+            ["zipf10"],
+            policies=POLICIES,
+            capacity=Capacity.parse(capacity),
+            arrivals=Arrivals("poisson:4", rate=4.0),
+            service_times=ServiceTimes(**rates),
+            limit=253,
+        )
+        results = run_bench(bench)
+        assert [each.cached_tokens for each in report.figures] == [each.cached_tokens for each in results]
+        for figures, result in zip(report.figures, results, strict=True):
+            assert result.deciles is not None
+            assert figures.tenths == [decile.cached_ratio for decile in result.deciles]
+            assert figures.in_flight_mean > 3
+
+    def test_with_answers_of_recorded_lengths(self) -> None:
+        rng = random.Random(5)
+        arrivals = [Arrival(number * 0.4, rng.randrange(1, 200)) for number in range(200)]
+        log = exported(make_workload("paper-shuf", 0), arrivals, limit=200)
+        report = replay(log, policies=POLICIES, capacities=[15_000], sweep=(), prefill_tokens_per_s=4_000)
+        bench = Bench(
+            ["paper-shuf"],
+            policies=POLICIES,
+            capacity=Capacity(15_000),
+            arrivals=Arrivals("recorded", trace=arrivals),
+            service_times=ServiceTimes(prefill_tokens_per_s=4_000),
+        )
+        assert [each.cached_tokens for each in report.figures] == [each.cached_tokens for each in run_bench(bench)]
+
+    @pytest.mark.skipif(not CORPUS.exists(), reason="needs the real corpora")
+    def test_on_a_real_corpus(self) -> None:
+        from ragorder.eval.corpora import load_folder
+
+        corpus = load_folder(CORPUS)
+        log = exported(Workload("", corpus.documents, [ranking[:5] for ranking in corpus.rankings]), limit=500)
+        report = replay(log, policies=POLICIES, capacities=[32_768], sweep=())
+        bench = Bench(corpora=[str(CORPUS)], policies=POLICIES, capacity=Capacity(32_768), limit=500)
+        assert [each.cached_tokens for each in report.figures] == [each.cached_tokens for each in run_bench(bench)]
+
+
+class TestTenants:
+    def test_share_nothing(self) -> None:
+        mine, yours, again = (
+            line("abcde", 0, tenant="me"),
+            line("abcde", 1, tenant="you"),
+            line("abcde", 2, tenant="me"),
+        )
+        report = replay(read(mine, yours, again), policies=POLICIES, capacities=["unlimited"], sweep=())
+        # Only the third request finds anything: its own first one, up to the block in which the question begins.
+        assert set(cached(report).values()) == {(64 + 5 * 256) // 16 * 16}
+
+    def test_with_an_unlimited_cache_each_is_served_as_if_alone(self) -> None:
+        workload = make_workload("paper-shuf", 0)
+        rng = random.Random(1)
+        lines = [
+            line([f"d{d}" for d in ranking], number, tokens=[180 + d % 41 for d in ranking], tenant=rng.choice("xyz"))
+            for number, ranking in enumerate(workload.rankings[:300])
+        ]
+        together = replay(read(*lines), policies=POLICIES, capacities=["unlimited"], sweep=())
+        alone = [
+            replay(
+                read(*(each for each in lines if each["tenant"] == tenant)),
+                policies=POLICIES,
+                capacities=["unlimited"],
+                sweep=(),
+            )
+            for tenant in "xyz"
+        ]
+        assert together.log.tenants == 3
+        for key, tokens in cached(together).items():
+            assert tokens == sum(cached(report)[key] for report in alone)
+        assert together.overlap.bound_tokens == sum(report.overlap.bound_tokens for report in alone)
+
+    def test_share_the_room(self) -> None:
+        """What one tenant does costs another one cached tokens where the cache is small."""
+        mine = [line("ab", 2 * number, tenant="me", tokens=100) for number in range(20)]
+        yours = [line([f"d{number}"], 2 * number + 1, tenant="you", tokens=300) for number in range(20)]
+        alone = replay(read(*mine), capacities=[400], sweep=())
+        both = replay(read(*mine, *yours), capacities=[400], sweep=())
+        assert alone.at("retrieval", alone.capacities[0]).cached_tokens == 19 * ((64 + 200) // 16 * 16)
+        assert both.at("retrieval", both.capacities[0]).cached_tokens < 19 * (64 + 200) // 2
+        assert both.log.out_of_order == 1
+
+
+class TestOverlap:
+    @pytest.mark.parametrize("seed", range(20))
+    def test_no_policy_reuses_more_than_the_bounds(self, seed: int) -> None:
+        log = random_log(seed, tenants=1 + seed % 3)
+        report = replay(log, policies=REPLAY_POLICIES, capacities=["unlimited"], block_size=1 + seed % 7)
+        assert report.overlap.exact
+        for figures in report.figures:
+            assert figures.cached_ratio <= report.overlap.one_prompt_ratio <= report.overlap.bound_ratio
+            assert figures.cached_tokens <= report.overlap.bound_tokens
+
+    @pytest.mark.parametrize("seed", range(10))
+    def test_is_that_of_comparing_all_with_all(self, seed: int) -> None:
+        log = random_log(seed, tenants=2)
+        seen, sharing, jaccard, one_prompt = 0, 0, 0.0, 0
+        for row, ranking in enumerate(rankings(log)):
+            earlier = [other for other in range(row) if log.scopes[other] == log.scopes[row]]
+            sets = [set(log.ranking(other)) for other in earlier]
+            before = set().union(*sets)
+            prefix = 40 if earlier else 0
+            seen += (prefix + sum(log.document_tokens[d] for d in ranking if d in before)) // 16 * 16
+            common = [sum(log.document_tokens[d] for d in ranking if d in other) for other in sets]
+            one_prompt += (prefix + max(common, default=0)) // 16 * 16
+            sharing += any(len(other & set(ranking)) >= 2 for other in sets)
+            jaccard += max(
+                (len(other & set(ranking)) / len(other | set(ranking)) for other in sets if other | set(ranking)),
+                default=0.0,
+            )
+        overlap = measure_overlap(log, 16)
+        assert overlap.bound_tokens == seen
+        assert overlap.one_prompt_ratio == pytest.approx(one_prompt / overlap.prompt_tokens, abs=1e-6)
+        assert overlap.sharing_two_ratio == pytest.approx(sharing / len(log), abs=1e-6)
+        assert overlap.jaccard_mean == pytest.approx(jaccard / len(log), abs=1e-6)
+
+    def test_says_what_is_new_and_what_is_a_question(self) -> None:
+        overlap = measure_overlap(read(line("ab", tokens=100), line("bc", 1, tokens=100)), 16)
+        assert overlap.prompt_tokens == 2 * (64 + 200 + 20)
+        assert overlap.suffix_ratio == pytest.approx(40 / 568, abs=1e-6)
+        assert overlap.first_seen_ratio == pytest.approx((64 + 200 + 100) / 568, abs=1e-6)
+        assert overlap.bound_tokens == (64 + 100) // 16 * 16
+
+    def test_of_many_requests_is_estimated_and_says_so(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        log = exported(make_workload("paper-shuf", 0, requests=2_000), limit=2_000)
+        whole = measure_overlap(log, 16)
+        assert whole.exact
+        assert whole.compared_requests == 2_000
+        monkeypatch.setattr("ragorder.eval.replay.overlap._COMPARED_REQUESTS", 300)
+        steps = Steps()
+        sampled = measure_overlap(log, 16, steps("", 0))
+        assert not sampled.exact
+        assert 200 < sampled.compared_requests <= 300
+        assert steps.done[""] == sampled.compared_requests
+        assert sampled.one_prompt_ratio == pytest.approx(whole.one_prompt_ratio, abs=0.05)
+        assert sampled.jaccard_mean == pytest.approx(whole.jaccard_mean, abs=0.05)
+        assert sampled.bound_ratio == whole.bound_ratio
+
+    def test_of_documents_that_many_requests_had_is_with_the_latest_of_them(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("ragorder.eval.replay.overlap._COMPARISONS", 1)
+        first, others = line("abx", 0), [line("ab", number) for number in range(1, 30)]
+        overlap = measure_overlap(read(first, *others, line("abx", 30)), 16)
+        assert not overlap.exact
+        # Seen from the last request, the first one lies too far back: two of three is the most that others have.
+        assert overlap.jaccard_mean == pytest.approx((2 / 3 + 28 + 2 / 3) / 31, abs=1e-6)
+
+
+class TestCapacities:
+    def sizes(self, *capacities: Any, **options: Any) -> list[tuple[str, int | None, bool]]:
+        log = exported(make_workload("paper-shuf", 0), limit=600)
+        report = replay(log, policies=(), capacities=capacities, **options)
+        return [(each.name, each.tokens, each.asked) for each in report.capacities]
+
+    def test_are_shares_of_the_documents_and_unlimited(self) -> None:
+        whole = exported(make_workload("paper-shuf", 0), limit=600).working_set_tokens
+        shares = (5, 10, 25, 50, 100)
+        expected = [(f"{share} %", whole * share // 100, False) for share in shares]
+        assert self.sizes() == [*expected, ("unlimited", None, False)]
+
+    def test_that_are_asked_for_join_the_sweep_in_order_of_size(self) -> None:
+        names = [name for name, _, asked in self.sizes(30_000, "7.5%") if asked or name == "unlimited"]
+        assert names == ["7.5 %", "30,000 tokens", "unlimited"]
+        assert len(self.sizes(30_000, "7.5%")) == 8
+
+    def test_may_stand_alone(self) -> None:
+        assert self.sizes("30_000", sweep=()) == [("30,000 tokens", 30_000, True)]
+
+    def test_of_one_size_are_one(self) -> None:
+        assert [name for name, _, asked in self.sizes("5%", "unlimited") if asked] == ["5 %", "unlimited"]
+        assert len(self.sizes("5%", "unlimited")) == 6
+
+    def test_of_the_sweep_that_hold_no_prompt_are_left_out_and_said(self) -> None:
+        report = replay(read(line("abcd", tokens=100), line("efgh", 1, tokens=100)))
+        assert [each.name for each in report.capacities] == ["100 %", "unlimited"]
+        assert report.left_out == ["5 %", "10 %", "25 %", "50 %"]
+        assert report.notes == [
+            "caches of 5 %, 10 %, 25 %, 50 % were left out: the longest prompt with its answer takes 516 tokens"
+        ]
+
+    def test_that_are_asked_for_and_hold_no_prompt_are_replayed_and_said(self) -> None:
+        report = replay(read(line("abcd", tokens=100)), capacities=[128], sweep=())
+        assert report.notes == ["no engine has a cache of 128 tokens: the longest prompt with its answer takes 516"]
+
+    @pytest.mark.parametrize("capacity", ["0", "-5", "five", "0%", "1e3"])
+    def test_that_are_none_are_refused(self, capacity: str) -> None:
+        with pytest.raises(ValueError, match="is no capacity"):
+            self.sizes(capacity)
+
+    def test_one_is_needed(self) -> None:
+        with pytest.raises(ValueError, match="no capacity to replay with"):
+            self.sizes(sweep=())
+
+
+class TestPolicies:
+    def test_retrieval_order_is_always_the_baseline(self) -> None:
+        log = random_log(0)
+        assert replay(log, policies=["auto"]).policies == ["retrieval", "auto"]
+        assert replay(log, policies=["best", "retrieval", "best"]).policies == ["retrieval", "best"]
+        assert replay(log).policies == ["retrieval", "greedy", "auto"]
+
+    @pytest.mark.parametrize("policy", ["oracle", "events", "none", "queue", "fastest"])
+    def test_others_are_refused(self, policy: str) -> None:
+        with pytest.raises(PolicyError, match="choose from retrieval, greedy, best, frequency, auto"):
+            replay(random_log(0), policies=[policy])
+
+    def test_keep_to_the_settings_of_the_environment(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        log = exported(make_workload("paper-shuf", 0), limit=200)
+        monkeypatch.setenv("RAGORDER_KEEP_FIRST", "5")
+        guarded = replay(log, capacities=["unlimited"], sweep=(), policies=["auto"])
+        plain, ordered = guarded.figures
+        assert ordered.cached_tokens == plain.cached_tokens
+        monkeypatch.setenv("RAGORDER_KEEP_FIRST", "1")
+        less = replay(log, capacities=["unlimited"], sweep=(), policies=["auto"])
+        assert less.figures[1].cached_tokens > ordered.cached_tokens
+
+    def test_a_log_knows_no_groups(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        log = exported(make_workload("paper-shuf", 0), limit=50)
+        free = replay(log, policies=["auto"]).figures
+        monkeypatch.setenv("RAGORDER_KEEP_GROUPS", "1")
+        assert replay(log, policies=["auto"]).figures == free
+
+    @pytest.mark.parametrize("rate", [0.0, -1.0, float("nan"), float("inf")])
+    def test_rates_are_positive(self, rate: float) -> None:
+        with pytest.raises(ValueError, match="rate"):
+            replay(random_log(0), decode_tokens_per_s=rate)
+
+    def test_blocks_have_tokens(self) -> None:
+        with pytest.raises(ValueError, match="a block has at least one token, not 0"):
+            replay(random_log(0), block_size=0)
+
+
+def report_of(*gains: int, asked: int | None = None, rate: float | None = None) -> ReplayReport:
+    """A report of 100 requests of 1,000 tokens, of which retrieval order reuses a fifth and auto so many more in all,
+    at one capacity after the other."""
+    capacities = [CapacityInfo(f"{1_000 * (n + 1):,} tokens", 1_000 * (n + 1), n == asked) for n in range(len(gains))]
+    figures = []
+    for capacity, gain in zip(capacities, gains, strict=True):
+        for policy, tokens in (("retrieval", 20_000), ("auto", 20_000 + gain)):
+            figures.append(Figures(policy, capacity.tokens, 100_000, tokens, tokens / 100_000, [tokens / 100_000]))
+    return ReplayReport(
+        LogInfo("log", 100, 99.0, 1, 1, 50, 5.0, 10_000, 1_000.0, 1_000, 0),
+        Overlap(100_000, 90_000, 0.9, 0.05, 0.05, 0.8, 0.5, 0.7, 100, True),
+        capacities,
+        figures,
+        block_size=16,
+        prefill_tokens_per_s=rate,
+        seconds=2.0,
+    )
+
+
+class TestTheSaving:
+    def test_is_what_auto_spares_of_retrieval_orders_prefill(self) -> None:
+        (saving,) = report_of(16_000).savings
+        assert saving.policy == "auto"
+        assert saving.saved_tokens == 16_000
+        assert saving.share_of_prefill == 16_000 / 80_000
+        assert saving.tokens_per_1000_requests == 160_000
+        assert saving.seconds_per_1000_requests is None
+
+    def test_is_in_seconds_where_the_engines_speed_is_known(self) -> None:
+        assert report_of(16_000, rate=8_000).savings[0].seconds_per_1000_requests == 20.0
+
+    @pytest.mark.parametrize(
+        ("gain", "verdict", "reason"),
+        [
+            (0, "not worth it", "0.0 tokens a request: within what a block boundary explains; not worth it"),
+            (1_599, "not worth it", "2.0 % of the prefill, 16.0 tokens a request: within what a block boundary"),
+            (-1_599, "not worth it", "within what a block boundary explains"),
+            (1_600, "helps a little", "more than a block boundary explains, but little"),
+            (3_999, "helps a little", "more than a block boundary explains, but little"),
+            (4_000, "helps", "at 1,000 tokens auto saves 5.0 % of the prefill, 40.0 tokens a request: worth it"),
+            (-1_600, "costs", "retrieval order reuses more; leave it as it is"),
+        ],
+    )
+    def test_has_an_honest_verdict(self, gain: int, verdict: str, reason: str) -> None:
+        (saving,) = report_of(gain).savings
+        assert saving.verdict == verdict
+        assert reason in saving.says
+
+    def test_of_several_capacities_is_summed_up(self) -> None:
+        assert report_of(0, 8_000, 16_000).answer == (
+            "Yes: auto saves 10.0 to 20.0 % of the prefill tokens at 2 of the 3 capacities."
+        )
+        assert report_of(16_000).answer == "Yes: auto saves 20.0 % of the prefill tokens at all capacities."
+        assert (
+            report_of(0, 2_000).answer == "A little: auto saves 2.5 % of the prefill tokens at 1 of the 2 capacities."
+        )
+        assert report_of(0, -9_000).answer == "No: auto saves nothing worth having at any of these capacities."
+
+    def test_at_the_capacity_that_was_asked_for_is_the_answer(self) -> None:
+        assert report_of(16_000, 0, asked=1).answer.startswith("No: at 2,000 tokens auto saves 0.0 % of the prefill")
+        assert report_of(16_000, 0, asked=0).answer.startswith("Yes: at 1,000 tokens auto saves 20.0 %")
+        assert report_of(16_000, 0, asked=1).focus.tokens == 2_000
+
+    def test_needs_something_to_compare(self) -> None:
+        report = replay(random_log(0), policies=())
+        assert report.savings == []
+        assert report.answer == "Only retrieval order was replayed: there is nothing to compare it with."
+
+    def test_is_the_last_policys_where_auto_is_not_among_them(self) -> None:
+        assert replay(random_log(0), policies=["best", "greedy"]).compared_policy == "greedy"
+        assert replay(random_log(0), policies=["auto", "greedy"]).compared_policy == "auto"
+
+    def test_of_a_trace_without_anything_in_common_is_nothing(self) -> None:
+        log = read(*(line([f"{number} {rank}" for rank in range(5)], number, tokens=100) for number in range(100)))
+        report = replay(log, capacities=["50%"])
+        assert {saving.verdict for saving in report.savings} == {"not worth it"}
+        assert report.answer.startswith("No: at 50 % auto saves 0.0 % of the prefill")
+        assert report.overlap.sharing_two_ratio == 0
+        assert report.overlap.jaccard_mean == 0
+
+    def test_of_a_bursty_trace_is_worth_it(self) -> None:
+        report = replay(exported(make_workload("paper-shuf", 0)))
+        assert {saving.verdict for saving in report.savings} == {"helps"}
+        assert all(0.25 < saving.share_of_prefill < 0.45 for saving in report.savings)
+
+    def test_along_the_log_is_told_by_its_tenths(self) -> None:
+        busy = [line("abcde", number, tokens=100) for number in range(50)]
+        fresh = [line([f"{number} {rank}" for rank in range(5)], number, tokens=100) for number in range(50, 100)]
+        report = replay(read(*busy, *fresh), capacities=["unlimited"], sweep=())
+        tenths = report.at("auto", report.capacities[0]).tenths
+        assert len(tenths) == 10
+        assert all(ratio > 0.9 for ratio in tenths[1:5])
+        assert all(ratio < 0.12 for ratio in tenths[5:])
+
+
+class TestProcesses:
+    def test_change_nothing(self) -> None:
+        log = exported(make_workload("zipf10", 0), limit=200)
+        options: dict[str, Any] = {"capacities": [5_000, 20_000], "sweep": ()}
+        assert replay(log, processes=3, **options).figures == replay(log, **options).figures
+
+    @pytest.mark.parametrize("processes", [1, 2])
+    def test_the_progress_is_that_of_all_of_them(self, tmp_path: Path, processes: int) -> None:
+        path = written(tmp_path, *(line([f"d{n % 40}", f"d{n % 7}"], n) for n in range(2_000)))
+        steps = Steps()
+        report = replay(path, progress=steps, processes=processes)
+        assert report.processes == processes
+        replaying = f"replaying {len(report.figures)} times 2,000 requests"
+        assert list(steps.announced) == ["reading log.jsonl", "comparing requests", replaying]
+        assert steps.done == steps.announced
+
+    def test_the_progress_of_reading_ends_with_the_last_line_that_is_read(self, tmp_path: Path) -> None:
+        path = written(tmp_path, *(line("ab", n) for n in range(5_000)))
+        told, steps = [], Steps()
+        read_log(path, limit=2_000, progress=lambda *announced: lambda: told.append(steps(*announced)))
+        assert len(told) == 100
+
+    def test_one_that_dies_ends_the_replay(self) -> None:
+        def progress(description: str, steps: int) -> Callable[[], None]:
+            return kill if description.startswith("replaying") else lambda: None
+
+        def kill() -> None:
+            for child in multiprocessing.active_children():
+                assert child.pid is not None
+                os.kill(child.pid, signal.SIGKILL)
+
+        with pytest.raises(ReplayError, match="a process of the replay died: if for want of memory, lower --processes"):
+            replay(exported(make_workload("zipf10", 0)), progress=progress, processes=2)
+
+    def test_stop_at_the_next_step_when_nobody_wants_their_figures(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        told, stop = array("q", [0]), SimpleNamespace(value=1)
+        monkeypatch.setattr(jobs, "_shared", (random_log(0), Setup(), told, stop), raising=False)
+        with pytest.raises(jobs._StoppedError):
+            jobs._work(0, jobs.Job("retrieval", None))
+        assert list(told) == [1]
+
+    def test_end_when_the_replay_is_interrupted(self) -> None:
+        def progress(description: str, steps: int) -> Callable[[], None]:
+            return interrupt if description.startswith("replaying") else lambda: None
+
+        def interrupt() -> None:
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            replay(exported(make_workload("zipf10", 0)), progress=progress, processes=2)
+        assert multiprocessing.active_children() == []
+
+
+def invoke(*arguments: str | Path, input: bytes | None = None, columns: int = 160) -> Result:
+    done = CliRunner().invoke(command, [str(each) for each in arguments], input=input, env={"COLUMNS": str(columns)})
+    assert done.exception is None or isinstance(done.exception, SystemExit), repr(done.exception)
+    return done
+
+
+def as_json(*arguments: str | Path, input: bytes | None = None) -> dict[str, Any]:
+    done = invoke(*arguments, "--json", "-", input=input)
+    assert done.exit_code == 0, done.output
+    found: dict[str, Any] = json.loads(done.stdout, parse_constant=pytest.fail)
+    return found
+
+
+def refusal(*arguments: str | Path, input: bytes | None = None) -> str:
+    done = invoke(*arguments, input=input)
+    assert done.exit_code != 0, done.output
+    assert "Traceback" not in done.output
+    return done.stderr
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in os.environ:
+        if name.startswith("RAGORDER_"):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def log_file(tmp_path: Path) -> Path:
+    """200 requests of a bursty trace, a second apart."""
+    workload = make_workload("paper-shuf", 0)
+    lines = [
+        line([f"d{d}" for d in ranking], number, tokens=[180 + d % 41 for d in ranking])
+        for number, ranking in enumerate(workload.rankings[:200])
+    ]
+    return written(tmp_path, *lines)
+
+
+class TestTheCommand:
+    def test_shows_what_is_cached_what_is_saved_why_and_the_answer(self, log_file: Path) -> None:
+        done = invoke(log_file)
+        assert done.exit_code == 0, done.output
+        for words in ("retrieval", "greedy", "auto", "5 %", "100 %", "that auto saves:", "helps"):
+            assert words in done.stdout
+        assert "share two documents or more with an earlier one" in done.stdout
+        assert "so that no order can reuse more than" in done.stdout
+        assert "Would it help? Yes: auto saves" in done.stdout
+
+    @pytest.mark.parametrize("columns", [80, 200])
+    def test_the_tables_fit_a_terminal(self, log_file: Path, columns: int) -> None:
+        done = invoke(log_file, "--prefill-rate", "9000", "--capacity-tokens", "12345", columns=columns)
+        assert "…" not in done.stdout
+        assert max(map(len, done.stdout.splitlines())) <= columns
+
+    def test_gives_verdicts_where_it_is_not_worth_it(self, tmp_path: Path) -> None:
+        path = written(tmp_path, *(line([f"{n} {rank}" for rank in range(5)], n) for n in range(60)))
+        shown = " ".join(invoke(path).stdout.split())
+        assert "auto saves 0.0 % of the prefill, 0.0 tokens a request: within what a block boundary explains" in shown
+        assert "Would it help? No: auto saves nothing worth having at any of these capacities." in shown
+
+    def test_writes_everything_as_json(self, log_file: Path, tmp_path: Path) -> None:
+        target = tmp_path / "report.json"
+        assert invoke(log_file, "--json", target, "--capacity-tokens", "9000").exit_code == 0
+        found = json.loads(target.read_text("utf-8"))
+        assert found["schema"] == 1
+        assert {"time", "python", "cores", "packages"} <= found["environment"].keys()
+        assert found["arguments"]["capacities"] == ["9000"]
+        assert found["arguments"]["log"] == str(log_file)
+        assert found["log"]["requests"] == 200
+        assert len(found["runs"]) == 3 * 7
+        assert {run["policy"] for run in found["runs"]} == {"retrieval", "greedy", "auto"}
+        assert all(len(run["tenths"]) == 10 for run in found["runs"])
+        assert len(found["savings"]) == 7
+        assert found["answer"].startswith("Yes: at 9,000 tokens auto saves")
+        assert 0 < found["overlap"]["one_prompt_ratio"] < found["overlap"]["bound_ratio"] < 1
+        assert found["speed"]["requests_per_s"] > 0
+
+    def test_is_as_thin_as_the_python_api(self, log_file: Path) -> None:
+        found, report = as_json(log_file), replay(log_file)
+        assert found["runs"] == json.loads(json.dumps(report.as_json()["runs"]))
+        assert found["savings"] == json.loads(json.dumps(report.as_json()["savings"]))
+
+    def test_json_on_standard_output_leaves_the_tables_to_standard_error(self, log_file: Path) -> None:
+        done = invoke(log_file, "--json", "-")
+        assert json.loads(done.stdout)["log"]["name"] == "log.jsonl"
+        assert "Would it help?" in done.stderr
+
+    def test_reads_standard_input_plain_or_gzipped(self, log_file: Path) -> None:
+        data = log_file.read_bytes()
+        runs = as_json(log_file)["runs"]
+        assert as_json("-", input=data)["runs"] == runs
+        assert as_json("-", input=gzip.compress(data))["runs"] == runs
+
+    def test_its_lengths_stand_in_where_the_log_tells_none(self, tmp_path: Path) -> None:
+        path = written(tmp_path, line("abc"), line("abc", 1))
+        lengths = ("--document-tokens", "100", "--prefix-tokens", "10", "--suffix-tokens", "5", "--output-tokens", "7")
+        log = as_json(path, *lengths)["log"]
+        assert log["prompt_tokens_mean"] == 10 + 300 + 5
+        assert log["longest_tokens"] == 10 + 300 + 5 + 7
+        assert log["working_set_tokens"] == 300
+
+    def test_its_options_choose_what_is_replayed(self, log_file: Path) -> None:
+        options = ("--policy", "best", "--policy", "greedy", "--capacity-tokens", "8000", "--capacity-tokens", "30%")
+        found = as_json(log_file, *options, "--no-sweep", "--block-size", "32", "--top-k", "3", "--limit", "50")
+        assert found["log"]["requests"] == 50
+        assert found["log"]["documents_per_request_mean"] == 3
+        assert found["engine"]["block_size"] == 32
+        assert [(run["policy"], run["capacity_tokens"]) for run in found["runs"]] == [
+            (policy, capacity["tokens"])
+            for capacity in found["capacities"]
+            for policy in ("retrieval", "best", "greedy")
+        ]
+        assert {capacity["name"] for capacity in found["capacities"]} == {"8,000 tokens", "30 %"}
+        assert all(run["cached_tokens"] % 32 == 0 for run in found["runs"])
+        assert len(as_json(log_file, "--sweep")["capacities"]) > 2
+
+    def test_its_rates_bring_requests_at_their_recorded_times(self, log_file: Path) -> None:
+        found = as_json(log_file, "--prefill-rate", "2000", "--decode-rate", "8")
+        assert found["engine"]["timed"]
+        assert all(run["in_flight_mean"] > 2 for run in found["runs"])
+        for saving in found["savings"]:
+            expected = pytest.approx(saving["tokens_per_1000_requests"] / 2000, abs=1e-3)
+            assert saving["seconds_per_1000_requests"] == expected
+        in_turn = as_json(log_file)
+        assert not in_turn["engine"]["timed"]
+        assert all(run["in_flight_mean"] == 1 for run in in_turn["runs"])
+        assert in_turn["savings"][0]["seconds_per_1000_requests"] is None
+
+    def test_its_processes_change_nothing(self, log_file: Path) -> None:
+        found = as_json(log_file, "--processes", "2")
+        assert found["speed"]["processes"] == 2
+        assert found["runs"] == as_json(log_file)["runs"]
+
+    def test_says_that_lines_were_sorted(self, tmp_path: Path) -> None:
+        path = written(tmp_path, line("ab", 5), line("ab", 3), line("ab", 4))
+        assert "Note: lines earlier than the line before them: 1; sorted by time." in invoke(path).stdout
+
+    def test_a_files_name_is_no_markup(self, tmp_path: Path) -> None:
+        path = written(tmp_path, line("ab"), name="[red]log.jsonl")
+        assert "[red]log.jsonl" in invoke(path).stdout
+
+    def test_the_same_log_gives_the_same_figures_on_every_hash_seed(self, log_file: Path, python: Any) -> None:
+        found = []
+        for seed in ("0", "1", "4242"):
+            done = python(*COMMAND, log_file, "--json", "-", PYTHONHASHSEED=seed)
+            assert done.returncode == 0, done.stderr
+            report = json.loads(done.stdout)
+            found.append({name: report[name] for name in ("log", "overlap", "runs", "savings", "answer")})
+        assert found[0] == found[1] == found[2]
+
+    def test_needs_none_of_the_extras(self, log_file: Path, python: Any) -> None:
+        blocked = ("numpy", "scipy", "matplotlib", "torch", "vllm", "transformers", "bm25s", "httpx", "openai")
+        done = python(*COMMAND, log_file, blocked=blocked)
+        assert done.returncode == 0, done.stderr
+        assert "Would it help?" in done.stdout
+
+    def test_tells_how_to_write_a_log(self) -> None:
+        shown = " ".join(invoke("--help").output.split())
+        assert 'log.write(json.dumps({"time": time.time(), "tenant":' in shown
+
+
+class TestTheCommandRefuses:
+    def test_a_bad_line_in_one_line(self, tmp_path: Path) -> None:
+        path = written(tmp_path, line("ab"), line("ab", tokens=[1]))
+        expected = f'Error: {path}:2: "tokens" has 1 entries and "documents" has 2: give one for each\n'
+        assert refusal(path).lstrip() == expected
+
+    def test_bad_standard_input(self) -> None:
+        assert refusal("-", input=b"{}").lstrip().startswith('Error: <stdin>:1: "documents" must be a list')
+        assert "<stdin>: no requests in it" in refusal("-", input=b"")
+
+    def test_a_missing_file(self) -> None:
+        assert "nowhere.jsonl" in refusal("nowhere.jsonl")
+        assert "No such file" in refusal("nowhere.jsonl")
+
+    @pytest.mark.parametrize(
+        ("options", "problem"),
+        [
+            (("--policy", "oracle"), "policy 'oracle' cannot be replayed: choose from retrieval, greedy"),
+            (("--capacity-tokens", "lots"), "'lots' is no capacity: give tokens"),
+            (("--no-sweep",), "no capacity to replay with: give --capacity-tokens, or leave out --no-sweep"),
+            (("--suffix-tokens", "0"), "--suffix-tokens"),
+            (("--document-tokens", "99999999999"), "--document-tokens must be from 0 to 10,000,000"),
+            (("--prefill-rate", "0"), "--prefill-rate"),
+            (("--decode-rate", "inf"), "must be finite"),
+            (("--prefill-rate", "nan"), "finite"),
+            (("--plot", "plot.svg"), "--plot draws a PNG: give FILE.png"),
+            (("--plot", "/no/such/folder/plot.png"), "in a folder that can be written to"),
+        ],
+    )
+    def test_what_cannot_be_done(self, log_file: Path, options: tuple[str, ...], problem: str) -> None:
+        assert problem in refusal(log_file, *options)
+
+    def test_a_capacity_that_is_none_before_the_log_is_read(self) -> None:
+        assert "is no capacity" in refusal("-", "--capacity-tokens", "lots", input=b"no log")
+
+
+class TestThePlot:
+    @pytest.fixture(autouse=True)
+    def matplotlib(self) -> None:
+        pytest.importorskip("matplotlib")
+
+    def test_is_a_png_with_a_line_in_each_policys_colour(self, log_file: Path, tmp_path: Path) -> None:
+        from matplotlib.image import imread
+
+        target = tmp_path / "plot.png"
+        policies = [option for policy in REPLAY_POLICIES for option in ("--policy", policy)]
+        assert invoke(log_file, "--plot", target, *policies).exit_code == 0
+        assert target.read_bytes().startswith(b"\x89PNG")
+        pixels = imread(target)
+        assert pixels.shape[:2] == (600, 1_200)
+        for colour in ("555555", "E69F00", "009E73", "CC79A7", "0072B2"):
+            wanted = [int(colour[place : place + 2], 16) / 255 for place in (0, 2, 4)]
+            assert (abs(pixels[:, :, :3] - wanted).max(axis=2) < 0.01).sum() > 100, colour
+
+    def test_shows_the_figures(self) -> None:
+        from ragorder.eval.replay.plot import draw_report
+
+        report = replay(exported(make_workload("paper-shuf", 0), limit=200), capacities=[9_000])
+        figure = draw_report(report)
+        by_capacity, along = figure.axes
+        assert by_capacity.get_ylabel() == "cached tokens, % of prompt tokens"
+        assert along.get_title() == "Along the log, cache 9,000 tokens"
+        lines = {drawn.get_label(): list(drawn.get_ydata()) for drawn in by_capacity.lines}
+        for policy in report.policies:
+            expected = [100 * report.at(policy, capacity).cached_ratio for capacity in report.capacities]
+            assert lines[policy] == expected
+        tenths = {drawn.get_label(): list(drawn.get_ydata()) for drawn in along.lines}
+        assert tenths["auto"] == [100 * ratio for ratio in report.at("auto", report.focus).tenths]
+        bounds = [ydata[0] for label, ydata in lines.items() if label.startswith("bound")]
+        assert bounds == [100 * report.overlap.bound_ratio, 100 * report.overlap.one_prompt_ratio]
+
+    def test_nothing_of_it_is_cut_off(self) -> None:
+        from ragorder.eval.replay.plot import draw_report
+
+        report = replay(exported(make_workload("paper-shuf", 0), limit=200), policies=REPLAY_POLICIES)
+        figure = draw_report(report)
+        figure.draw_without_rendering()
+        (legend,) = figure.legends
+        for part in (legend, *figure.axes):
+            box = part.get_tightbbox()
+            assert box.x0 >= 0
+            assert box.y0 >= 0
+            assert box.x1 <= 1_200
+            assert box.y1 <= 600
+
+    def test_of_a_single_request_is_drawn(self, tmp_path: Path) -> None:
+        path = written(tmp_path, line("ab"))
+        assert invoke(path, "--plot", tmp_path / "plot.png").exit_code == 0
+
+    def test_without_matplotlib_names_the_extra_before_anything_is_read(self, tmp_path: Path, python: Any) -> None:
+        done = python(*COMMAND, "-", "--plot", tmp_path / "plot.png", blocked=("matplotlib",), input="no log")
+        assert done.returncode == 1
+        assert done.stderr == "Error: a plot needs matplotlib: pip install 'ragorder[eval]'\n"

@@ -1,0 +1,675 @@
+"""The report: reads what the harness wrote, says what it means, and is one page that needs nothing else."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+np = pytest.importorskip("numpy")
+pytest.importorskip("scipy")
+pytest.importorskip("matplotlib")
+pytest.importorskip("jinja2")
+
+from click.testing import CliRunner
+
+from ragorder.cli import main
+from ragorder.cli.eval_report import report as report_command
+from ragorder.eval.bench import Bench, run_traces
+from ragorder.eval.capacity import Capacity
+from ragorder.eval.harness.suite import read_suite
+from ragorder.eval.quality import summarise
+from ragorder.eval.report import (
+    Report,
+    ReportError,
+    known_suites,
+    make_report,
+    read_results,
+    render_html,
+    render_markdown,
+)
+from ragorder.eval.report.suites import SuiteInfo, info_of
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+FLAGS = "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
+FLAGS += " --disable-component-update --disable-sync"
+
+SUITES = {
+    "table-1": """
+title = "Strategies"
+source = "RAGCache++ Table 1"
+says = "What each strategy finds in the cache, on the paper's trace and on its shuffled clone."
+policies = ["none", "retrieval", "sorted", "greedy", "auto"]
+baseline = "retrieval"
+[cell]
+top_k = 5
+capacity_tokens = 100000
+[sweep]
+workload = ["paper", "paper-shuf"]
+[report]
+figure = "strategies"
+[[paper]]
+policy = "retrieval"
+label = "APC+Retrieval"
+hardware = "RTX 4090"
+unit = "ms"
+p50 = 59.6
+p95 = 117.4
+workload = "paper"
+[[paper]]
+policy = "greedy"
+label = "APC+Optimized"
+hardware = "RTX 4090"
+unit = "ms"
+p50 = 40.1
+p95 = 117.4
+workload = "paper"
+""",
+    "figure-3": """
+title = "Overlap between consecutive queries"
+source = "RAGCache++ Figure 3, Table 12"
+says = "What ordering changes by the share of documents that two queries have in common."
+policies = ["retrieval", "greedy", "auto"]
+baseline = "retrieval"
+[sweep]
+workload = ["ov0.0", "ov0.2", "ov0.4", "ov0.6", "ov0.8"]
+[report]
+figure = "sweep"
+x = "workload"
+[[paper]]
+policy = "retrieval"
+label = "retrieval"
+hardware = "RTX 4060 Ti"
+unit = "ms"
+p50 = 111.1
+workload = "ov0.4"
+[[paper]]
+policy = "greedy"
+label = "optimized"
+hardware = "RTX 4060 Ti"
+unit = "ms"
+p50 = 77.8
+workload = "ov0.4"
+""",
+    "pressure": """
+title = "Cache pressure"
+source = "ragorder"
+says = "How much is left of it in a small cache."
+policies = ["retrieval", "auto"]
+[sweep]
+workload = ["mix8", "geo"]
+capacity_tokens = ["5%", "10%", "25%", "50%", "100%"]
+[report]
+figure = "sweep"
+x = "capacity_tokens"
+""",
+    "guards": """
+title = "What the guards cost"
+source = "ragorder"
+says = "Guards keep documents near where retrieval put them; this is what that costs."
+policies = ["retrieval", "auto"]
+[sweep]
+workload = ["paper-shuf"]
+[report]
+figure = "position"
+""",
+    "table-2": """
+title = "Answers on HotpotQA"
+source = "RAGCache++ Table 2"
+says = "Whether another order changes answers."
+kind = "quality"
+policies = ["retrieval", "auto"]
+[sweep]
+dataset = ["hotpotqa"]
+[report]
+figure = "quality"
+[[paper]]
+policy = "retrieval"
+label = "APC+Retrieval"
+em = 0.0
+f1 = 0.047
+""",
+    "table-5": """
+title = "Pipelining, projected"
+source = "RAGCache++ Table 5"
+says = ""
+needs = "pipelining, which does not exist yet"
+[report]
+figure = "sweep"
+""",
+}
+
+
+def suites() -> dict[str, SuiteInfo]:
+    return {name: info_of(read_suite(name, text, name)) for name, text in SUITES.items()}
+
+
+def simulated(
+    suite: str,
+    cell: Mapping[str, Any],
+    policies: Sequence[str],
+    *,
+    workload: str,
+    seeds: Sequence[int] = (0, 1, 2),
+    limit: int = 45,
+    timed: bool = False,
+    capacity: str = "100000",
+) -> Iterator[dict[str, Any]]:
+    """Lines of runs on the real simulator; `timed` as on an engine that takes 0.2 ms for an uncached token."""
+    bench = Bench(
+        workloads=[workload], policies=policies, seeds=seeds, limit=limit, capacity=Capacity.parse(capacity), top_k=5
+    )
+    for runs in run_traces(bench, keep=True):
+        for run in runs:
+            rng = np.random.default_rng(run.seed)
+            served = run.served
+            prompts = [each.completion.prompt_tokens for each in served]
+            cached = [each.completion.cached_tokens for each in served]
+            noise = rng.gamma(4, 1, len(served))
+            times = [20 + 0.2 * (p - c) + float(n) for p, c, n in zip(prompts, cached, noise, strict=True)]
+            moved = [0.0 if run.policy_name in ("none", "retrieval") else 0.6] * len(served)
+            yield {
+                "type": "run",
+                "session": "s1",
+                "suite": suite,
+                "cell": dict(cell),
+                "seed": run.seed,
+                "policy": run.policy_name,
+                "engine": {
+                    "name": "vllm" if timed else "sim",
+                    "model": "random weights" if timed else None,
+                    "block_size": 16,
+                    "capacity_tokens": run.engine.capacity_tokens,
+                },
+                "warmup": 5,
+                "failures": 0,
+                "rows": {
+                    "prompt_tokens": prompts,
+                    "cached_tokens": cached,
+                    "cached_documents": [each.cached_documents for each in served],
+                    "predicted_tokens": None if run.policy_name in ("none", "retrieval") else cached,
+                    "ttft_ms": times if timed else None,
+                    "order_us": [40.0 + float(n) for n in noise],
+                    "build_us": None,
+                    "displacement": [2 * share for share in moved],
+                    "moved_share": moved,
+                },
+                "throughput": {"requests_per_s": 4.0 + run.seed / 10, "tokens_per_s": 4_000.0} if timed else None,
+                "timeline": timeline(len(served), cached) if run.policy_name != "none" else None,
+            }
+
+
+def timeline(requests: int, cached: Sequence[int]) -> dict[str, list[int | None]]:
+    """As the harness reads it off the simulator."""
+    places = list(range(0, requests, 2))
+    held = [min(100_000, 600 * place) for place in places]
+    evicted = [max(0, 600 * place - 50_000 + sum(cached[:place]) // 4) for place in places]
+    return {"request": places, "held_tokens": held, "evicted_tokens": evicted, "tree_nodes": [None] * len(places)}
+
+
+SESSION = {
+    "type": "session",
+    "schema": 1,
+    "session": "s1",
+    "started": "2026-11-21T17:00:00+00:00",
+    "arguments": {"suites": ["paper"], "output": "results/paper", "seeds": [0, 1, 2]},
+    "environment": {
+        "processor": "EPYC",
+        "cores": 2,
+        "python": "3.11.9",
+        "load_average": [1.0, 0.9, 0.8],
+        "packages": {},
+    },
+}
+MISSING = {
+    "type": "unavailable",
+    "session": "s1",
+    "suite": "table-1",
+    "cell": {"workload": "paper"},
+    "policy": "contextpilot",
+    "reason": "could not be installed <no network>",
+}
+DRY = {
+    "type": "quality",
+    "session": "s1",
+    "suite": "table-2",
+    "cell": {"dataset": "hotpotqa"},
+    "seed": 0,
+    "policy": "auto",
+    "rows": {"id": ["a"], "em": [1], "f1": [1.0], "cached_tokens": [0]},
+    "dry_run": True,
+}
+CHECK = {"type": "check", "session": "s1", "name": "sim-vs-vllm", "requests": 500, "identical_share": 0.998}
+
+
+def measured() -> Iterator[dict[str, Any]]:
+    """What a reduced run of a few suites leaves behind."""
+    yield SESSION
+    policies = SUITES_POLICIES["table-1"]
+    for workload in ("paper", "paper-shuf"):
+        cell = {"workload": workload, "top_k": 5, "capacity_tokens": 100_000}
+        yield from simulated("table-1", cell, policies, workload=workload, timed=True)
+    for workload in ("ov0.0", "ov0.2", "ov0.4", "ov0.6", "ov0.8"):
+        yield from simulated("figure-3", {"workload": workload}, ("retrieval", "greedy", "auto"), workload=workload)
+    for workload in ("mix8", "geo"):
+        for capacity in ("5%", "10%", "25%", "50%", "100%"):
+            cell = {"workload": workload, "capacity_tokens": capacity}
+            yield from simulated("pressure", cell, ("retrieval", "auto"), workload=workload, capacity=capacity)
+    for guards in GUARDS:
+        cell = {"workload": "paper-shuf", "guards": guards}
+        for line in simulated("guards", cell, ("retrieval", "auto"), workload="paper-shuf"):
+            share = GUARDS[guards] if line["policy"] == "auto" else 0.0
+            line["rows"]["cached_tokens"] = [
+                int(share and c * (0.5 + share)) or c for c in line["rows"]["cached_tokens"]
+            ]
+            line["rows"] |= {"moved_share": [share] * 45, "displacement": [2 * share] * 45}
+            yield line
+    yield from (MISSING, DRY, CHECK)
+
+
+GUARDS = {
+    "none": 0.6,
+    "keep_first=1": 0.5,
+    "keep_first=2": 0.35,
+    "max_displacement=1": 0.4,
+    "keep_last=1+keep_groups": 0.3,
+}
+SUITES_POLICIES = {"table-1": ("none", "retrieval", "sorted", "greedy", "auto")}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Results of a session that was interrupted: its last line is torn."""
+    folder = tmp_path_factory.mktemp("results")
+    lines = "".join(json.dumps(line) + "\n" for line in measured())
+    (folder / "results.jsonl").write_text(lines + '{"type": "run", "session": "s1", "sui')
+    return folder
+
+
+@pytest.fixture(scope="module")
+def report(folder: Path) -> Report:
+    return make_report(read_results(folder), suites())
+
+
+@pytest.fixture(scope="module")
+def page(report: Report, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("page") / "report.html"
+    path.write_text(render_html(report), "utf-8")
+    return path
+
+
+XLINK = 'xmlns:xlink="http://www.w3.org/1999/xlink"'
+
+
+def written(folder: Path, *lines: Any) -> Path:
+    text = "".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines)
+    (folder / "results.jsonl").write_text(text)
+    return folder
+
+
+def a_run(**changed: Any) -> dict[str, Any]:
+    """A run of ten requests of a hundred tokens, of which half are cached."""
+    rows = {"prompt_tokens": [100] * 10, "cached_tokens": [50] * 10, "cached_documents": [2] * 10}
+    run = {"type": "run", "session": "s1", "suite": "own", "cell": {}, "seed": 0, "policy": "auto", "warmup": 2}
+    return run | {"engine": {"name": "sim", "block_size": 16}, "failures": 0, "rows": rows} | changed
+
+
+class TestReading:
+    def test_takes_what_it_can_and_says_what_it_could_not(self, tmp_path: Path) -> None:
+        odd = {"type": "weather", "session": "s1"}
+        results = read_results(written(tmp_path, SESSION, a_run(), a_run(), odd, {"type": "run"}, "[1]", '{"type": "r'))
+        assert len(results.runs) == 1
+        notes = " ".join(results.notes)
+        for word in ("torn line", "'weather'", "there already", "without all it must say", "no JSON object"):
+            assert word in notes
+
+    def test_l12_a_line_nested_without_end_is_passed_over(self, tmp_path: Path) -> None:
+        deep = '{"type": "run", "cell": ' + "[" * 100_000 + "]" * 100_000 + "}"
+        results = read_results(written(tmp_path, SESSION, a_run(), deep))
+        assert len(results.runs) == 1
+        assert "torn line" in " ".join(results.notes)
+
+    def test_takes_several_sessions(self, tmp_path: Path) -> None:
+        again = SESSION | {"session": "s2"}
+        results = read_results(written(tmp_path, SESSION, a_run(), again, a_run(session="s2", seed=1)))
+        assert [session.id for session in results.sessions] == ["s1", "s2"]
+        assert [run.seed for run in results.runs] == [0, 1]
+
+    def test_leaves_the_warm_up_out(self, tmp_path: Path) -> None:
+        rows = {"prompt_tokens": [100] * 10, "cached_tokens": [0, 0] + [80] * 8}
+        run = read_results(written(tmp_path, a_run(rows=rows))).runs[0]
+        assert run.requests == 8
+        assert run.column("cached_tokens").tolist() == [80] * 8
+
+    def test_a_request_that_failed_is_no_zero(self, tmp_path: Path) -> None:
+        rows = {"prompt_tokens": [100] * 9 + [None], "cached_tokens": [50] * 9 + [None]}
+        found = make_report(read_results(written(tmp_path, a_run(rows=rows, failures=1))), {})
+        assert [row[1].text for row in found.sections[0].tables[0].rows] == ["50.0"]
+        assert "failures" in found.sections[0].tables[0].headings
+
+    @pytest.mark.parametrize(("name", "words"), [("nowhere", "is no folder"), (".", "has no results.jsonl")])
+    def test_names_what_to_change(self, tmp_path: Path, name: str, words: str) -> None:
+        with pytest.raises(ReportError, match=f"{words}.*ragorder eval run"):
+            read_results(tmp_path / name)
+
+    def test_of_a_session_that_measured_nothing(self, tmp_path: Path) -> None:
+        with pytest.raises(ReportError, match="holds no measurement"):
+            read_results(written(tmp_path, SESSION))
+
+
+def rows_of(report: Report, suite: str, table: int = 0) -> dict[str, Any]:
+    section = next(section for section in report.sections if section.suite.name == suite)
+    return {row[0].text: row for row in section.tables[table].rows}
+
+
+class TestTables:
+    def test_stand_beside_the_papers_own_numbers(self, report: Report) -> None:
+        rows = rows_of(report, "table-1")
+        assert rows["greedy (RAGCache++)"][-1].text == "40.1"
+        assert rows["greedy (RAGCache++)"][-1].note.startswith("−32.7")
+        assert rows["auto"][-1].text == "–"
+
+    def test_say_what_the_runs_say(self, folder: Path, report: Report) -> None:
+        runs = [r for r in read_results(folder).runs if r.suite == "table-1" and r.cell["workload"] == "paper-shuf"]
+        shares = {}
+        for policy in ("retrieval", "auto"):
+            cached, prompts = (
+                sum(float(run.column(name).sum()) for run in runs if run.policy == policy)
+                for name in ("cached_tokens", "prompt_tokens")
+            )
+            shares[policy] = 100 * cached / prompts
+        row = rows_of(report, "table-1", 1)["auto"][1]
+        assert row.text == f"{shares['auto']:.1f}"
+        assert row.note.startswith(f"+{shares['auto'] - shares['retrieval']:.1f} [+")
+        assert row.verdict == "better"
+
+    def test_have_one_row_a_cell_where_there_are_many(self, report: Report) -> None:
+        assert list(rows_of(report, "figure-3")) == ["ov0.0", "ov0.2", "ov0.4", "ov0.6", "ov0.8"]
+        assert rows_of(report, "figure-3")["ov0.4"][-1].text == "111.1 → 77.8"
+
+    def test_times_are_compared_where_there_are_any(self, report: Report) -> None:
+        timed = next(section for section in report.sections if section.suite.name == "table-1").tables[0]
+        untimed = next(section for section in report.sections if section.suite.name == "figure-3").tables
+        assert {f"TTFT {name}, ms" for name in ("p50", "p95", "p99", "mean")} <= set(timed.headings)
+        assert not [table for table in untimed if "TTFT" in table.title]
+
+    def test_a_policy_that_changes_nothing_makes_no_difference(self, tmp_path: Path) -> None:
+        rng = np.random.default_rng(0)
+        rows = [
+            {"prompt_tokens": [100] * 99, "cached_tokens": [float(c) for c in rng.integers(0, 99, 99)]} for _ in "ab"
+        ]
+        runs = [a_run(policy=policy, rows=row) for policy, row in zip(("retrieval", "auto"), rows, strict=True)]
+        found = make_report(read_results(written(tmp_path, *runs)), {})
+        assert found.sections[0].tables[0].rows[1][1].verdict == "no difference"
+
+    def test_name_peers_that_were_not_available(self, report: Report) -> None:
+        assert report.sections[0].unavailable == [("ContextPilot", "could not be installed <no network>")]
+
+
+class TestTheFinding:
+    def test_sets_the_papers_trace_beside_its_shuffled_twin(self, report: Report) -> None:
+        said = report.finding[0].replace("\u00a0", " ")
+        kept, shuffled = (rows_of(report, "table-1", table)["retrieval order"][1].text for table in (0, 1))
+        assert float(kept) > 2 * float(shuffled)
+        assert f"finds {kept} % of the prompt tokens" in said
+        assert f"retrieval order finds {shuffled} %" in said
+        assert report.side_by_side.rows[0][0].text == "retrieval order"
+
+    def test_says_when_only_one_was_measured(self, tmp_path: Path) -> None:
+        cell = {"workload": "paper"}
+        runs = [a_run(policy=policy, cell=cell) for policy in ("retrieval", "auto")]
+        found = make_report(read_results(written(tmp_path, *runs)), {})
+        assert "only paper was measured" in found.finding[0]
+        assert found.side_by_side is None
+
+
+class TestWhatWasNotMeasured:
+    def test_is_said(self, report: Report) -> None:
+        said = " ".join(report.not_measured)
+        for words in ("real weights", "A GPU", "dry run", "needs pipelining"):
+            assert words in said
+
+    def test_an_untimed_simulation_is_no_real_engine(self, tmp_path: Path) -> None:
+        found = make_report(read_results(written(tmp_path, a_run())), suites())
+        said = " ".join(found.not_measured)
+        assert "A real engine" in said
+        assert "figure-3" in said
+
+
+def answered(policy: str, shift: float = 0.0, **changed: Any) -> dict[str, Any]:
+    """Sixty questions that a capable model answered in an order, a little better by `shift`."""
+    scores = [number / 100 + shift for number in range(60)]
+    rows = {
+        "id": [f"q{number}" for number in range(60)],
+        "em": [int(score >= 0.55) for score in scores],
+        "f1": scores,
+        "displacement": [0.0 if policy == "retrieval" else 1.0] * 60,
+        "gold_places": [[0, 2]] * 60,
+    }
+    model = {"name": "big-7B", "parameters": 7_000_000_000, "random_weights": False}
+    return DRY | {"dry_run": False, "policy": policy, "model": model, "rows": rows} | changed
+
+
+class TestQuality:
+    def found(self, folder: Path, *lines: dict[str, Any]) -> Report:
+        return make_report(read_results(written(folder, SESSION, *lines)), suites())
+
+    def measured(self, folder: Path, **changed: Any) -> Report:
+        lines = [answered("retrieval", **changed), answered("auto", 0.1, **changed)]
+        return self.found(folder, *lines, *summarise(lines))
+
+    def test_says_what_the_checks_say_of_each_order(self, tmp_path: Path) -> None:
+        report = self.measured(tmp_path)
+        table = report.sections[0].tables[0]
+        assert table.title == "Answers: hotpotqa, big-7B"
+        plain, ours = table.rows
+        assert [entry.note for entry in plain[1:3]] == ["baseline", "baseline"]
+        assert ours[1].note.replace("\u00a0", " ") == "+16.7: 10 won, 0 lost, p 0.002"
+        assert ours[2].note == "+10.0 [+10.0, +10.0]"
+        assert [entry.verdict for entry in ours[1:3]] == ["better", "better"]
+        assert [entry.text for entry in ours[3:]] == ["60", "100.0"]
+        assert report.sections[0].words == []
+        assert not any("EM, F1" in words for words in report.not_measured)
+
+    def test_checks_on_it_stand_in_no_other_table(self, tmp_path: Path) -> None:
+        assert self.measured(tmp_path).checks is None
+
+    def test_shows_the_scores_by_the_place_of_a_gold_document(self, tmp_path: Path) -> None:
+        table = self.measured(tmp_path).sections[0].tables[1]
+        assert [[entry.text for entry in row] for row in table.rows] == [
+            ["1", "120", "16.7", "34.5"],
+            ["3", "120", "16.7", "34.5"],
+        ]
+
+    def test_the_last_check_on_the_same_counts(self, tmp_path: Path) -> None:
+        lines = [answered("retrieval"), answered("auto", 0.1)]
+        early = summarise([answered("retrieval"), answered("auto", -0.1)])
+        report = self.found(tmp_path, *lines, *early, *summarise(lines))
+        assert report.sections[0].tables[0].rows[1][2].verdict == "better"
+        assert len(report.sections[0].tables[1].rows) == 2
+
+    def test_seeds_are_not_thrown_together(self, tmp_path: Path) -> None:
+        lines = [answered(policy, seed=seed) for seed in (0, 1) for policy in ("retrieval", "auto")]
+        report = self.found(tmp_path, *lines, *summarise(lines))
+        answers = [table.title for table in report.sections[0].tables if table.title.startswith("Answers")]
+        assert answers == ["Answers: hotpotqa, big-7B, seed 0", "Answers: hotpotqa, big-7B, seed 1"]
+
+    def test_a_verdict_that_nothing_was_measured_takes_the_place_of_the_scores(self, tmp_path: Path) -> None:
+        noise = {"name": "tiny", "parameters": 9_000, "random_weights": True}
+        report = self.measured(tmp_path, model=noise)
+        assert report.sections[0].words == [
+            "hotpotqa, tiny: Quality was NOT measured: the model has random weights: its answers are noise."
+        ]
+        assert [table.title for table in report.sections[0].tables] == ["The paper's own numbers"]
+        assert any("(EM, F1): the model has random weights" in words for words in report.not_measured)
+
+    def test_low_scores_of_a_capable_model_are_a_measurement(self, tmp_path: Path) -> None:
+        low = answered("retrieval")["rows"] | {"em": [0] * 60, "f1": [0.05] * 60}
+        report = self.measured(tmp_path, rows=low)
+        assert [row[2].text for row in report.sections[0].tables[0].rows] == ["5.0", "5.0"]
+        assert "exact match is 0 in every order" in report.sections[0].tables[0].note
+
+    def test_answers_that_nobody_compared_are_shown_and_said_to_be_so(self, tmp_path: Path) -> None:
+        lines = [answered("retrieval"), answered("auto", 0.1)]
+        for checks in ([], summarise(lines[:1])):
+            report = self.found(tmp_path, *lines, *checks)
+            assert "hotpotqa, big-7B: The answers were not compared" in report.sections[0].words[0]
+            assert [row[2].verdict for row in report.sections[0].tables[0].rows] == ["", ""]
+
+    def test_a_check_that_does_not_say_all_it_must_is_passed_over(self, tmp_path: Path) -> None:
+        lines = [answered("retrieval"), answered("auto")]
+        verdict = {name: value for name, value in summarise(lines)[-1].items() if name != "measured"}
+        report = self.found(tmp_path, *lines, verdict)
+        assert "'check' without all it must say" in " ".join(report.notes)
+
+    def test_a_data_set_that_is_not_here_is_named_once(self, tmp_path: Path) -> None:
+        gone = MISSING | {"suite": "table-2", "cell": {"dataset": "nq"}, "reason": "not here"}
+        report = self.found(tmp_path, gone | {"policy": "retrieval"}, gone | {"policy": "auto"})
+        assert report.sections[0].unavailable == [("nq", "not here")]
+
+    def test_the_command_that_asked_about_it_alone_can_be_repeated(self, tmp_path: Path) -> None:
+        arguments = {"command": "quality", "dataset": "nq", "question_order": "random", "orders": ["none", "auto"]}
+        arguments |= {"capacity": "5%", "dry_run": True, "data": None, "output": "elsewhere"}
+        report = make_report(read_results(written(tmp_path, SESSION | {"arguments": arguments}, DRY)), suites())
+        said = f"ragorder eval quality nq -o {tmp_path} --order random --policy none --policy auto"
+        assert report.commands == [f"{said} --capacity-tokens 5% --dry-run"]
+
+
+class TestMarkdown:
+    def test_has_every_table(self, report: Report) -> None:
+        text = render_markdown(report)
+        for section in report.sections:
+            assert f"## {section.suite.title}" in text
+        assert "| greedy (RAGCache++) |" in text
+        assert "ragorder eval run paper -o" in text
+        assert "<no" not in text
+
+    def test_every_row_has_as_many_fields_as_its_head(self, report: Report) -> None:
+        for block in re.findall(r"(?:^\|.*\n)+", render_markdown(report), re.MULTILINE):
+            fields = {len(re.findall(r"(?<!\\)\|", line)) for line in block.splitlines()}
+            assert len(fields) == 1
+
+
+class TestPage:
+    def test_is_one_file_that_asks_for_nothing(self, page: Path) -> None:
+        text = page.read_text("utf-8")
+        assert "<script" not in text
+        assert not re.findall(r'(?:src|href)="(?!#|data:)[^"]*"', text.replace(XLINK, ""))
+        assert "could not be installed &lt;no network&gt;" in text
+
+    def test_every_picture_has_words_and_ids_of_its_own(self, page: Path) -> None:
+        text = page.read_text("utf-8")
+        pictures = re.findall(r"<svg [^>]*>", text)
+        assert len(pictures) >= 15
+        assert all('role="img"' in picture and re.search(r'aria-label="[^"]{20,}"', picture) for picture in pictures)
+        ids = re.findall(r'\bid="([^"]+)"', text)
+        assert len(ids) == len(set(ids))
+        assert "#a1b2" not in text
+
+    def test_is_the_same_every_time(self, report: Report, page: Path) -> None:
+        assert render_html(report) == page.read_text("utf-8")
+
+
+class TestWhatIsCommitted:
+    """docs/results: what ../docs/results.md speaks of."""
+
+    FOLDERS = sorted(path.parent for path in Path(__file__).parents[2].glob("docs/results/*/results.jsonl.xz"))
+
+    def test_there_are_results(self) -> None:
+        assert self.FOLDERS
+
+    @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+    def test_renders_whole_and_as_it_was_written_down(self, folder: Path) -> None:
+        results = read_results(folder)
+        assert results.notes == []
+        report = make_report(results, known_suites())
+        assert not re.findall(r'(?:src|href)="(?!#|data:)[^"]*"', render_html(report).replace(XLINK, ""))
+        kept = (folder / "report.md").read_text("utf-8")
+        assert [line for line in kept.splitlines() if line.startswith("#")] == [
+            line for line in render_markdown(report).splitlines() if line.startswith("#")
+        ]
+
+    @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+    def test_the_command_that_repeats_it_is_one(self, folder: Path, tmp_path: Path) -> None:
+        for line in re.findall(r"^ragorder (eval .*)$", (folder / "report.md").read_text("utf-8"), re.MULTILINE):
+            words = [word for word in line.split() if not word.startswith("../")]
+            words = [word for word in words if word != "--corpora"]
+            done = CliRunner().invoke(main, [*words, "--dry-run", "-o", str(tmp_path)])
+            assert done.exit_code == 0, done.output
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine: install the package chromium")
+class TestInABrowser:
+    @pytest.fixture(scope="class")
+    def browser(self) -> Iterator[Any]:
+        playwright = pytest.importorskip("playwright.sync_api")
+        with playwright.sync_playwright() as driver:
+            browser = driver.chromium.launch(executable_path=CHROMIUM, args=FLAGS.split())
+            yield browser
+            browser.close()
+
+    @pytest.mark.parametrize("width", [390, 768, 1280])
+    @pytest.mark.parametrize("scheme", ["light", "dark"])
+    def test_fits_the_screen_and_asks_for_nothing(self, browser: Any, page: Path, width: int, scheme: str) -> None:
+        context = browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme)
+        tab = context.new_page()
+        asked: list[str] = []
+        problems: list[str] = []
+        tab.on("request", lambda request: asked.append(request.url))
+        tab.on("console", lambda message: problems.append(message.text))
+        tab.goto(page.as_uri())
+        assert tab.evaluate("document.documentElement.scrollWidth") <= width
+        assert asked == [page.as_uri()]
+        assert problems == []
+        for name in SUITES.keys() - {"table-5"}:
+            assert tab.locator(f"#{name} table").count() >= 1
+        for picture in tab.locator("svg").all():
+            assert picture.bounding_box()["width"] > 250
+        context.close()
+
+    def test_is_light_in_print_and_no_table_is_cut_off(self, browser: Any, page: Path) -> None:
+        context = browser.new_context(viewport={"width": 688, "height": 1000}, color_scheme="dark")
+        tab = context.new_page()
+        tab.emulate_media(media="print", color_scheme="dark")
+        tab.goto(page.as_uri())
+        assert tab.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+        assert tab.evaluate(
+            "[...document.querySelectorAll('table')].every(t => t.getBoundingClientRect().right <= 688)"
+        )
+        context.close()
+
+
+class TestTheCommand:
+    def test_writes_page_and_markdown(self, folder: Path, tmp_path: Path) -> None:
+        markdown = tmp_path / "results.md"
+        done = CliRunner().invoke(report_command, [str(folder), "--md", str(markdown)])
+        assert done.exit_code == 0, done.output
+        assert (folder / "report.html").read_text("utf-8").startswith("<!doctype html>")
+        assert markdown.read_text("utf-8").startswith("# ragorder")
+
+    def test_prints_markdown(self, tmp_path: Path) -> None:
+        written(tmp_path, SESSION, a_run())
+        done = CliRunner().invoke(report_command, [str(tmp_path), "-o", str(tmp_path / "page.html"), "--md"])
+        assert done.stdout.startswith("# ragorder")
+        assert (tmp_path / "page.html").is_file()
+
+    def test_names_what_to_change(self, tmp_path: Path) -> None:
+        done = CliRunner().invoke(report_command, [str(tmp_path / "nowhere")])
+        assert done.exit_code == 1
+        assert "is no folder: give the folder that 'ragorder eval run SUITE -o DIR' wrote to" in done.output
+
+    @pytest.mark.parametrize("package", ["jinja2", "matplotlib", "scipy"])
+    def test_names_the_extra_that_is_missing(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str
+    ) -> None:
+        written(tmp_path, a_run(policy="retrieval"), a_run())
+        monkeypatch.setitem(sys.modules, package, None)
+        done = CliRunner().invoke(report_command, [str(tmp_path)])
+        assert done.exit_code == 1
+        assert "pip install 'ragorder[eval]'" in done.output

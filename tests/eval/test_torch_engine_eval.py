@@ -1,0 +1,687 @@
+"""The embedded engine in the evaluation: what it reports as an engine of the benchmarks, and what is measured of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+pytest.importorskip("scipy")
+
+from ragorder import Document, Orderer, PromptBuilder
+from ragorder.cli import main as ragorder
+from ragorder.eval.embedded import Layout, Workload, judge, make_arms
+from ragorder.eval.embedded.__main__ import main
+from ragorder.eval.embedded.prefill import plain_transformers
+from ragorder.eval.embedded.prompts import RandomPrompts, ask_again, draw_prompt
+from ragorder.eval.embedded.results import median, required
+from ragorder.eval.embedded.shapes import SHAPES, find_shape
+from ragorder.eval.embedded.tables import make_sheets
+from ragorder.eval.engines.base import EngineError, RequestError
+from ragorder.eval.engines.torch_async import AsyncTorchEngine
+from ragorder.eval.engines.torch_engine import TorchEngine, TorchModel
+from ragorder.eval.prompts import PromptIds
+from ragorder.eval.trace import Request
+from ragorder.eval.workloads import make_workload
+
+SYSTEM = 50
+
+
+@pytest.fixture(scope="module")
+def tiny() -> TorchModel:
+    return find_shape("tiny").make()
+
+
+@pytest.fixture
+def engine(tiny: TorchModel) -> Iterator[TorchEngine]:
+    engine = TorchEngine(tiny, capacity_tokens=1600)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def served_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """In a folder, with a tokenizer for the words of the synthetic workloads."""
+    from ragorder.eval.tiny_model import make_model
+
+    texts = [document.text for document in make_workload("paper-shuf", 0, requests=1).documents[:40]]
+    folder = tmp_path_factory.mktemp("models") / "served"
+    return make_model(folder, texts=texts, layers=2, hidden_size=64, vocab_size=2048, max_position_embeddings=16384)
+
+
+def prompt(*documents: str, question: str = "?", tokens: int = 100) -> PromptIds:
+    """A system prompt of 50 tokens, a document of `tokens` for each name, a question of 20."""
+    parts = [("system", SYSTEM), *((name, tokens) for name in documents)]
+    drawn = [random.Random(name).choices(range(512), k=length) for name, length in [*parts, (question, 20)]]
+    return PromptIds([id for part in drawn for id in part], accumulate(map(len, drawn[:-1])))
+
+
+def cached(engine: TorchEngine, *prompts: Sequence[int]) -> list[int]:
+    return [engine.generate(each).cached_tokens for each in prompts]
+
+
+class TestPromptIds:
+    def test_are_a_list_that_knows_where_documents_end(self) -> None:
+        ids = prompt("a", "b")
+        assert ids == list(ids)
+        assert len(ids) == 270
+        assert ids.document_ends == (50, 150, 250)
+
+    def test_what_is_empty_ends_nowhere_of_its_own(self) -> None:
+        assert PromptIds(range(9), [0, 3, 3, 8]).document_ends == (3, 8)
+
+    def test_of_a_built_prompt_are_its_spans(self, tokenizers: dict[str, Any]) -> None:
+        builder = PromptBuilder("Be careful.", tokenizer=tokenizers["chatml"])
+        built = builder.build("why?", [Document("a", "one two"), Document("b", "three")])
+        ids = PromptIds.of(built)
+        assert ids == built.token_ids
+        assert ids.document_ends == (builder.prefix_tokens, *(span.end for span in built.spans))
+        assert PromptIds.of(builder.build("why?", [])).document_ends == ()
+
+
+class TestTorchEngine:
+    def test_reports_what_it_is(self, tiny: TorchModel) -> None:
+        engine = TorchEngine(tiny, block_size=16, capacity_tokens=1607)
+        assert (engine.name, engine.block_size, engine.capacity_tokens) == ("torch", 16, 1600)
+        assert (engine.kept_output_tokens, engine.partial_blocks_first) == (0, True)
+        engine.close()
+
+    @pytest.mark.parametrize("block_size", [1, 16, 64])
+    def test_finds_whole_documents_whatever_the_blocks(self, tiny: TorchModel, block_size: int) -> None:
+        engine = TorchEngine(tiny, block_size=block_size, capacity_tokens=3200)
+        asked = [prompt("a", "b"), prompt("a", "b", question="!"), prompt("a", "c"), prompt("b", "a"), prompt("a")]
+        assert cached(engine, *asked) == [0, 250, 150, 50, 150]
+        engine.close()
+
+    def test_counts_the_prompt_and_measures_time(self, engine: TorchEngine) -> None:
+        completion = engine.generate(prompt("a", "b"))
+        assert completion.prompt_tokens == 270
+        assert completion.ttft_s is not None and completion.total_s is not None
+        assert 0 < completion.ttft_s <= completion.total_s
+
+    def test_a_prompt_that_says_nothing_of_documents_is_cut_into_chunks(self, engine: TorchEngine) -> None:
+        ids = list(prompt("a", "b", "c", "d", "e", "f"))
+        assert cached(engine, ids, ids) == [0, 512]
+
+    def test_reset_forgets_everything(self, engine: TorchEngine) -> None:
+        assert cached(engine, prompt("a"), prompt("a")) == [0, 150]
+        engine.reset()
+        assert engine.served == []
+        assert cached(engine, prompt("a"), prompt("a")) == [0, 150]
+
+    def test_without_prefix_caching_nothing_is_reused(self, tiny: TorchModel) -> None:
+        engine = TorchEngine(tiny, capacity_tokens=640, prefix_caching=False)
+        assert cached(engine, *[prompt("a", "b")] * 6) == [0] * 6
+        engine.close()
+
+    def test_the_least_recently_used_document_goes_first(self, tiny: TorchModel) -> None:
+        """Room for two prompts of one document: the third takes the place of the first."""
+        engine = TorchEngine(tiny, capacity_tokens=352)
+        asked = [prompt(name, question=name) for name in "abcb"]
+        assert cached(engine, *asked) == [0, 50, 50, 150]
+        assert cached(engine, prompt("a")) == [50]
+        engine.close()
+
+    def test_documents_that_left_the_device_come_from_the_host(self, tiny: TorchModel) -> None:
+        engine = TorchEngine(tiny, capacity_tokens=288, host_tokens=3200)
+        assert engine.capacity_tokens == 3200
+        assert cached(engine, prompt("a", "b"), prompt("c", "d"), prompt("a", "b", question="!")) == [0, 50, 250]
+        assert engine.served[-1].cached.host == 200
+        assert engine.served[-1].cached.device == 50
+        engine.close()
+
+    def test_documents_that_left_the_host_come_from_the_disk(self, tiny: TorchModel, tmp_path: Path) -> None:
+        sizes = {"capacity_tokens": 288, "host_tokens": 400, "disk_bytes": 1 << 24}
+        engine = TorchEngine(tiny, **sizes, disk_path=tmp_path / "disk")
+        cached(engine, prompt("a", "b"), prompt("c", "d"), prompt("e", "f"), prompt("g", "h"))
+        assert cached(engine, prompt("a", "b", question="!")) == [250]
+        assert engine.served[-1].cached.disk >= 200
+        engine.close()
+
+    def test_the_same_answer_wherever_documents_come_from(self, tiny: TorchModel) -> None:
+        engine = TorchEngine(tiny, capacity_tokens=288, host_tokens=3200, output_tokens=8)
+        asked = prompt("a", "b")
+        cached(engine, asked, asked, prompt("c", "d"), asked)
+        answers = [served.token_ids for served in engine.served]
+        assert [len(answer) for answer in answers] == [8] * 4
+        assert answers[0] == answers[1] == answers[3]
+        engine.close()
+
+    def test_a_prompt_that_does_not_fit_is_refused_and_the_engine_goes_on(self, engine: TorchEngine) -> None:
+        for length in (0, 1601):
+            with pytest.raises(ValueError, match="prompt"):
+                engine.generate([7] * length)
+        assert cached(engine, prompt("a")) == [0]
+
+    def test_answers_until_the_model_ends_in_a_block_that_says_so(self, tiny: TorchModel) -> None:
+        engine = TorchEngine(tiny, capacity_tokens=640, output_tokens=3)
+        with engine.answering(5):
+            engine.generate(prompt("a"))
+        engine.generate(prompt("a"))
+        assert [len(served.token_ids) for served in engine.served] == [5, 3]
+        engine.close()
+
+    def test_several_on_one_model_do_not_see_each_other(self, tiny: TorchModel) -> None:
+        first, second = (TorchEngine(tiny, capacity_tokens=640) for _ in range(2))
+        assert [cached(each, prompt("a")) for each in (first, second, first)] == [[0], [0], [150]]
+        first.close()
+        second.close()
+
+    def test_is_closed_once_and_for_all(self, tiny: TorchModel) -> None:
+        engine = TorchEngine(tiny, capacity_tokens=640)
+        engine.close()
+        engine.close()
+        with pytest.raises(RuntimeError, match="closed"):
+            engine.generate(prompt("a"))
+
+    @pytest.mark.parametrize(
+        ("options", "said"),
+        [
+            ({"capacity_tokens": 15}, "a pool of 15 tokens has no block of 16 tokens: raise the capacity"),
+            ({"block_size": 0}, "block of 0 tokens"),
+            ({"output_tokens": 0}, "output_tokens is 0"),
+            ({"policy": "mru"}, "mru"),
+        ],
+    )
+    def test_refuses_what_cannot_be(self, tiny: TorchModel, options: dict[str, Any], said: str) -> None:
+        with pytest.raises(ValueError, match=said):
+            TorchEngine(tiny, **options)
+
+    def test_a_folder_without_a_model_is_named(self, tmp_path: Path) -> None:
+        with pytest.raises(ValueError, match=str(tmp_path)):
+            TorchEngine(tmp_path)
+
+    def test_without_torch_it_names_the_extra(self, python: Any, served_model: Path) -> None:
+        for blocked in ("torch", "transformers"):
+            arguments = ["bench", "--engine", "torch", "--model", str(served_model), "--limit", "2"]
+            done = python("-c", "from ragorder.cli import main; main()", *arguments, blocked=(blocked,))
+            assert done.returncode == 1, done.stderr
+            assert f"the torch engine needs {blocked}: pip install 'ragorder[torch]'" in done.stderr
+            assert "Traceback" not in done.stderr
+
+
+class TestUnderLoad:
+    def test_requests_that_come_together_are_answered_as_one_by_one(self, tiny: TorchModel) -> None:
+        asked = [prompt(*names, question=str(number)) for number, names in enumerate(["ab", "ac", "ab", "de", "d"])]
+        alone = TorchEngine(tiny, capacity_tokens=3200, output_tokens=4)
+        cached(alone, *asked)
+        expected = [served.token_ids for served in alone.served]
+        alone.close()
+        engine = TorchEngine(tiny, capacity_tokens=3200, output_tokens=4)
+
+        async def together() -> list[Any]:
+            loaded = AsyncTorchEngine(engine)
+            return await asyncio.gather(*(loaded.complete(each) for each in asked))
+
+        completions = asyncio.run(together())
+        answers = {served.request_id: served.token_ids for served in engine.served}
+        assert [answers[number] for number in sorted(answers)] == expected
+        assert [completion.prompt_tokens for completion in completions] == [len(each) for each in asked]
+        assert all(0 < completion.ttft_s <= completion.total_s for completion in completions)
+        engine.close()
+
+    def test_one_that_is_refused_fails_alone(self, engine: TorchEngine) -> None:
+        async def together() -> list[Any]:
+            loaded = AsyncTorchEngine(engine)
+            asked = [prompt("a"), [7] * 5000, prompt("b")]
+            return await asyncio.gather(*(loaded.complete(each) for each in asked), return_exceptions=True)
+
+        first, refused, last = asyncio.run(together())
+        assert (first.prompt_tokens, last.prompt_tokens) == (170, 170)
+        assert isinstance(refused, RequestError)
+
+    def test_answers_are_as_long_as_asked_for(self, engine: TorchEngine) -> None:
+        async def together() -> None:
+            loaded = AsyncTorchEngine(engine)
+            await asyncio.gather(*(loaded.complete(prompt(str(tokens)), tokens) for tokens in (1, 2, 7)))
+
+        asyncio.run(together())
+        assert sorted(len(served.token_ids) for served in engine.served) == [1, 2, 7]
+
+    def test_a_step_that_fails_ends_the_run(self, engine: TorchEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+        def broken() -> None:
+            raise OSError("gone")
+
+        monkeypatch.setattr(engine.engine, "step", broken)
+        with pytest.raises(EngineError, match="gone"):
+            asyncio.run(AsyncTorchEngine(engine).complete(prompt("a")))
+
+
+class TestOrderer:
+    def test_predicts_whole_blocks_of_what_is_found(self, tiny: TorchModel) -> None:
+        """With room for everything: the engine finds documents to their ends, the orderer counts whole blocks."""
+        workload = make_workload("paper-shuf", 0, requests=1)
+        prompts = RandomPrompts(tiny.vocabulary)
+        engine = TorchEngine(tiny, unlimited_tokens=20 * 1_300)
+        orderer = Orderer(
+            tokens=prompts.document_tokens,
+            capacity_tokens=engine.capacity_tokens,
+            block_size=engine.block_size,
+            prefix_tokens=prompts.prefix_tokens,
+            partial_blocks_first=engine.partial_blocks_first,
+            strict=True,
+        )
+        found = 0
+        for number, ranking in enumerate(workload.rankings[:20]):
+            documents = [workload.documents[each] for each in ranking]
+            ordering = orderer.order(documents, suffix_tokens=prompts.question_tokens)
+            ids = prompts.token_ids(number, Request("", []), ordering.documents)
+            completion = engine.generate(ids)
+            assert 0 <= completion.cached_tokens - ordering.cached_tokens < engine.block_size
+            assert completion.cached_tokens in (0, *ids.document_ends)
+            found += completion.cached_tokens
+            ordering.confirm()
+        assert found > 20 * 300
+        engine.close()
+
+
+def invoke(command: click.Command, *arguments: str | Path) -> Result:
+    done = CliRunner().invoke(command, [str(argument) for argument in arguments])
+    assert done.exception is None or isinstance(done.exception, SystemExit), repr(done.exception)
+    return done
+
+
+class TestCommands:
+    """--engine torch, wherever an engine is chosen."""
+
+    def bench(self, model: Path, folder: Path, *options: str) -> dict[str, dict[str, Any]]:
+        output = folder / "results.json"
+        arguments = ["bench", "--engine", "torch", "--model", str(model), "--top-k", "3", "--limit", "8"]
+        done = invoke(ragorder, *arguments, "--json", output, *options)
+        assert done.exit_code == 0, done.output
+        assert "TTFT" in done.stdout
+        assert "paper-shuf" in done.stdout
+        return {run["policy"]: run for run in json.loads(output.read_text("utf-8"))["runs"]}
+
+    def test_bench_serves_a_workload_on_it(self, served_model: Path, tmp_path: Path) -> None:
+        policies = [option for policy in ("none", "retrieval", "auto") for option in ("--policy", policy)]
+        runs = self.bench(served_model, tmp_path, "--capacity-tokens", "6144", "--block-size", "16", *policies)
+        assert set(runs) == {"none", "retrieval", "auto"}
+        for run in runs.values():
+            assert (run["engine"], run["requests"], run["failures"]) == ("torch", 8, 0)
+            assert run["capacity_tokens"] == 6144
+            assert min(run["ttft_ms"].values()) > 0
+        assert runs["none"]["cached_tokens"] == 0
+        assert 0 < runs["retrieval"]["cached_tokens"] < runs["auto"]["cached_tokens"]
+        assert len({run["prompt_tokens"] for run in runs.values()}) == 1
+
+    def test_bench_with_host_memory_holds_what_the_host_does(self, served_model: Path, tmp_path: Path) -> None:
+        options = ["--capacity-tokens", "2048", "--policy", "retrieval", "--limit", "3"]
+        run = self.bench(served_model, tmp_path, *options, "--host-tokens", "40000")["retrieval"]
+        assert run["capacity_tokens"] == 40000
+
+    def test_bench_under_load(self, served_model: Path, tmp_path: Path) -> None:
+        options = ["--concurrency", "3", "--output-tokens", "3", "--policy", "retrieval", "--policy", "auto"]
+        runs = self.bench(served_model, tmp_path, "--capacity-tokens", "8192", *options)
+        for run in runs.values():
+            assert (run["requests"], run["failures"], run["load"]["concurrency"]) == (8, 0, 3)
+        assert runs["auto"]["cached_tokens"] >= runs["retrieval"]["cached_tokens"] > 0
+
+    def test_bench_says_how_large_the_cache_must_be(self, served_model: Path) -> None:
+        arguments = ["--engine", "torch", "--model", served_model, "--limit", "2", "--capacity-tokens", "64"]
+        done = invoke(ragorder, "bench", *arguments)
+        assert done.exit_code == 1
+        assert "raise --capacity-tokens" in done.stderr
+
+    @pytest.mark.parametrize(
+        ("arguments", "said"),
+        [
+            (("--engine", "sim", "--host-tokens", "9"), "--host-tokens go with --engine torch"),
+            (("--engine", "torch", "--policy", "oracle"), "use it with --engine sim"),
+            (("--engine", "torch", "--policy", "events"), "use it with --engine openai"),
+            (("--engine", "torch", "--base-url", "http://x"), "go with --engine openai"),
+            (("--engine", "torch", "--pipeline", "none"), "use --engine openai"),
+            (("--engine", "torch", "--model", "/nowhere"), "/nowhere"),
+        ],
+    )
+    def test_bench_refuses_what_does_not_go_with_it(self, arguments: tuple[str, ...], said: str) -> None:
+        done = invoke(ragorder, "bench", "--limit", "2", *arguments)
+        assert done.exit_code in (1, 2)
+        assert said in " ".join(done.stderr.split())
+
+    def test_demo_says_what_is_real(
+        self, served_model: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        pytest.importorskip("bm25s")
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+        monkeypatch.setenv("COLUMNS", "200")
+        done = invoke(ragorder, "demo", "--engine", "torch", "--model", served_model, "--limit", "2")
+        assert done.exit_code == 0, done.output
+        said = " ".join(done.stdout.split())
+        for part in ("2 requests", "first token after", "the embedded engine with its cache"):
+            assert part in said
+
+    def test_suites_are_run_on_it(self, served_model: Path, tmp_path: Path) -> None:
+        options = ["--engine", "torch", "--model", served_model, "--reduced", "--limit", "2", "--seeds", "0"]
+        options += ["--policy", "none", "--policy", "retrieval"]
+        done = invoke(ragorder, "eval", "run", "table-1", "-o", tmp_path, *options)
+        assert done.exit_code == 0, done.output
+        lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text("utf-8").splitlines()]
+        runs = [line for line in lines if line["type"] == "run"]
+        assert {run["policy"] for run in runs} == {"none", "retrieval"}
+        for run in runs:
+            assert (run["engine"]["name"], run["engine"]["block_size"]) == ("torch", 16)
+            assert all(run["rows"]["ttft_ms"])
+            assert (sum(run["rows"]["cached_tokens"]) == 0) == (run["policy"] == "none")
+
+    def test_quality_is_asked_of_it(self, served_model: Path, tmp_path: Path) -> None:
+        context = [[f"Title {number}", ["Some words about it. "]] for number in range(3)]
+        record = {"_id": "1", "question": "What?", "answer": "words", "type": "bridge", "level": "easy"}
+        records = [{**record, "_id": str(number), "context": context, "supporting_facts": []} for number in range(3)]
+        (tmp_path / "hotpotqa.json").write_text(json.dumps(records), "utf-8")
+        options = ["--data", tmp_path / "hotpotqa.json", "--engine", "torch", "--model", served_model]
+        options += ["--policy", "retrieval", "--policy", "auto", "--output-tokens", "4", "-o", tmp_path / "results"]
+        done = invoke(ragorder, "eval", "quality", "hotpotqa", *options)
+        assert done.exit_code == 0, done.output
+        lines = (tmp_path / "results" / "results.jsonl").read_text("utf-8").splitlines()
+        asked = [line for line in map(json.loads, lines) if line["type"] == "quality"]
+        assert {line["policy"] for line in asked} == {"retrieval", "auto"}
+        assert all((line["engine"]["name"], line["failures"]) == ("torch", 0) for line in asked)
+
+
+class TestShapes:
+    @pytest.mark.parametrize(
+        ("name", "kib_per_token"), [("qwen2.5-7b", 56), ("mistral-7b", 128), ("llama2-7b", 512), ("tiny", 1)]
+    )
+    def test_have_the_kv_of_the_real_models(self, name: str, kib_per_token: int) -> None:
+        """RAGCache Table 1: 0.125 MiB a token for Mistral-7B, 0.5 for Llama2-7B."""
+        shape = find_shape(name)
+        value_bytes = 2 if shape.large else 4
+        head_dim = shape.hidden_size // shape.heads
+        assert 2 * shape.layers * shape.kv_heads * head_dim * value_bytes == kib_per_token << 10
+
+    def test_are_made_the_same_each_time(self, tiny: TorchModel) -> None:
+        import torch
+
+        again = find_shape("tiny").make().model.state_dict()
+        assert all(torch.equal(tensor, again[name]) for name, tensor in tiny.model.state_dict().items())
+        assert tiny.bytes_per_token == 1024
+
+    def test_a_large_one_needs_a_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        import torch
+
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        for name, shape in SHAPES.items():
+            if shape.large:
+                with pytest.raises(EngineError, match=f"{name} needs a GPU, and there is none here: give --shape tiny"):
+                    shape.make()
+
+    def test_an_unknown_one_is_refused_with_the_choices(self) -> None:
+        with pytest.raises(EngineError, match="choose from tiny, small"):
+            find_shape("huge")
+
+    def test_plain_transformers_has_the_same_weights_and_goes_its_own_way(self, tiny: TorchModel) -> None:
+        import torch
+
+        plain = plain_transformers(tiny.model)
+        engine = TorchEngine(tiny, capacity_tokens=640)
+        ids = prompt("a", "b")
+        engine.generate(ids)
+        with torch.inference_mode():
+            token = int(plain(input_ids=torch.tensor([list(ids)]), logits_to_keep=1).logits[0, -1].argmax())
+        assert plain.config._attn_implementation == "sdpa"
+        assert engine.served[-1].token_ids == (token,)
+        shared = zip(plain.parameters(), tiny.model.parameters(), strict=True)
+        assert all(ours is theirs for ours, theirs in shared)
+        engine.close()
+
+
+class TestPrompts:
+    layout = Layout(documents=3, document_tokens=20, system_tokens=10, question_tokens=5)
+
+    def test_are_laid_out_as_asked(self) -> None:
+        ids = draw_prompt(self.layout, 512, random.Random(0))
+        assert (len(ids), ids.document_ends) == (75, (10, 30, 50, 70))
+        assert ids == draw_prompt(self.layout, 512, random.Random(0))
+
+    @pytest.mark.parametrize("documents", [0, 1, 3])
+    def test_another_question_shares_just_the_documents(self, documents: int) -> None:
+        rng = random.Random(0)
+        ids = draw_prompt(self.layout, 512, rng)
+        again = ask_again(ids, self.layout, documents, 512, rng)
+        end = 10 + 20 * documents
+        assert again[:end] == ids[:end]
+        assert again[end] != ids[end]
+        assert again.document_ends == ids.document_ends[: documents + 1]
+
+    def test_of_a_trace_are_the_same_for_the_same_documents(self) -> None:
+        a, b = Document("a", tokens=30), Document("b", tokens=40)
+        first, second = (RandomPrompts(512).token_ids(number, Request("", []), [a, b]) for number in (1, 2))
+        assert first.document_ends == (64, 94, 134)
+        assert first[:134] == second[:134]
+        assert first[134:] != second[134:]
+        assert RandomPrompts(512).token_ids(1, Request("", []), [b])[64:104] == first[94:134]
+
+
+def lines(arm: str, ms: float, *, measure: str = "cached", noise: float = 0.02) -> list[dict[str, Any]]:
+    rng = random.Random(0)
+    cell = {"measure": measure, "documents": 5, "document_tokens": 200}
+    return [
+        {
+            "cell": cell,
+            "seed": seed,
+            "policy": arm,
+            "warmup": 0,
+            "rows": {"wall_ms": [ms * (1 + noise * (rng.random() - 0.5)) for _ in range(20)]},
+        }
+        for seed in range(3)
+    ]
+
+
+class TestVerdicts:
+    @pytest.mark.parametrize(
+        ("arm", "ms", "met"),
+        [("2", 60, "met"), ("2", 70, "not met"), ("4", 25, "met"), ("4", 30, "not met"), ("1", 90, "")],
+    )
+    def test_of_cached_documents(self, arm: str, ms: float, met: str) -> None:
+        verdict = judge(lines("0", 100), lines(arm, ms))
+        assert verdict.met == met
+        assert verdict.low <= verdict.ratio <= verdict.high
+        assert verdict.ratio == pytest.approx(100 / ms, rel=0.05)
+
+    @pytest.mark.parametrize(("ms", "met"), [(105, "met"), (115, "not met")])
+    def test_of_the_engine_with_nothing_cached(self, ms: float, met: str) -> None:
+        plain = lines("transformers", 100, measure="overhead")
+        assert judge(plain, lines("nothing", ms, measure="overhead")).met == met
+
+    def test_noise_decides_nothing(self) -> None:
+        slow, fast = lines("0", 100, noise=1.5), lines("2", 64, noise=1.5)
+        for line in fast:
+            line["rows"]["wall_ms"].reverse()
+        verdict = judge(slow, fast)
+        assert verdict.low < 1.5 < verdict.ratio
+        assert verdict.met == "not decided"
+
+    def test_nothing_is_required_of_other_prompts(self) -> None:
+        assert required({"measure": "cached", "documents": 5, "document_tokens": 100}, "2") is None
+
+    def test_a_median_has_its_interval(self) -> None:
+        middle, low, high = median([1, 2, 3, 4, 100])
+        assert (middle, low, high) == (3, pytest.approx(1, abs=1), pytest.approx(100, abs=97))
+        assert low < middle < high
+        assert median([7, 7]) == (7, 7, 7)
+
+
+def results(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "results.jsonl").read_text("utf-8").splitlines()]
+
+
+class TestPrefill:
+    small = ("--shape", "tiny", "--documents", "3", "--document-tokens", "20", "--repeats", "2", "--seeds", "0,1")
+    system = 50
+
+    def test_what_is_cached_is_what_was_meant_in_every_arm(self, tmp_path: Path) -> None:
+        done = invoke(main, "prefill", *self.small, "-o", tmp_path)
+        assert done.exit_code == 0, done.output
+        runs = [line for line in results(tmp_path) if line["type"] == "run"]
+        whole = self.system + 60
+        expected = {
+            ("cached", "nothing"): (0, 0, 0),
+            **{("cached", str(number)): (self.system + 20 * number, 0, 0) for number in range(4)},
+            ("overhead", "transformers"): (0, 0, 0),
+            ("overhead", "nothing"): (0, 0, 0),
+            ("tiers", "nothing"): (0, 0, 0),
+            ("tiers", "device"): (whole, 0, 0),
+            ("tiers", "host"): (0, whole, 0),
+            ("tiers", "disk"): (0, 0, whole),
+        }
+        found = {(run["cell"]["measure"], run["policy"], run["seed"]): run["rows"] for run in runs}
+        assert set(found) == {(*arm, seed) for arm in expected for seed in (0, 1)}
+        for (measure, arm, _), rows in found.items():
+            for tier, tokens in zip(("device", "host", "disk"), expected[measure, arm], strict=True):
+                assert rows[tier] == [tokens, tokens]
+            assert min(rows["wall_ms"]) > 0
+
+    def test_goes_on_where_it_stopped(self, tmp_path: Path) -> None:
+        arguments = ["prefill", *self.small, "-o", tmp_path, "--measure", "cached"]
+        assert invoke(main, *arguments, "--seeds", "0").exit_code == 0
+        first = results(tmp_path)
+        done = invoke(main, *arguments)
+        assert done.exit_code == 0, done.output
+        again = results(tmp_path)
+        assert again[: len(first)] == first
+        assert {line["seed"] for line in again[len(first) :] if line["type"] == "run"} == {1}
+        assert invoke(main, *arguments).exit_code == 0
+        assert results(tmp_path) == again
+
+    def test_says_what_it_found_and_on_what(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("COLUMNS", "200")
+        options = ["--threads", "1", "--block-size", "8", "--markdown", tmp_path / "table.md", "--measure", "overhead"]
+        done = invoke(main, "prefill", *self.small, "-o", tmp_path, *options)
+        assert done.exit_code == 0, done.output
+        assert "processor: " in done.stderr
+        for part in ("the engine", "transformers", "wall ms", "CPU ms", "times shorter"):
+            assert part in done.stdout
+        document = (tmp_path / "table.md").read_text("utf-8")
+        for part in ("| transformers |", "| the engine |", "python -m ragorder.eval.embedded", "processor "):
+            assert part in document
+
+    def test_leaves_the_number_of_threads_as_it_was(self, tmp_path: Path) -> None:
+        import torch
+
+        before = torch.get_num_threads()
+        done = invoke(main, "prefill", *self.small, "-o", tmp_path, "--measure", "overhead", "--threads", "2")
+        assert done.exit_code == 0, done.output
+        assert torch.get_num_threads() == before
+        assert "CPU ms" not in done.stdout
+
+    def test_measures_nothing_where_something_else_was_cached(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(TorchEngine, "reset", lambda self: None)
+        done = invoke(main, "prefill", *self.small, "-o", tmp_path, "--measure", "cached")
+        assert done.exit_code == 1
+        assert "cached tokens were to be" in done.stderr
+        assert [line for line in results(tmp_path) if line["type"] == "run"] == []
+
+
+class TestServe:
+    small = ("--shape", "tiny", "--requests", "16", "--warmup", "4", "--seeds", "0", "--top-k", "2")
+
+    def test_compares_caches_of_several_sizes(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("COLUMNS", "200")
+        options = [
+            "--workload",
+            "zipf10-1.6",
+            "--device",
+            "10%",
+            "--host",
+            "100%",
+            "--order",
+            "retrieval",
+            "--order",
+            "auto",
+        ]
+        done = invoke(main, "serve", *self.small, *options, "--replacement", "lru", "-o", tmp_path)
+        assert done.exit_code == 0, done.output
+        runs = {line["policy"]: line["rows"] for line in results(tmp_path) if line["type"] == "run"}
+        alone, behind = "device, lru", "device and 100%, lru"
+        assert set(runs) == {"no cache", alone, behind, f"{alone}, auto order", f"{behind}, auto order"}
+        for name, rows in runs.items():
+            assert len(rows["wall_ms"]) == len(rows["prompt_tokens"]) == 16
+            assert (sum(rows["host"]) > 0) == ("100%" in name)
+            assert (sum(rows["device"]) > 0) == (name != "no cache")
+            assert sum(rows["retrieved"]) == 16 * 2
+        hits = {name: sum(rows["hits"]) for name, rows in runs.items()}
+        assert 0 == hits["no cache"] < hits[alone] < hits[behind] < hits[f"{behind}, auto order"]
+        for part in ("no cache", behind, "times shorter than no cache", "first 4 left out"):
+            assert part in " ".join(done.stdout.split())
+
+    def test_streams_like_those_of_ragcache_are_traces(self) -> None:
+        drawn = Workload("mmlu-like", 400, 0).draw(0)
+        assert [len(request.documents) for request in drawn.requests] == [2] * 400
+        lengths = [document.token_count for request in drawn.requests for document in request.documents]
+        assert 3_000 < sum(lengths) / len(lengths) < 4_500
+        assert drawn.requests == Workload("mmlu-like", 400, 0, top_k=2).draw(0).requests
+        assert drawn.requests != Workload("nq-like", 400, 0).draw(0).requests
+
+    def test_every_arm_has_a_name_of_its_own(self) -> None:
+        arms = make_arms(["retrieval", "auto"], ["8GiB", "16GiB"], ["lru", "pgdsf"])
+        assert len({arm.name for arm in arms}) == len(arms) == 1 + 2 + 8
+        assert replace(arms[0], order="auto").name == "no cache"
+
+    @pytest.mark.parametrize(
+        ("options", "said"),
+        [
+            (("--warmup", "20"), "--warmup 20 leaves less than 10"),
+            (("--host", "much"), "'much' is no size of a tier"),
+            (("--device", "0"), "'0' is no size of a tier"),
+            (("--workload", "nothing"), "unknown workload 'nothing'"),
+            (("--seeds", "one"), "--seeds"),
+        ],
+    )
+    def test_says_what_is_wrong(self, tmp_path: Path, options: tuple[str, ...], said: str) -> None:
+        done = invoke(main, "serve", *self.small, "-o", tmp_path, *options)
+        assert done.exit_code != 0
+        assert said in " ".join(done.stderr.split())
+
+    def test_a_large_shape_is_refused_without_a_gpu(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        import torch
+
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        done = invoke(main, "serve", *self.small, "--shape", "qwen2.5-7b", "-o", tmp_path)
+        assert done.exit_code == 1
+        assert "the shape qwen2.5-7b needs a GPU" in done.stderr
+
+
+class TestHelp:
+    commands: Sequence[tuple[str, click.Command]] = tuple(main.commands.items())
+
+    @pytest.mark.parametrize("name", ["", "prefill", "serve"])
+    def test_every_command_and_option_has_it(self, name: str) -> None:
+        command = main.commands.get(name, main)
+        done = invoke(main, *filter(None, [name]), "--help")
+        assert done.exit_code == 0
+        assert command.help
+        for option in command.params:
+            assert isinstance(option, click.Option)
+            assert option.help
+            assert option.opts[0] in done.output
+
+    def test_every_option_is_used_in_a_test(self) -> None:
+        tests = Path(__file__).read_text("utf-8")
+        options = [name for _, command in self.commands for option in command.params for name in option.opts]
+        assert [name for name in options if f'"{name}"' not in tests and name != "--output"] == []
+
+
+def test_a_table_needs_only_one_arm() -> None:
+    """As there is where a run was interrupted."""
+    line = lines("2", 100)[0]
+    cell = {"shape": "tiny", "hardware": "a GPU", "system_tokens": 50, "question_tokens": 30, "block_size": 16}
+    line["cell"] |= {**cell, "repeats": 20}
+    line["rows"] |= {"device": [450], "host": [0], "disk": [0]}
+    (sheet,) = make_sheets([line])
+    assert sheet.rows[0][:2] == ["and 2 of 5 documents", "450"]
+    assert "–" in sheet.rows[0]
+    assert sheet.table().row_count == 1

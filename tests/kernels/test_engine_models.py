@@ -1,0 +1,366 @@
+"""The embedded engine and the models of transformers: the same logits as without it, or a refusal by name."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from ragorder.kernels.engine import (
+    Completion,
+    EngineSettings,
+    Request,
+    RequestRefusedError,
+    Sampling,
+    TieredEngine,
+    UnsupportedModelError,
+)
+
+VOCABULARY = 300
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+# A window that is shorter than every prompt here.
+WINDOW = 24
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0] * 8,
+    "long_factor": [4.0] * 8,
+}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "llama-mha": ("Llama", {"num_key_value_heads": 4}),
+    "llama-mqa": ("Llama", {"num_key_value_heads": 1}),
+    "llama-llama3-rope": ("Llama", {"rope_parameters": LLAMA3}),
+    "llama-yarn": ("Llama", {"rope_parameters": YARN}),
+    "qwen2": ("Qwen2", {}),
+    "qwen2-window": ("Qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}),
+    "qwen3": ("Qwen3", {"head_dim": 32}),
+    "mistral": ("Mistral", {"sliding_window": None}),
+    "mistral-window": ("Mistral", {"sliding_window": WINDOW}),
+    "phi3": ("Phi3", {}),
+    "phi3-longrope": ("Phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 256}),
+    "gemma2": ("Gemma2", {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": WINDOW}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4}),
+}
+# transformers' SDPA leaves out the soft-cap.
+EAGER = {"gemma2"}
+
+DOCUMENTS = (37, 50, 23, 41)
+
+
+def make_model(name: str, sizes: dict[str, Any] | None = None, *, seed: int = 0, **others: Any) -> Any:
+    """Random weights, large enough for attention to matter."""
+    config = getattr(transformers, f"{name}Config")(**(SIZES if sizes is None else sizes) | others)
+    torch.manual_seed(seed)
+    model = next(
+        getattr(transformers, name + ending)(config)
+        for ending in ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+        if hasattr(transformers, name + ending)
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(4)
+    return model.eval()
+
+
+def family(name: str) -> Any:
+    kind, settings = FAMILIES[name]
+    return make_model(kind, **settings)
+
+
+def plain(model: Any, name: str = "") -> Any:
+    """The same model without the engine."""
+    clone = copy.deepcopy(model)
+    clone.set_attn_implementation("eager" if name in EAGER else "sdpa")
+    return clone
+
+
+def tokens(count: int, seed: int) -> list[int]:
+    return torch.randint(0, VOCABULARY, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def ask(documents: Sequence[Sequence[int]], question: Sequence[int], **sampling: Any) -> Request:
+    """A request for the documents one after the other, then the question."""
+    prompt = [token for document in documents for token in document]
+    ends = [sum(map(len, documents[: place + 1])) for place in range(len(documents))]
+    options = {"max_tokens": 1} | sampling
+    return Request([*prompt, *question], ends, Sampling(**options), keep_logits=True)
+
+
+def last_logits(model: Any, prompt: Sequence[int]) -> Any:
+    with torch.no_grad():
+        return model(torch.tensor([list(prompt)])).logits[0, -1].float()
+
+
+def difference(completion: Completion, model: Any, request: Request) -> float:
+    assert completion.error is None, completion.error
+    assert completion.logits is not None
+    return float((completion.logits - last_logits(model, request.token_ids)).abs().max())
+
+
+SETTINGS = EngineSettings(device_tokens=2048, host_bytes=0)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def served(request: pytest.FixtureRequest) -> Any:
+    model = family(request.param)
+    reference = plain(model, request.param)
+    with TieredEngine(model, settings=SETTINGS) as engine:
+        yield engine, reference
+
+
+class TestFamilies:
+    @pytest.mark.parametrize("cached", range(len(DOCUMENTS) + 1))
+    def test_logits_are_transformers_own_with_none_to_all_documents_cached(self, served: Any, cached: int) -> None:
+        engine, reference = served
+        documents = [tokens(length, 100 * cached + place) for place, length in enumerate(DOCUMENTS)]
+        if cached:
+            engine.generate([ask(documents[:cached], tokens(9, 1))])
+        request = ask(documents, tokens(13, 2))
+        [completion] = engine.generate([request])
+        assert completion.cached.total == completion.cached.device == sum(DOCUMENTS[:cached])
+        assert difference(completion, reference, request) <= 1e-4
+
+    def test_logits_are_transformers_own_in_a_batch_that_shares_blocks(self, served: Any) -> None:
+        engine, reference = served
+        first, second, third = (tokens(length, 900 + length) for length in (45, 38, 27))
+        requests = [
+            ask([first, second], tokens(7, 3)),
+            ask([first, third], tokens(11, 4)),
+            ask([first, second, third], tokens(5, 5)),
+            ask([], tokens(61, 6)),
+        ]
+        for _ in range(2):
+            for completion, request in zip(engine.generate(requests), requests, strict=True):
+                assert difference(completion, reference, request) <= 1e-4
+        # Whether in the same step or one later: the first document was computed once.
+        assert [each.cached.total for each in engine.generate(requests)] == [83, 72, 110, 0]
+
+    def test_an_answer_is_transformers_greedy_one(self, served: Any) -> None:
+        engine, reference = served
+        requests = [ask([tokens(40, seed)], tokens(9, seed + 1), max_tokens=24) for seed in (31, 32)]
+        for completion, request in zip(engine.generate(requests), requests, strict=True):
+            prompt = torch.tensor([list(request.token_ids)])
+            with torch.no_grad():
+                answer = reference.generate(
+                    prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=24, do_sample=False
+                )
+            assert list(completion.token_ids) == answer[0, prompt.shape[1] :].tolist()
+            assert completion.finish_reason == "length"
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral-window", "gemma2"])
+def test_the_kv_of_a_wrong_document_is_noticed(name: str) -> None:
+    """What the comparisons above would say if the cache gave the wrong document: they can fail."""
+    model = family(name)
+    reference = plain(model, name)
+    with TieredEngine(model, settings=SETTINGS) as engine:
+        right, wrong, question = tokens(80, 1), tokens(80, 2), tokens(9, 3)
+        engine.generate([ask([right], question), ask([wrong], question)])
+        pool = engine._cache.pool
+        path = {
+            which: engine._admission.admit(-1, ask([document], question)).path
+            for which, document in (("right", right), ("wrong", wrong))
+        }
+        leases = {which: engine._cache.acquire(path[which]) for which in path}
+        blocks = {which: list(lease.block_table) for which, lease in leases.items()}
+        for lease in leases.values():
+            engine._cache.release(lease)
+        pool.kv[blocks["right"]] = pool.kv[blocks["wrong"]]
+        request = ask([right], question)
+        [completion] = engine.generate([request])
+        assert completion.cached.total == 80
+        assert difference(completion, reference, request) > 1e-2
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_is_as_near_as_half_precision_can_be(dtype: str) -> None:
+    model = family("qwen2").to(getattr(torch, dtype))
+    reference = plain(model)
+    same = 0
+    with TieredEngine(model, settings=SETTINGS) as engine:
+        for seed in range(20):
+            documents = [tokens(37, seed), tokens(41, seed + 1)]
+            engine.generate([ask(documents[:1], tokens(5, seed + 2))])
+            request = ask(documents, tokens(12, seed + 3))
+            [completion] = engine.generate([request])
+            assert completion.cached.total == 37
+            expected = last_logits(reference, request.token_ids)
+            assert float((completion.logits - expected).norm() / expected.norm()) < 0.05
+            same += completion.token_ids[0] == int(expected.argmax())
+    assert same >= 17
+
+
+def test_longrope_is_served_up_to_its_original_window_and_refused_beyond() -> None:
+    with TieredEngine(family("phi3-longrope"), settings=SETTINGS) as engine:
+        assert engine.max_model_len == 256
+        with pytest.raises(RequestRefusedError, match="context of 256"):
+            engine.add(Request(tokens(250, 1), sampling=Sampling(max_tokens=10)))
+    with pytest.raises(ValueError, match=r"max_model_len is 300.*up to 256"):
+        TieredEngine(family("phi3-longrope"), settings=EngineSettings(device_tokens=2048, max_model_len=300))
+
+
+DEEPSEEK = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+}
+LINEAR_ATTENTION = {
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "num_experts": 4,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+MAMBA = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2}
+T5 = {"vocab_size": 64, "d_model": 32, "num_layers": 2, "num_heads": 2, "d_ff": 32}
+BLOOM = {"vocab_size": 64, "hidden_size": 32, "n_layer": 2, "n_head": 2}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "others", "reason"),
+    [
+        ("Llama", None, {"rope_parameters": DYNAMIC}, "rotary positions .dynamic NTK."),
+        ("DeepseekV3", None, DEEPSEEK, "multi-head latent attention"),
+        ("Qwen3Next", None, LINEAR_ATTENTION, "linear attention"),
+        ("Mamba", MAMBA, {}, "recurrent state"),
+        ("GptOss", None, {"head_dim": 16, "num_local_experts": 4}, "attention sinks"),
+        ("Llama4", None, {"head_dim": 16, "num_local_experts": 2, "intermediate_size_mlp": 64}, "attention in chunks"),
+        ("T5", T5, {}, "an encoder and cross attention"),
+        ("Bloom", BLOOM, {}, "attention of its own"),
+        ("DiffLlama", None, {}, "attends more than once"),
+        ("Doge", None, {}, "attention_mask"),
+    ],
+)
+def test_a_model_that_cannot_be_served_exactly_is_refused_by_name(
+    name: str, sizes: dict[str, Any] | None, others: dict[str, Any], reason: str
+) -> None:
+    if name == "Llama4":
+        config = transformers.Llama4TextConfig(**SIZES | others)
+        model = transformers.Llama4ForCausalLM(config)
+    else:
+        model = make_model(name, sizes, **others)
+    before = model.config._attn_implementation
+    with pytest.raises(UnsupportedModelError, match=f"{name}.*{reason}"):
+        TieredEngine(model, settings=SETTINGS)
+    assert model.config._attn_implementation == before
+
+
+@pytest.mark.parametrize(
+    ("effect", "given"),
+    [
+        ("s_aux", lambda: torch.zeros(4)),
+        ("position_bias", lambda: torch.zeros(1, 4, 8, 8)),
+        ("attention_mask", lambda: torch.zeros(1, 1, 8, 8)),
+        ("dropout", lambda: 0.1),
+        ("is_causal", lambda: False),
+        ("a_name_of_tomorrow", lambda: 3),
+    ],
+)
+def test_what_a_layer_asks_of_its_attention_is_done_or_refused(effect: str, given: Any) -> None:
+    """The function itself, with all that a model may pass to it."""
+    from ragorder.kernels.engine.attention import IMPLEMENTATION, STEP, register
+
+    class Step:
+        def attend(self, layer: int, query: Any, key: Any, value: Any, **_: Any) -> Any:
+            assert layer == 1
+            return query
+
+    register()
+    attention = transformers.AttentionInterface()[IMPLEMENTATION]
+    module = torch.nn.Module()
+    module.layer_idx = 1
+    query, key = torch.ones(1, 4, 8, 16), torch.ones(1, 2, 8, 16)
+    harmless = {"position_ids": torch.arange(8), "use_cache": False, STEP: Step(), "s_aux": None}
+    arguments = {"attention_mask": None, "scaling": 0.25, "dropout": 0.0} | harmless
+    out, weights = attention(module, query, key, key, **arguments)
+    assert out.shape == (1, 8, 4, 16)
+    assert weights is None
+    with pytest.raises(UnsupportedModelError, match=effect):
+        attention(module, query, key, key, **arguments | {effect: given()})
+
+
+def test_a_window_that_the_configuration_has_but_a_layer_does_not_is_refused() -> None:
+    """Masks, of which the engine has none, would say it, but the layer does not: only a look at the layers tells."""
+    model = make_model("Qwen3", use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1)
+    model.model.layers[1].self_attn.sliding_window = None
+    with pytest.raises(UnsupportedModelError, match=f"layer 1 asks for a window of None.*for {WINDOW}"):
+        TieredEngine(model, settings=SETTINGS)
+
+
+def test_a_model_with_an_effect_that_nobody_names_is_refused_by_its_logits() -> None:
+    model = make_model("Llama")
+    forward = type(model.model.layers[0].self_attn).forward
+
+    def biased(self: Any, *arguments: Any, **named: Any) -> Any:
+        """Transformers' own attention with a bias on top, ours without."""
+        out, weights = forward(self, *arguments, **named)
+        return (out * 1.5 if self.config._attn_implementation == "eager" else out), weights
+
+    attention = model.model.layers[2].self_attn
+    attention.forward = biased.__get__(attention)
+    with pytest.raises(UnsupportedModelError, match="the logits differ"):
+        TieredEngine(model, settings=SETTINGS)
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_the_model_is_given_back_as_it_was() -> None:
+    model = make_model("Llama").train()
+    prompt = torch.tensor([tokens(20, 1)])
+    with TieredEngine(model, settings=SETTINGS):
+        assert not model.training
+        with pytest.raises(UnsupportedModelError, match="somebody but the engine"):
+            model(prompt)
+    assert model.training
+    assert model.config._attn_implementation == "sdpa"
+    assert model(prompt).logits.shape == (1, 20, VOCABULARY)
+
+
+def test_a_model_with_two_engines_is_given_back_by_the_last() -> None:
+    model = make_model("Llama")
+    prompt = torch.tensor([tokens(20, 1)])
+    with torch.inference_mode():
+        expected = int(model(prompt).logits[0, -1].argmax())
+    first, second = (TieredEngine(model, settings=SETTINGS) for _ in range(2))
+    first.close()
+    (done,) = second.generate([Request(prompt[0].tolist(), sampling=Sampling(max_tokens=1, ignore_eos=True))])
+    assert done.token_ids == (expected,)
+    assert model.config._attn_implementation != "sdpa"
+    second.close()
+    assert model.config._attn_implementation == "sdpa"

@@ -1,0 +1,1272 @@
+"""The knowledge cache: whatever moves between device, host and disk, a request reads the KV of its own tokens."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import shutil
+import tempfile
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, Future
+from hashlib import blake2b
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from ragorder.kernels.cache import DiskSettings, KnowledgeCache, Lease, Segment, TierTokens, segments_of
+from ragorder.kernels.paging import BlockPool, KVShape, OutOfBlocksError
+from ragorder.kernels.paging.base import runs
+from ragorder.kernels.policies import POLICIES
+from ragorder.kernels.profile import PrefillProfile
+
+BLOCK = 4
+SHAPE = KVShape(layers=2, kv_heads=1, head_dim=3, block_size=BLOCK, dtype=torch.float32)
+PLENTY = 1 << 30
+IDENTITY = "a model"
+
+
+def kv_of(tokens: Sequence[int], salt: str | None = None) -> Any:
+    """The KV of each token: numbers that depend on it, on all before it, on layer, and on key or value. Whose they are
+    counts, too, so that nobody reads another tenant's unnoticed."""
+    values, state = [], repr(salt).encode()
+    for token in tokens:
+        state = blake2b(state + token.to_bytes(8, "little"), digest_size=8).digest()
+        values.append(int.from_bytes(state[:2], "little"))
+    ids = torch.tensor(values, dtype=torch.float32).view(-1, 1, 1, 1, 1)
+    of_layer = torch.arange(SHAPE.layers * 2, dtype=torch.float32).view(1, SHAPE.layers, 2, 1, 1)
+    return (ids * SHAPE.layers * 2 + of_layer).expand(-1, -1, -1, SHAPE.kv_heads, SHAPE.head_dim)
+
+
+class HeldTransfers:
+    """Copies that are made when the test says so, or somebody waits: whatever reuses blocks too early is caught."""
+
+    def __init__(self) -> None:
+        self.waiting: deque[HeldTransfer] = deque()
+        self.blocks = 0
+
+    def start(
+        self, source: BlockPool, source_blocks: Sequence[int], target: BlockPool, target_blocks: Sequence[int]
+    ) -> HeldTransfer:
+        for other in self.waiting:
+            assert not other.writes(source, source_blocks), "this is still being written"
+            assert not other.writes(target, target_blocks) and not other.reads(target, target_blocks), "this is in use"
+        transfer = HeldTransfer(self, source, target, list(runs(source_blocks, target_blocks)))
+        self.waiting.append(transfer)
+        self.blocks += len(source_blocks)
+        return transfer
+
+    def tick(self) -> None:
+        if self.waiting:
+            self.waiting.popleft().copy()
+
+    def close(self) -> None:
+        while self.waiting:
+            self.tick()
+
+
+class HeldTransfer:
+    def __init__(self, all: HeldTransfers, source: BlockPool, target: BlockPool, pieces: list[Any]) -> None:
+        self.done = self.failed = False
+        self._all = all
+        self._source, self._target, self._pieces = source, target, pieces
+
+    def reads(self, pool: BlockPool, blocks: Sequence[int]) -> bool:
+        own = {first + place for first, _, count in self._pieces for place in range(count)}
+        return pool is self._source and not own.isdisjoint(blocks)
+
+    def writes(self, pool: BlockPool, blocks: Sequence[int]) -> bool:
+        own = {into + place for _, into, count in self._pieces for place in range(count)}
+        return pool is self._target and not own.isdisjoint(blocks)
+
+    def copy(self) -> None:
+        for first, into, count in self._pieces:
+            self._target.kv[into : into + count] = self._source.kv[first : first + count]
+        self.done = True
+
+    def wait(self) -> None:
+        while not self.done:
+            assert self._all.waiting
+            self._all.tick()
+
+    fence = wait
+
+
+class HeldExecutor(Executor):
+    """Jobs that are done when the test says so, or somebody wants their results."""
+
+    def __init__(self) -> None:
+        self.waiting: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+
+    def submit(self, job: Callable[..., Any], /, *arguments: Any, **named: Any) -> Future[Any]:
+        future = HeldFuture(self)
+        self.waiting.append((future, lambda: job(*arguments, **named)))
+        return future
+
+    def tick(self) -> None:
+        if self.waiting:
+            future, job = self.waiting.popleft()
+            try:
+                future.set_result(job())
+            except Exception as error:
+                future.set_exception(error)
+
+
+class HeldFuture(Future[Any]):
+    def __init__(self, executor: HeldExecutor) -> None:
+        super().__init__()
+        self._executor = executor
+
+    def result(self, timeout: float | None = None) -> Any:
+        while not self.done():
+            assert self._executor.waiting
+            self._executor.tick()
+        return super().result()
+
+    def exception(self, timeout: float | None = None) -> Any:
+        while not self.done():
+            assert self._executor.waiting
+            self._executor.tick()
+        return super().exception()
+
+
+class Request:
+    """A prompt of documents and a question, and how far it is."""
+
+    def __init__(self, documents: Sequence[Sequence[int]], question: Sequence[int] = (7,), salt: str | None = None):
+        self.salt = salt
+        self.tokens = [token for document in (*documents, question) for token in document]
+        self.ends = list(accumulate(map(len, documents)))
+        self.path = segments_of(self.tokens, self.ends, salt=salt)
+        self.document_tokens = sum(segment.tokens for segment in self.path)
+        self.lease: Lease | None = None
+        self.computed = 0
+
+
+class Engine:
+    """Does with a cache what an engine does: in a step, all write the KV of their new tokens, then all read theirs."""
+
+    def __init__(self, cache: KnowledgeCache) -> None:
+        self.cache = cache
+        self.scheduled: list[tuple[Request, int]] = []
+
+    def acquire(self, request: Request) -> Lease:
+        request.lease = self.cache.acquire(request.path)
+        return request.lease
+
+    def schedule(self, request: Request, tokens: int | None = None) -> None:
+        """Compute the request's tokens up to there, with the next step."""
+        lease = request.lease
+        assert lease is not None
+        tokens = len(request.tokens) if tokens is None else tokens
+        self.cache.extend(lease, tokens)
+        if not request.computed:
+            request.computed = lease.cached_tokens
+        assert len(lease.block_table) == SHAPE.blocks_for(lease.tokens) and lease.tokens >= tokens
+        self.cache.commit(lease, tokens)
+        self.scheduled.append((request, tokens))
+
+    def step(self) -> None:
+        for request, tokens in self.scheduled:
+            self.write(request, request.computed, tokens)
+            request.computed = tokens
+        for request, tokens in self.scheduled:
+            self.check(request, tokens)
+        self.scheduled.clear()
+
+    def fail(self) -> None:
+        """The step does not come about."""
+        for request, _ in self.scheduled:
+            assert request.lease is not None
+            self.cache.discard(request.lease)
+            request.lease = None
+        self.scheduled.clear()
+
+    def write(self, request: Request, start: int, end: int) -> None:
+        assert request.lease is not None
+        table, places = torch.tensor(request.lease.block_table), torch.arange(start, end)
+        new = kv_of(request.tokens[:end], request.salt)[start:]
+        self.cache.pool.kv[table[places // BLOCK], :, :, places % BLOCK] = new
+
+    def check(self, request: Request, tokens: int) -> None:
+        """What the request reads is the KV of its own tokens, each at its own place."""
+        assert request.lease is not None
+        if not tokens:
+            return
+        table, places = torch.tensor(request.lease.block_table), torch.arange(tokens)
+        read = self.cache.pool.kv[table[places // BLOCK], :, :, places % BLOCK]
+        right = (read == kv_of(request.tokens[:tokens], request.salt)).flatten(1).all(1)
+        assert right.all(), f"wrong KV at {(~right).nonzero().flatten().tolist()} of {tokens}"
+
+    def release(self, request: Request) -> None:
+        assert request.lease is not None
+        self.cache.release(request.lease)
+        request.lease = None
+
+    def empty_device(self) -> None:
+        """Have a request use all of it."""
+        lease = self.cache.acquire([])
+        self.cache.extend(lease, self.cache.pool.blocks * BLOCK)
+        self.cache.release(lease)
+
+    def serve(self, *documents: Sequence[int], question: Sequence[int] = (7,), salt: str | None = None) -> TierTokens:
+        """One request from beginning to end: what it found cached."""
+        request = Request(documents, question, salt)
+        lease = self.acquire(request)
+        lease.wait()
+        self.check(request, lease.cached_tokens)
+        self.schedule(request)
+        assert lease.tokens_by_tier.total == lease.cached_tokens
+        self.step()
+        found = lease.tokens_by_tier
+        self.release(request)
+        return found
+
+
+DOCUMENTS = [[10 * name + offset for offset in range(length)] for name, length in enumerate((8, 3, 5, 1, 9, 2), 1)]
+A, B, C, D, E, F = DOCUMENTS
+PATHS = [[A], [A, B], [A, B, C], [A, B, D], [A, B, D, C], [B], [B, E], [B, D, D], [E, A, B], [F, D, F, E]]
+PATH = st.sampled_from(PATHS)
+
+
+def references(cache: KnowledgeCache) -> tuple[Counter[int], Counter[int]]:
+    """Who refers to the blocks of device and host: nodes, leases, and copies under way."""
+    device, host = Counter[int](), Counter[int]()
+    for node in cache._tiers.nodes.values():
+        if node.device is not None:
+            device.update(node.device.blocks)
+        if node.host is not None:
+            host.update(node.host.blocks)
+    for lease in cache._leases.values():
+        device.update(lease.block_table)
+    for copy in cache._copies._running:
+        for pool, blocks, holds in (
+            (copy.source, copy.source_blocks, copy.holds_source),
+            (copy.target, copy.target_blocks, True),
+        ):
+            if holds:
+                (device if pool is cache.pool else host if pool is cache._host.pool else Counter()).update(blocks)
+    return device, host
+
+
+def check_accounts(cache: KnowledgeCache) -> None:
+    """Every block is accounted for, and every tier knows what it holds."""
+    for tier, counted in zip((cache._device, cache._host), references(cache), strict=True):
+        pool = tier.pool
+        assert [pool.references(block) for block in range(pool.blocks)] == [counted[b] for b in range(pool.blocks)]
+        nodes = [
+            (node, place.blocks)
+            for node in cache._tiers.nodes.values()
+            if (place := node.device if tier is cache._device else node.host) is not None
+        ]
+        of_nodes = {block for _, blocks in nodes for block in blocks}
+        assert tier.tier.used == len(of_nodes)
+        assert len(tier.tier) == len(nodes) and tier.tokens == sum(node.tokens for node, _ in nodes)
+        for node, blocks in nodes:
+            entry = tier.tier.get(node.key)
+            assert entry is not None and entry.parent == node.parent
+            assert len(blocks) == len(SHAPE.covering(node.start, node.tokens))
+            if tier is cache._device:
+                assert node.device is not None
+                assert entry is node.device.entry and entry.size == node.device.size
+        # What only copies hold whose source is being left will be free.
+        staying = set(of_nodes)
+        if tier is cache._device:
+            staying |= {block for lease in cache._leases.values() for block in lease.block_table}
+        for copy in cache._copies._running:
+            if copy.target is pool:
+                staying |= set(copy.target_blocks)
+            if copy.source is pool and not copy.leaving and copy.holds_source:
+                staying |= set(copy.source_blocks)
+        assert pool.used_blocks - len(staying) == cache._copies.leaving(pool)
+    stats = cache.stats()
+    assert stats.device.used_bytes == cache.pool.used_bytes and stats.device.bytes <= stats.device.used_bytes
+    assert stats.host.bytes <= stats.host.used_bytes <= stats.host.capacity_bytes
+
+
+Made = Callable[..., Engine]
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[Made]:
+    """Makes engines with 12 blocks on the device, none in the host, and no disk, unless told otherwise."""
+    made: list[KnowledgeCache] = []
+
+    def make(**settings: Any) -> Engine:
+        if isinstance(settings.get("disk"), int):
+            settings["disk"] = DiskSettings(tmp_path / "disk", settings["disk"])
+        defaults = {"device_blocks": 12, "identity": IDENTITY, "transfers": HeldTransfers(), "executor": HeldExecutor()}
+        cache = KnowledgeCache(SHAPE, **defaults | settings)
+        made.append(cache)
+        return Engine(cache)
+
+    yield make
+    for cache in made:
+        cache.close()
+
+
+def chunk_files(folder: Path) -> list[Path]:
+    return sorted((folder / "disk" / "chunks").glob("??/*.kv"))
+
+
+class TestAPromptIsAPath:
+    TOKENS = tuple(range(100, 120))
+
+    def sizes(self, ends: Sequence[int], **settings: Any) -> list[int]:
+        return [segment.tokens for segment in segments_of(self.TOKENS, ends, **settings)]
+
+    def test_documents_are_nodes_and_the_question_is_none(self) -> None:
+        assert self.sizes([5, 12, 18]) == [5, 7, 6]
+
+    def test_the_last_token_is_in_no_node(self) -> None:
+        assert self.sizes([5, 20]) == [5, 14]
+        assert self.sizes([19, 20]) == [19]
+        assert segments_of([1], [1]) == segments_of([], []) == ()
+
+    @pytest.mark.parametrize("ends", [[5, 5, 9], [5, 4], [5, 21], [5, 0], [5, -1]])
+    def test_an_end_that_cannot_be_is_ignored_with_all_that_follow(self, ends: list[int]) -> None:
+        assert self.sizes(ends) == [5]
+
+    @pytest.mark.parametrize("ends", [[], [0], [21, 5]])
+    def test_without_any_there_are_chunks(self, ends: list[int]) -> None:
+        assert self.sizes(ends, chunk_tokens=8) == [8, 8]
+        assert self.sizes(ends, chunk_tokens=10) == [10]
+        assert self.sizes(ends) == []
+        with pytest.raises(ValueError, match="1 or more"):
+            self.sizes(ends, chunk_tokens=0)
+
+    def test_a_key_stands_for_its_tokens_all_before_them_and_whose_they_are(self) -> None:
+        path = segments_of(self.TOKENS, [5, 12])
+        assert segments_of([*self.TOKENS[:12], 1, 2, 3], [5, 12]) == path
+        assert segments_of([0, *self.TOKENS[1:]], [5, 12])[1].key != path[1].key
+        assert segments_of([*self.TOKENS[:11], 0, 0], [5, 12])[0] == path[0]
+        keys = [segments_of(self.TOKENS, [5], salt=salt)[0].key for salt in (None, "", "a", "b")]
+        assert len({*keys}) == 4
+        assert all(len(key) == 32 for key in keys)
+
+    def test_two_documents_are_not_one(self) -> None:
+        assert segments_of(self.TOKENS, [5, 12])[-1].key != segments_of(self.TOKENS, [12])[-1].key
+
+
+class TestWhatWasComputedIsFound:
+    def test_documents_are_found_and_the_question_is_not(self, engine: Made) -> None:
+        at = engine()
+        assert at.serve(A, B, C) == (0, 0, 0)
+        assert at.serve(A, B, C) == (16, 0, 0)
+        assert at.serve(A, B, D, question=(9, 9)) == (11, 0, 0)
+        assert at.serve(B) == (0, 0, 0)
+
+    def test_another_tenant_finds_nothing(self, engine: Made) -> None:
+        at = engine()
+        at.serve(A, salt="one")
+        assert at.serve(A, salt="two") == at.serve(A) == (0, 0, 0)
+        assert at.serve(A, salt="one") == (8, 0, 0)
+
+    def test_a_prompt_in_parts_is_found_as_one_in_one_go(self, engine: Made) -> None:
+        at = engine()
+        request = Request([A, B, C])
+        at.acquire(request)
+        for tokens in (3, 9, 12, 17):
+            at.schedule(request, tokens)
+            at.step()
+        at.release(request)
+        assert at.serve(A, B, C) == (16, 0, 0)
+
+    def test_what_a_request_has_not_come_to_is_not_there(self, engine: Made) -> None:
+        at = engine()
+        request = Request([A, B, C])
+        at.acquire(request)
+        at.schedule(request, 10)
+        at.step()
+        at.release(request)
+        assert at.serve(A, B, C) == (8, 0, 0)
+
+    def test_a_lease_that_was_given_back_is_none(self, engine: Made) -> None:
+        at = engine()
+        lease = at.acquire(Request([A]))
+        at.cache.release(lease)
+        at.cache.release(lease)
+        at.cache.discard(lease)
+        for call in (at.cache.extend, at.cache.commit):
+            with pytest.raises(ValueError, match="given back"):
+                call(lease, 1)
+
+    def test_what_has_no_blocks_cannot_be_committed(self, engine: Made) -> None:
+        at = engine()
+        lease = at.acquire(Request([A]))
+        at.cache.extend(lease, 8)
+        with pytest.raises(ValueError, match="extend the lease first"):
+            at.cache.commit(lease, 9)
+
+
+class TestBlocksAreShared:
+    def test_parent_and_child_of_one_run_share_the_block_between_them(self, engine: Made) -> None:
+        at = engine()
+        at.serve(A, B, C)
+        # 8 + 3 + 5 tokens in blocks of 4.
+        assert at.cache.pool.used_blocks == 4
+
+    def test_another_continuation_gets_a_copy_of_it(self, engine: Made) -> None:
+        at = engine()
+        at.serve(A, B, C)
+        at.serve(A, B, E)
+        # E's 9 tokens begin in a block of its own.
+        assert at.cache.pool.used_blocks == 4 + 3
+        assert at.serve(A, B, C) == (16, 0, 0)
+        assert at.serve(A, B, E) == (20, 0, 0)
+
+    def test_a_block_that_nobody_goes_on_in_needs_no_copy(self, engine: Made) -> None:
+        at = engine()
+        at.serve(A, B)
+        assert at.cache.pool.used_blocks == 3
+        at.serve(A, B, C)
+        assert at.cache.pool.used_blocks == 4
+
+    def test_while_somebody_writes_in_it_others_take_a_copy(self, engine: Made) -> None:
+        at = engine()
+        first, second = Request([A, B], [1]), Request([A, B], [2])
+        at.acquire(first)
+        at.schedule(first)
+        at.step()
+        at.cache.computed(first.lease)
+        at.acquire(second)
+        at.schedule(second)
+        at.step()
+        assert first.lease.block_table[:2] == second.lease.block_table[:2]
+        assert first.lease.block_table[2] != second.lease.block_table[2]
+        first.tokens += [3, 4]
+        at.schedule(first)
+        at.schedule(second)
+        at.step()
+
+    def test_requests_of_one_step_share_what_it_computes(self, engine: Made) -> None:
+        at = engine()
+        first, second = Request([A, B], [1]), Request([A, B], [2])
+        for request in (first, second):
+            at.acquire(request)
+            at.schedule(request)
+        # The last 3 tokens are in a block that cannot be copied before it is computed.
+        assert (first.lease.cached_tokens, second.lease.cached_tokens) == (0, 8)
+        assert second.lease.tokens_by_tier == (8, 0, 0)
+        at.step()
+        assert first.lease.block_table[:2] == second.lease.block_table[:2]
+
+    def test_up_to_a_document_that_was_there_before(self, engine: Made) -> None:
+        at = engine()
+        at.serve(C)
+        first, second = Request([C, F], [1]), Request([C, F], [2])
+        for request in (first, second):
+            at.acquire(request)
+            at.schedule(request)
+        assert second.lease.cached_tokens == 5
+        at.step()
+
+    def test_who_computes_what_another_one_has_committed_keeps_it(self, engine: Made) -> None:
+        at = engine()
+        requests = [Request([A, C], [number]) for number in (1, 2)]
+        for request in requests:
+            at.acquire(request)
+        for request in requests:
+            at.schedule(request)
+            at.step()
+        assert not set(requests[0].lease.block_table) & set(requests[1].lease.block_table)
+        for request in requests:
+            at.release(request)
+        assert at.cache.pool.used_blocks == 4
+        assert at.serve(A, C) == (13, 0, 0)
+
+
+class TestAFailedStep:
+    def test_leaves_nothing_behind(self, engine: Made) -> None:
+        at = engine()
+        at.serve(A)
+        request = Request([A, B, C])
+        at.acquire(request)
+        at.schedule(request)
+        at.fail()
+        assert at.cache.pool.used_blocks == 2
+        assert at.serve(A, B, C) == (8, 0, 0)
+
+    def test_leaves_what_earlier_steps_computed(self, engine: Made) -> None:
+        at = engine()
+        request = Request([A, B, C])
+        at.acquire(request)
+        at.schedule(request, 12)
+        at.step()
+        at.schedule(request)
+        at.fail()
+        assert at.serve(A, B, C) == (11, 0, 0)
+
+    def test_who_waits_has_found_less(self, engine: Made) -> None:
+        at = engine()
+        at.serve(A)
+        request, waiting = Request([A, E], [1]), Request([A, E], [2])
+        at.acquire(request)
+        at.schedule(request)
+        lease = at.acquire(waiting)
+        assert lease.cached_tokens == 16
+        at.fail()
+        assert (lease.cached_tokens, lease.tokens_by_tier, len(lease.block_table)) == (8, (8, 0, 0), 2)
+        at.schedule(waiting)
+        at.step()
+
+
+class TestWhatLeavesTheDevice:
+    def test_comes_back_from_the_host(self, engine: Made) -> None:
+        at = engine(device_blocks=5, host_blocks=20)
+        at.serve(A, B, C)
+        at.empty_device()
+        assert at.serve(A, B, C) == (0, 16, 0)
+        assert at.serve(A, B, C) == (16, 0, 0)
+
+    def test_is_copied_out_only_once(self, engine: Made) -> None:
+        at = engine(device_blocks=5, host_blocks=20)
+        for _ in range(4):
+            at.serve(A, B, C)
+            at.empty_device()
+        at.cache._tiers.settle()
+        stats = at.cache.stats()
+        assert (stats.device.evicted, stats.host.received, stats.host.evicted) == (12, 3, 0)
+        assert (stats.host.nodes, stats.host.tokens) == (3, 16)
+
+    def test_is_copied_while_others_go_on(self, engine: Made) -> None:
+        at = engine(device_blocks=8, host_blocks=20, replicate_nodes=1)
+        at.serve(A)
+        at.serve(A)
+        (copy,) = at.cache._copies._transfers.waiting
+        lease = at.cache.acquire([])
+        at.cache.extend(lease, 6 * BLOCK)
+        assert not copy.done
+        # Whoever needs the blocks waits for the copy that is under way, and makes no other.
+        at.cache.extend(lease, 8 * BLOCK)
+        assert copy.done
+        at.cache.release(lease)
+        stats = at.cache.stats()
+        assert (stats.device.evicted, stats.host.nodes, at.cache._copies._transfers.blocks) == (1, 1, 2)
+        assert at.serve(A) == (0, 8, 0)
+
+    def test_goes_on_to_the_disk(self, engine: Made) -> None:
+        at = engine(device_blocks=5, host_blocks=4, disk=PLENTY)
+        at.serve(A, B, C)
+        at.empty_device()
+        at.serve([50, 51, 52], [60] * 9)
+        assert at.cache.stats().host.evicted > 0
+        assert at.serve(A, B, C).disk > 0
+        assert at.cache.stats().disk.hit_tokens > 0
+
+    def test_goes_to_the_disk_at_once_if_there_is_no_host(self, engine: Made, tmp_path: Path) -> None:
+        at = engine(device_blocks=5, disk=PLENTY)
+        at.serve(A, B, C)
+        at.empty_device()
+        assert at.serve(A, B, C) == (0, 0, 16)
+        at.cache._disk.wait()
+        assert len(chunk_files(tmp_path)) == 3
+
+    def test_is_gone_if_there_is_nothing_else(self, engine: Made) -> None:
+        at = engine(device_blocks=5)
+        at.serve(A, B, C)
+        at.empty_device()
+        assert at.serve(A, B, C) == (0, 0, 0)
+
+    def test_a_node_that_is_larger_than_the_host_is_passed_over(self, engine: Made) -> None:
+        at = engine(device_blocks=5, host_blocks=1)
+        at.serve(A)
+        at.empty_device()
+        stats = at.cache.stats()
+        assert stats.host.refused == {"size": 1}
+        assert stats.host.nodes == 0
+
+    def test_later_reads_do_not_wait_for_earlier_copies(self, engine: Made) -> None:
+        at = engine(device_blocks=5, disk=PLENTY)
+        at.serve(A, B, C)
+        at.empty_device()
+        at.cache._disk.wait()
+        jobs = at.cache._disk._readers.waiting
+        lease = at.cache.acquire(Request([A, B, C]).path)
+        assert len(jobs) == 3
+        assert not lease.ready
+        lease.wait()
+        assert lease.ready and not jobs
+        at.cache.release(lease)
+
+    def test_a_child_may_arrive_before_its_parent(self, engine: Made) -> None:
+        at = engine(device_blocks=5, host_blocks=1, disk=PLENTY)
+        # They meet within a block. The host has room for the child alone.
+        parent, child = [1] * 7, [2]
+        for documents in ([parent], [parent, child]):
+            at.serve(*documents)
+            at.empty_device()
+            at.cache._disk.wait()
+        request = Request([parent, child])
+        lease = at.acquire(request)
+        assert lease.tokens_by_tier == (0, 1, 7)
+        at.cache._copies.wait()
+        at.cache.poll()
+        assert [copy.load is None for copy in lease.held] == [False, True]
+        lease.wait()
+        at.check(request, 8)
+        at.release(request)
+
+    def test_the_backlog_gives_what_is_not_written_yet(self, engine: Made, tmp_path: Path) -> None:
+        at = engine(device_blocks=5, disk=PLENTY)
+        at.serve(A, B, C)
+        at.empty_device()
+        assert not chunk_files(tmp_path)
+        lease = at.cache.acquire(Request([A, B]).path)
+        # The executor does jobs in order: only the reads, as if a thread of their own had done them.
+        jobs = at.cache._disk._readers.waiting
+        writes = [jobs.popleft() for _ in range(len(jobs) - 2)]
+        lease.wait()
+        assert lease.tokens_by_tier == (0, 0, 11)
+        jobs.extend(writes)
+        request = Request([A, B])
+        request.lease = lease
+        at.check(request, 11)
+        at.release(request)
+
+    def test_a_write_waits_for_the_copy_of_what_it_writes(self, engine: Made) -> None:
+        at = engine(device_blocks=5, disk=PLENTY)
+        at.serve(A, B, C)
+        at.empty_device()
+        at.cache._disk.wait()
+        assert at.serve(A, B, C) == (0, 0, 16)
+
+
+class TestAfterARestart:
+    def test_the_disk_is_found_again(self, engine: Made) -> None:
+        at = engine(device_blocks=5, disk=PLENTY)
+        at.serve(A, B, C)
+        at.empty_device()
+        at.cache.close()
+        again = engine(device_blocks=5, disk=PLENTY)
+        assert again.serve(A, B, C) == (0, 0, 16)
+
+    @pytest.mark.parametrize("host_blocks", [0, 4])
+    def test_so_is_a_document_behind_one_that_was_never_given_up(self, engine: Made, host_blocks: int) -> None:
+        at = engine(device_blocks=8, host_blocks=host_blocks, disk=PLENTY)
+        for document in (B, C, E, F, [60] * 9, [70] * 9):
+            assert at.serve(A, document).device in (0, len(A))
+        assert at.serve(A).device == len(A)
+        at.cache.close()
+        again = engine(device_blocks=8, host_blocks=host_blocks, disk=PLENTY)
+        assert again.serve(A, B) == (0, 0, len(A) + len(B))
+
+    @pytest.mark.parametrize(
+        "other",
+        [
+            {"identity": "another model"},
+            {"shape": KVShape(2, 1, 3, BLOCK, torch.bfloat16)},
+            {"shape": KVShape(2, 1, 3, 2 * BLOCK, torch.float32)},
+            {"shape": KVShape(2, 3, 1, BLOCK, torch.float32)},
+        ],
+    )
+    def test_another_models_is_not(
+        self, engine: Made, tmp_path: Path, other: dict[str, Any], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        at = engine(device_blocks=5, disk=PLENTY)
+        at.serve(A, B, C)
+        at.empty_device()
+        at.cache.close()
+        shape = other.pop("shape", SHAPE)
+        settings = {"device_blocks": 5, "identity": IDENTITY, "disk": DiskSettings(tmp_path / "disk", PLENTY)}
+        with caplog.at_level("WARNING", "ragorder"):
+            cache = KnowledgeCache(shape, **settings | other)
+        assert "another model" in caplog.text
+        lease = cache.acquire(Request([A, B, C]).path)
+        assert lease.cached_tokens == 0
+        cache.release(lease)
+        assert cache.stats().disk.refused == {"identity": 1}
+        assert cache.stats().disk.capacity_bytes == 0
+        cache.close()
+
+    def test_a_folder_that_another_one_has_is_left_alone(
+        self, engine: Made, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        at = engine(device_blocks=5, disk=PLENTY)
+        with caplog.at_level("WARNING", "ragorder"):
+            second = engine(device_blocks=5, disk=PLENTY)
+        assert second.cache.stats().disk.refused == {"locked": 1}
+        second.serve(A, B, C)
+        second.empty_device()
+        assert second.serve(A, B, C) == (0, 0, 0)
+        assert at.serve(A, B, C) == (0, 0, 0)
+
+
+class TestAFailingDisk:
+    def full(self, engine: Made) -> Engine:
+        """A, B and C are on the disk, and nowhere else."""
+        at = engine(device_blocks=5, disk=PLENTY)
+        at.serve(A, B, C)
+        at.empty_device()
+        at.cache._disk.wait()
+        return at
+
+    def path_of(self, at: Engine, tmp_path: Path, documents: Sequence[Sequence[int]]) -> Path:
+        (found,) = {
+            path for path in chunk_files(tmp_path) if Request(documents).path[-1].key in path.read_bytes()[:100]
+        }
+        return found
+
+    @pytest.mark.parametrize(("bad", "left"), [([A], 0), ([A, B], 8), ([A, B, C], 11)])
+    @pytest.mark.parametrize("truncated", [False, True])
+    def test_a_chunk_that_has_changed_shortens_what_was_found(
+        self, engine: Made, tmp_path: Path, bad: list[list[int]], left: int, truncated: bool
+    ) -> None:
+        at = self.full(engine)
+        path = self.path_of(at, tmp_path, bad)
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 1
+        path.write_bytes(content[:-1] if truncated else content)
+        request = Request([A, B, C])
+        lease = at.acquire(request)
+        assert lease.cached_tokens == 16
+        lease.wait()
+        assert lease.cached_tokens == left
+        assert lease.tokens_by_tier == (0, 0, left)
+        at.schedule(request)
+        at.step()
+        at.release(request)
+        stats = at.cache.stats()
+        assert stats.disk.failed == 1
+        assert stats.disk.refused == {"truncated" if truncated else "checksum": 1}
+        assert at.serve(A, B, C) == (16, 0, 0)
+
+    def test_two_requests_that_wait_for_one_chunk_both_find_less(self, engine: Made, tmp_path: Path) -> None:
+        at = self.full(engine)
+        self.path_of(at, tmp_path, [A]).write_bytes(b"something else")
+        requests = [Request([A, B], [number]) for number in (1, 2)]
+        for request in requests:
+            at.acquire(request)
+        for request in requests:
+            request.lease.wait()
+            assert request.lease.cached_tokens == 0
+        at.schedule(requests[0])
+        at.step()
+        at.release(requests[0])
+        at.schedule(requests[1])
+        at.step()
+
+    def test_a_full_disk_is_left_alone(self, engine: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+        at = engine(device_blocks=6, host_blocks=4, disk=PLENTY)
+
+        def full(*arguments: Any) -> int:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "writev", full)
+            for documents in PATHS * 2:
+                at.serve(*documents)
+            at.cache._disk.wait()
+        refused = at.cache.stats().disk.refused
+        assert refused["write_ENOSPC"] == 3
+        assert refused["paused"] > 0
+        assert at.cache.stats().disk.nodes == 0
+        assert at.serve(*PATHS[-1]).total > 0
+
+    def test_a_disk_that_cannot_be_read_is_as_good_as_none(self, engine: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+        at = self.full(engine)
+
+        def broken(*arguments: Any) -> int:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "readv", broken)
+            assert at.serve(A, B, C) == (0, 0, 0)
+        assert at.cache.stats().disk.refused["read_EIO"] == 3
+
+    def test_what_does_not_fit_the_backlog_is_not_kept(self, engine: Made, tmp_path: Path) -> None:
+        room = 3 * SHAPE.block_bytes
+        at = engine(device_blocks=5, disk=DiskSettings(tmp_path / "disk", PLENTY, backlog_bytes=room))
+        at.serve(A, B, C)
+        at.empty_device()
+        at.cache._disk.wait()
+        # C's 2 blocks and B's, and no room for A's.
+        assert at.cache.stats().disk.refused == {"backlog": 1}
+        assert len(chunk_files(tmp_path)) == 2
+
+
+class TestRoom:
+    def test_who_finds_no_room_waits_and_nothing_has_changed(self, engine: Made) -> None:
+        at = engine(device_blocks=8, host_blocks=20)
+        at.serve(A)
+        running, waiting = Request([E, E]), Request([A], [1] * 9)
+        at.acquire(running)
+        at.schedule(running)
+        at.step()
+        lease = at.acquire(waiting)
+        before = at.cache.stats()
+        with pytest.raises(OutOfBlocksError, match="in use"):
+            at.cache.extend(lease, 17)
+        assert (lease.cached_tokens, lease.tokens, len(lease.block_table)) == (8, 8, 2)
+        assert at.cache.stats() == before
+        at.release(running)
+        at.schedule(waiting)
+        at.step()
+
+    def test_who_finds_no_room_for_what_is_cached_waits(self, engine: Made) -> None:
+        at = engine(device_blocks=8, host_blocks=20)
+        at.serve(A, B, C)
+        running = Request([E, E], [1] * 10)
+        at.acquire(running)
+        at.schedule(running)
+        at.step()
+        at.cache._tiers.settle()
+        before = at.cache.stats()
+        with pytest.raises(OutOfBlocksError):
+            at.cache.acquire(Request([A, B, C]).path)
+        assert at.cache.stats() == before
+        at.release(running)
+        assert at.serve(A, B, C) == (0, 16, 0)
+
+    def test_what_can_never_be_is_refused(self, engine: Made) -> None:
+        at = engine(device_blocks=4)
+        with pytest.raises(ValueError, match="17 tokens need 5 blocks, and the device has 4"):
+            at.cache.acquire([Segment(b"long", 17)])
+        with pytest.raises(ValueError, match="leave empty ones out"):
+            at.cache.acquire([Segment(b"empty", 0)])
+        lease = at.cache.acquire([])
+        with pytest.raises(ValueError, match="make the prompt shorter"):
+            at.cache.extend(lease, 17)
+        at.cache.extend(lease, 16)
+        at.cache.release(lease)
+
+    def test_alone_a_request_has_room_whatever_is_cached(self, engine: Made) -> None:
+        at = engine(device_blocks=6, host_blocks=40)
+        at.serve(A, B, C)
+        lease = at.cache.acquire([])
+        at.cache.extend(lease, 3 * BLOCK)
+        at.cache.release(lease)
+        # D goes on in B's last block, and C comes back with a block that has B's last tokens, too.
+        assert at.serve(A, B, D) == (11, 0, 0)
+        request = Request([A, B, C], [1] * 8)
+        assert len(request.tokens) == 6 * BLOCK
+        at.acquire(request).wait()
+        assert request.lease.tokens_by_tier == (11, 5, 0)
+        assert at.cache.pool.free_blocks == 1
+        at.schedule(request)
+        at.step()
+        assert at.cache.pool.free_blocks == 0
+
+
+class TestPrefetch:
+    def test_it_loads_for_whoever_comes(self, engine: Made) -> None:
+        at = engine(device_blocks=9, host_blocks=20)
+        at.serve(A, B, C)
+        at.serve(E, E)
+        at.serve(F, F, F, F, F, F, F, F, F)
+        at.cache.prefetch(Request([A, B, C]).path)
+        assert at.cache.stats().loads > 0
+        at.cache._tiers.settle()
+        loaded = at.cache.stats().device.received
+        assert loaded > 0
+        lease = at.acquire(request := Request([A, B, C]))
+        assert lease.ready and lease.cached_tokens == 16
+        # It is told where they were before they were loaded for it.
+        assert lease.tokens_by_tier.host > 0
+        assert at.cache.stats().device.received == loaded
+        at.release(request)
+
+    def test_it_takes_nothing_from_those_who_run_or_wait(self, engine: Made) -> None:
+        at = engine(device_blocks=6, host_blocks=40)
+        at.serve(A, B)
+        at.serve(B, E)
+        at.serve(E, A)
+        at.serve(F, D)
+        running = Request([D, D])
+        at.acquire(running)
+        at.schedule(running)
+        at.step()
+        at.cache.prefetch(Request([A, B]).path)
+        at.cache._tiers.settle()
+        ahead = {node.key for node in at.cache._tiers.nodes.values() if node.device is not None and node.device.ahead}
+        assert ahead
+        for other in ([B, E], [E, A], [A, B]):
+            at.cache.prefetch(Request(other).path)
+            at.cache._tiers.settle()
+            assert all(at.cache._tiers.nodes[key].device is not None for key in ahead)
+        at.schedule(running)
+        at.step()
+
+    def test_what_is_cached_nowhere_is_nothing_to_load(self, engine: Made) -> None:
+        at = engine()
+        at.cache.prefetch(Request([A, B]).path)
+        assert at.cache.stats().loads == 0
+
+
+class TestPolicies:
+    PROFILE = PrefillProfile((0, 100), (1, 100), ((0.001, 0.2), (0.002, 0.4)))
+
+    @pytest.mark.parametrize("policy", POLICIES)
+    @pytest.mark.parametrize("history", [0, 100])
+    def test_any_of_them_will_do(self, engine: Made, policy: str, history: int) -> None:
+        at = engine(device_blocks=7, host_blocks=7, disk=20 * 4096, policy=policy, history=history)
+        documents = random.Random(0)
+        for _ in range(60):
+            at.serve(*documents.choice(PATHS))
+            check_accounts(at.cache)
+        stats = at.cache.stats()
+        assert stats.device.hit_tokens and stats.host.hit_tokens and stats.device.evicted and stats.host.evicted
+
+    def test_an_unknown_one_is_refused(self, engine: Made) -> None:
+        with pytest.raises(ValueError, match="pgdsf, gdsf, lru, lfu"):
+            engine(policy="mru")
+
+    def test_a_node_costs_what_a_new_token_of_its_requests_took(self, engine: Made) -> None:
+        at = engine(device_blocks=12, host_blocks=12, profile=self.PROFILE)
+        at.serve(A)
+        at.serve(A, C)
+        at.serve(A, C)
+        a, c = (segment.key for segment in Request([A, C]).path)
+        tier = at.cache._device.tier
+        assert (tier.get(a).frequency, tier.get(a).misses, tier.get(a).cost) == (3, 1, self.PROFILE.cost(0, 9))
+        # 13 tokens and a question of one, of which 8 were cached.
+        assert (tier.get(c).frequency, tier.get(c).misses, tier.get(c).cost) == (2, 1, self.PROFILE.cost(8, 6))
+
+    def test_the_host_counts_what_the_device_holds(self, engine: Made) -> None:
+        at = engine(device_blocks=5, host_blocks=20)
+        for _ in range(3):
+            at.serve(A)
+        at.empty_device()
+        (key,) = (segment.key for segment in Request([A]).path)
+        assert at.cache._host.tier.get(key).frequency == 3
+
+    def test_the_least_recently_used_goes_first(self, engine: Made) -> None:
+        at = engine(device_blocks=7, policy="lru")
+        at.serve([1] * 8)
+        at.serve([2] * 8)
+        at.serve([1] * 8)
+        at.serve([3] * 8, [4] * 4)
+        assert at.serve([1] * 8) == (8, 0, 0)
+        assert at.serve([2] * 8) == (0, 0, 0)
+
+    def test_a_child_goes_before_its_parent(self, engine: Made) -> None:
+        at = engine(device_blocks=6, policy="lru")
+        at.serve(A, [1] * 4, [2] * 4)
+        at.serve([3] * 4, [4] * 4)
+        assert at.serve(A, [1] * 4, [2] * 4).total in (8, 12)
+
+
+class TestWhatIsUsedMost:
+    def test_is_in_the_host_before_it_leaves_the_device(self, engine: Made) -> None:
+        at = engine(device_blocks=40, host_blocks=20, replicate_nodes=2)
+        for _ in range(3):
+            at.serve(A, B, C)
+            at.serve(A, B, D)
+        at.serve(E, F)
+        at.cache._tiers.settle()
+        assert at.cache.stats().device.evicted == 0
+        assert (at.cache.stats().host.nodes, at.cache.stats().host.tokens) == (2, 11)
+        at.cache.forget_device()
+        assert at.cache.pool.used_blocks == 0
+        assert at.serve(A, B, C) == (0, 11, 0)
+        assert at.serve(E, F) == (0, 0, 0)
+
+    def test_makes_way_for_what_is_used_more(self, engine: Made) -> None:
+        at = engine(device_blocks=40, host_blocks=20, replicate_nodes=1)
+        for _ in range(2):
+            at.serve(A)
+        for _ in range(3):
+            at.serve(E)
+        at.cache._tiers.settle()
+        pinned = [node.key for node in at.cache._tiers.nodes.values() if at.cache._host.tier.get(node.key).pins]
+        assert pinned == [Request([E]).path[0].key]
+
+
+class TestAllAtOnce:
+    def test_clear_forgets_all_tiers(self, engine: Made, tmp_path: Path) -> None:
+        at = engine(device_blocks=6, host_blocks=4, disk=PLENTY)
+        for documents in PATHS:
+            at.serve(*documents)
+        at.cache.clear()
+        stats = at.cache.stats()
+        assert (stats.device.nodes, stats.host.nodes, stats.disk.nodes) == (0, 0, 0)
+        assert (stats.device.used_bytes, stats.host.used_bytes, stats.disk.used_bytes) == (0, 0, 0)
+        assert not chunk_files(tmp_path)
+        assert at.serve(A, B, C) == (0, 0, 0)
+        at.empty_device()
+        assert at.serve(A, B, C).total > 0
+
+    def test_a_request_under_way_survives_it(self, engine: Made) -> None:
+        at = engine()
+        request = Request([A, B, C])
+        at.acquire(request)
+        at.schedule(request, 12)
+        at.step()
+        at.cache.clear()
+        at.schedule(request)
+        at.step()
+        at.release(request)
+
+    def test_threads_and_a_disk(self, engine: Made) -> None:
+        """Real ones, and stats from another thread meanwhile."""
+        at = engine(device_blocks=8, host_blocks=8, disk=12 * 4096, transfers=None, executor=None, replicate_nodes=2)
+        ended, failed = threading.Event(), []
+
+        def look() -> None:
+            while not ended.is_set():
+                try:
+                    stats = at.cache.stats()
+                    assert stats.device.used_bytes <= stats.device.capacity_bytes
+                except Exception as error:
+                    failed.append(error)
+                    return
+
+        watcher = threading.Thread(target=look)
+        watcher.start()
+        try:
+            choice, found = random.Random(1), TierTokens()
+            for number in range(300):
+                path = choice.choice(PATHS)
+                if number % 3 == 0:
+                    at.cache.prefetch(Request(choice.choice(PATHS)).path)
+                found = TierTokens(*map(sum, zip(found, at.serve(*path), strict=True)))
+        finally:
+            ended.set()
+            watcher.join()
+        assert not failed
+        stats = at.cache.stats()
+        assert found == (stats.device.hit_tokens, stats.host.hit_tokens, stats.disk.hit_tokens)
+        assert all(found)
+        assert stats.requests == 300 and stats.leases == 0
+        at.cache._tiers.settle()
+        check_accounts(at.cache)
+
+    @pytest.mark.parametrize(
+        ("settings", "message"),
+        [
+            ({"device_blocks": 0}, "1 or more"),
+            ({"host_blocks": -1}, "0 or more"),
+            ({"replicate_nodes": -1}, "0 or more"),
+            ({"disk": PLENTY, "identity": ""}, "whose KV"),
+        ],
+    )
+    def test_settings_that_cannot_be_are_refused(self, engine: Made, settings: dict[str, Any], message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            engine(**settings)
+
+    @pytest.mark.parametrize("wrong", [{"bytes": -1}, {"bytes": 1, "io_threads": 0}, {"bytes": 1, "backlog_bytes": -1}])
+    def test_so_are_those_of_the_disk(self, tmp_path: Path, wrong: dict[str, int]) -> None:
+        with pytest.raises(ValueError, match="0 or more bytes"):
+            DiskSettings(tmp_path, **wrong)
+
+
+class Machine(RuleBasedStateMachine):
+    """An engine and all that can happen to it, in any order. The shared folder outlives its caches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = Path(tempfile.mkdtemp())
+        self.requests: list[Request] = []
+        self.others: list[str] = []
+
+    @initialize(
+        device=st.integers(6, 16),
+        host=st.sampled_from([9, 4, 0, 60]),
+        disk=st.sampled_from([PLENTY, 5 * 4096, None]),
+        policy=st.sampled_from(POLICIES),
+        history=st.sampled_from([1000, 3, 0]),
+        replicas=st.sampled_from([0, 2]),
+        backlog=st.sampled_from([PLENTY, 2000, 0]),
+    )
+    def begin(
+        self, device: int, host: int, disk: int | None, policy: str, history: int, replicas: int, backlog: int
+    ) -> None:
+        self.settings = {
+            "device_blocks": device,
+            "host_blocks": host,
+            "disk": disk and DiskSettings(self.folder / "disk", disk, backlog_bytes=backlog),
+            "policy": policy,
+            "history": history,
+            "replicate_nodes": replicas,
+        }
+        self.open()
+
+    def open(self) -> None:
+        self.transfers, self.executor = HeldTransfers(), HeldExecutor()
+        self.cache = KnowledgeCache(
+            SHAPE, identity=IDENTITY, transfers=self.transfers, executor=self.executor, **self.settings
+        )
+        self.engine = Engine(self.cache)
+
+    def running(self) -> list[Request]:
+        return [request for request in self.requests if request.lease is not None and request.lease.begun]
+
+    def idle(self) -> list[Request]:
+        """Those that hold a lease, and are not in the step that is being put together."""
+        scheduled = [request for request, _ in self.engine.scheduled]
+        return [request for request in self.requests if request.lease is not None and request not in scheduled]
+
+    def pick(self, requests: list[Request], number: int) -> Request | None:
+        return requests[number % len(requests)] if requests else None
+
+    @rule(
+        path=PATH,
+        question=st.lists(st.integers(100, 102), min_size=1, max_size=6),
+        salt=st.sampled_from([None, None, "a tenant"]),
+    )
+    def arrive(self, path: list[list[int]], question: list[int], salt: str | None) -> None:
+        request = Request(path, question, salt)
+        if SHAPE.blocks_for(len(request.tokens)) > self.cache.pool.blocks:
+            return
+        try:
+            lease = self.engine.acquire(request)
+        except OutOfBlocksError:
+            assert self.cache._leases, "nobody holds anything, and there is no room"
+            return
+        assert lease.cached_tokens <= request.document_tokens
+        self.requests.append(request)
+
+    @rule(paths=st.lists(PATH, min_size=2, max_size=6))
+    def serve(self, paths: list[list[list[int]]]) -> None:
+        """One after the other, beside those that are under way."""
+        for path in paths:
+            request = Request(path)
+            if SHAPE.blocks_for(len(request.tokens)) > self.cache.pool.blocks:
+                continue
+            try:
+                self.engine.acquire(request)
+            except OutOfBlocksError:
+                continue
+            try:
+                self.engine.schedule(request)
+            except OutOfBlocksError:
+                pass
+            else:
+                self.engine.step()
+            self.engine.release(request)
+            check_accounts(self.cache)
+
+    @rule(number=st.integers(0, 9), share=st.floats(0, 1))
+    def schedule(self, number: int, share: float) -> None:
+        request = self.pick([request for request in self.idle() if request.lease.ready], number)
+        if request is None or request.computed >= len(request.tokens):
+            return
+        least = (request.computed or request.lease.cached_tokens) + 1
+        try:
+            self.engine.schedule(request, least + int(share * (len(request.tokens) - least)))
+        except OutOfBlocksError:
+            if len(self.cache._leases) == 1:
+                # Without what others had of its path, which it has itself, there is room.
+                assert request.lease.begun
+                self.engine.release(request)
+                self.requests.remove(request)
+
+    @rule(number=st.integers(0, 9), tokens=st.integers(1, 9))
+    def answer(self, number: int, tokens: int) -> None:
+        finished = [request for request in self.idle() if request.computed == len(request.tokens)]
+        request = self.pick(finished, number)
+        if request is not None and SHAPE.blocks_for(len(request.tokens) + tokens) <= self.cache.pool.blocks:
+            request.tokens += range(1000, 1000 + tokens)
+
+    @rule()
+    def step(self) -> None:
+        self.engine.step()
+        for request in self.idle():
+            if request.lease.ready:
+                self.engine.check(request, request.computed or request.lease.cached_tokens)
+
+    @rule()
+    def fail(self) -> None:
+        self.engine.fail()
+        self.requests = [request for request in self.requests if request.lease is not None]
+
+    @rule(number=st.integers(0, 9))
+    def finish(self, number: int) -> None:
+        request = self.pick(self.idle(), number)
+        if request is not None:
+            self.engine.release(request)
+            self.requests.remove(request)
+
+    @rule(path=PATH)
+    def prefetch(self, path: list[list[int]]) -> None:
+        pinned = {copy.node.key for lease in self.cache._leases.values() for copy in lease.held if copy.here}
+        self.cache.prefetch(Request(path).path)
+        assert all(self.cache._tiers.nodes[key].device is not None for key in pinned)
+
+    @rule(copies=st.integers(0, 3), jobs=st.integers(0, 3), polls=st.booleans())
+    def time_passes(self, copies: int, jobs: int, polls: bool) -> None:
+        for _ in range(copies):
+            self.transfers.tick()
+        for _ in range(jobs):
+            self.executor.tick()
+        if polls:
+            self.cache.poll()
+
+    @rule(number=st.integers(0, 99), place=st.integers(0, 10_000))
+    def a_bit_flips(self, number: int, place: int) -> None:
+        files = sorted((self.folder / "disk" / "chunks").glob("??/*.kv"))
+        if files:
+            path = files[number % len(files)]
+            bytes = bytearray(path.read_bytes())
+            bytes[place % len(bytes)] ^= 1
+            path.write_bytes(bytes)
+
+    @precondition(lambda self: not self.engine.scheduled)
+    @rule()
+    def clear(self) -> None:
+        self.cache.clear()
+        stats = self.cache.stats()
+        assert not stats.device.nodes and not stats.host.nodes and not stats.disk.nodes
+
+    @precondition(lambda self: not self.engine.scheduled)
+    @rule()
+    def lose_the_device(self) -> None:
+        for request in self.idle():
+            self.cache.discard(request.lease)
+        self.requests.clear()
+        self.cache.forget_device()
+        self.cache.pool.kv.fill_(float("nan"))
+        self.cache.pool.kv.zero_()
+        assert not self.cache.pool.used_blocks
+
+    @rule()
+    def restart(self) -> None:
+        self.engine.fail()
+        for request in self.idle():
+            self.engine.release(request)
+        self.requests.clear()
+        self.cache.close()
+        self.open()
+
+    @rule(path=PATH)
+    def alone_a_request_can_have_all_blocks(self, path: list[list[int]]) -> None:
+        if self.cache._leases:
+            return
+        request = Request(path)
+        most = self.cache.pool.blocks * BLOCK
+        if len(request.tokens) > most:
+            return
+        request.tokens += range(2000, 2000 + most - len(request.tokens))
+        self.engine.acquire(request).wait()
+        self.engine.schedule(request)
+        self.engine.step()
+        self.engine.release(request)
+
+    @invariant()
+    def all_blocks_are_accounted_for(self) -> None:
+        if hasattr(self, "cache"):
+            check_accounts(self.cache)
+
+    def teardown(self) -> None:
+        if hasattr(self, "cache"):
+            self.engine.fail()
+            for request in self.idle():
+                self.engine.release(request)
+            self.cache.clear()
+            assert not self.cache.pool.used_blocks and not self.cache._host.pool.used_blocks
+            self.cache.close()
+        shutil.rmtree(self.folder)
+
+
+TestWhateverHappens = Machine.TestCase
+TestWhateverHappens.settings = settings(max_examples=120, stateful_step_count=50, deadline=None)

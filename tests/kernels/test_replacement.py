@@ -1,0 +1,776 @@
+"""Replacement: what a tier gives up first, against a plain model of Algorithm 1, and what that takes."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import tracemalloc
+from collections.abc import Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ragorder.eval.scheduling import main, measure_scheduling
+from ragorder.kernels.policies import POLICIES, History, ReplacementPolicy, Tier, TierNode, make_policy
+
+KEYS = range(12)
+
+
+def parent_of(key: int) -> int | None:
+    """The tree of the random traces: two children each."""
+    return (key - 1) // 2 if key else None
+
+
+def path_to(key: int) -> list[int]:
+    """From the root down."""
+    path = [key]
+    while (above := parent_of(path[-1])) is not None:
+        path.append(above)
+    return path[::-1]
+
+
+@dataclass
+class Known:
+    """A node of the model."""
+
+    frequency: int = 0
+    costs: list[float] = field(default_factory=list)
+    estimate: float = 0.0
+    used: int = 0
+    size: int = 0
+    parent: int | None = None
+    priority: float = 0.0
+    pins: int = 0
+
+    @property
+    def cost(self) -> float:
+        """Formula 4. One after the other, as a sum of floats divided by their number may be another float."""
+        mean = 0.0
+        for number, cost in enumerate(self.costs, 1):
+            mean += (cost - mean) / number
+        return mean if self.costs else self.estimate
+
+
+class Model:
+    """Algorithm 1 as it is printed: all leaves are looked at to find the least."""
+
+    def __init__(self, policy: str, max_history: int | None) -> None:
+        self.policy = policy
+        self.max_history = max_history
+        self.held: dict[int, Known] = {}
+        self.past: dict[int, Known] = {}
+        self.clock = 0.0
+        self.time = 0
+
+    def priority(self, node: Known) -> float:
+        return {
+            "pgdsf": self.clock + node.frequency * node.cost,
+            "gdsf": self.clock + node.frequency,
+            "lru": node.used,
+            "lfu": node.frequency,
+        }[self.policy]
+
+    def use(self, path: Sequence[int], cost: float | None, computed: Container[int]) -> None:
+        for key in path:
+            self.time += 1
+            if key in self.held:
+                node = self.held[key]
+            elif self.max_history is not None:
+                node = self.past.setdefault(key, Known())
+            else:
+                continue
+            node.frequency += 1
+            node.used = self.time
+            if cost is not None and key in computed:
+                node.costs.append(cost)
+            elif cost is not None and not node.costs:
+                node.estimate = cost
+            if key in self.held:
+                node.priority = self.priority(node)
+            self.forget()
+
+    def insert(self, key: int, size: int) -> None:
+        self.time += 1
+        node = self.held[key] = self.past.pop(key, Known())
+        node.size, node.parent, node.used, node.pins = size, parent_of(key), self.time, 0
+        node.priority = self.priority(node)
+
+    def remove(self, key: int) -> None:
+        node = self.held.pop(key)
+        if self.max_history is not None:
+            self.past[key] = node
+            self.forget()
+
+    def forget(self) -> None:
+        while self.max_history is not None and len(self.past) > self.max_history:
+            del self.past[min(self.past, key=lambda key: self.past[key].used)]
+
+    def leaves(self, without: Container[int], protected: Container[int] = ()) -> list[int]:
+        parents = {node.parent for key, node in self.held.items() if key not in without}
+        return [
+            key
+            for key, node in self.held.items()
+            if key not in without and key not in parents and key not in protected and not node.pins
+        ]
+
+    def order(self, protected: Container[int] = ()) -> Iterator[int]:
+        gone: set[int] = set()
+        while leaves := self.leaves(gone, protected):
+            least = min(leaves, key=lambda key: (self.held[key].priority, self.held[key].used))
+            gone.add(least)
+            yield least
+
+    def evict(self, size: int, protected: Container[int]) -> list[int] | None:
+        order = self.order(protected)
+        gone: list[int] = []
+        while sum(self.held[key].size for key in gone) < size:
+            victim = next(order, None)
+            if victim is None:
+                return None
+            gone.append(victim)
+        for key in gone:
+            self.clock = max(self.clock, self.held[key].priority)
+            self.remove(key)
+        return gone
+
+    def clear(self) -> None:
+        self.held.clear()
+        self.past.clear()
+
+
+ANY_KEY = st.sampled_from(KEYS)
+STEPS = st.one_of(
+    st.tuples(
+        st.just("use"),
+        ANY_KEY,
+        st.one_of(st.none(), st.sampled_from([0.0, 0.1, 0.3, 1.0, 7.0])),
+        st.frozensets(ANY_KEY),
+    ),
+    st.tuples(st.just("insert"), ANY_KEY, st.integers(0, 3)),
+    st.tuples(st.just("remove"), ANY_KEY),
+    st.tuples(st.just("pin"), ANY_KEY),
+    st.tuples(st.just("unpin"), ANY_KEY),
+    st.tuples(st.just("evict"), st.integers(-1, 8), st.frozensets(ANY_KEY, max_size=3)),
+    st.tuples(st.just("clear")),
+)
+SERVE = st.tuples(st.just("serve"), ANY_KEY, st.sampled_from([0.1, 0.3, 1.0, 7.0]), st.integers(3, 9))
+
+
+def play(tier: Tier, model: Model, step: tuple[Any, ...]) -> None:
+    """One step on both; the tier refuses exactly what cannot be."""
+    action, *values = step
+    if action == "serve":
+        key, cost, capacity = values
+        path = path_to(key)
+        missing = [each for each in path if each not in model.held]
+        play(tier, model, ("evict", len(model.held) + len(missing) - capacity, frozenset(path)))
+        for each in missing:
+            play(tier, model, ("insert", each, 1))
+        play(tier, model, ("use", key, cost, frozenset(missing)))
+    elif action == "use":
+        key, cost, computed = values
+        tier.use(path_to(key), cost=cost, computed=computed)
+        model.use(path_to(key), cost, computed)
+    elif action == "insert":
+        key, size = values
+        if key in model.held:
+            with pytest.raises(ValueError, match="already"):
+                tier.insert(key, size, parent_of(key))
+        else:
+            tier.insert(key, size, parent_of(key))
+            model.insert(key, size)
+    elif action == "evict":
+        size, protected = values
+        held = set(model.held)
+        gone = tier.evict(size, protected)
+        assert gone == model.evict(size, protected)
+        for place, key in enumerate(gone or ()):
+            assert {child for child in held if parent_of(child) == key} <= set(gone[:place]), "leaves go first"
+            assert key not in protected
+    elif action == "clear":
+        tier.clear()
+        model.clear()
+    elif values[0] not in model.held:
+        with pytest.raises(KeyError):
+            getattr(tier, action)(values[0])
+    elif action == "remove":
+        tier.remove(values[0])
+        model.remove(values[0])
+    elif action == "unpin" and not model.held[values[0]].pins:
+        with pytest.raises(ValueError, match="not pinned"):
+            tier.unpin(values[0])
+    else:
+        getattr(tier, action)(values[0])
+        model.held[values[0]].pins += 1 if action == "pin" else -1
+
+
+def compare(tier: Tier, model: Model, history: History | None, policy: ReplacementPolicy) -> None:
+    """All that can be seen is the same."""
+    assert len(tier) == len(model.held)
+    assert tier.used == sum(node.size for node in model.held.values())
+    for key in KEYS:
+        assert (key in tier) == (key in model.held)
+        node = tier.get(key)
+        if node is not None:
+            known = model.held[key]
+            assert (node.frequency, node.cost, node.size) == (known.frequency, known.cost, known.size)
+            if model.policy != "lru":
+                assert node.priority == known.priority
+    assert list(tier.victims()) == list(model.order())
+    assert getattr(policy, "clock", model.clock) == model.clock
+    if history is not None:
+        assert {key for key in KEYS if key in history} == set(model.past)
+        assert len(history) == len(model.past) <= history.max_nodes
+
+
+@pytest.mark.parametrize("name", POLICIES)
+class TestEveryPolicyAgainstAlgorithm1:
+    @settings(max_examples=150)
+    @given(steps=st.lists(STEPS | SERVE, max_size=50), max_history=st.sampled_from([None, 0, 1, 3, 100]))
+    def test_the_same_goes_in_the_same_order(
+        self, name: str, steps: list[tuple[Any, ...]], max_history: int | None
+    ) -> None:
+        policy = make_policy(name)
+        history = None if max_history is None else History(max_history)
+        tier, model = Tier(policy, history), Model(name, max_history)
+        for step in steps:
+            play(tier, model, step)
+            compare(tier, model, history, policy)
+
+    @pytest.mark.parametrize("max_history", [None, 5, 1000])
+    def test_a_long_stream_of_requests(self, name: str, max_history: int | None) -> None:
+        rng = random.Random(name)
+        policy = make_policy(name)
+        history = None if max_history is None else History(max_history)
+        tier, model = Tier(policy, history), Model(name, max_history)
+        for _ in range(600):
+            play(tier, model, ("serve", rng.choice(KEYS), rng.random(), rng.randint(4, 9)))
+            compare(tier, model, history, policy)
+        assert name in ("lru", "lfu") or model.clock > 0
+
+
+@pytest.fixture(params=POLICIES)
+def tier(request: pytest.FixtureRequest) -> Tier:
+    """An empty tier of each policy, without a history."""
+    return Tier(make_policy(request.param))
+
+
+def fill(tier: Tier, path: Iterable[str], parent: str | None = None) -> None:
+    """A request computes these documents and uses them once."""
+    path = list(path)
+    for key in path:
+        tier.insert(key, 1, parent)
+        parent = key
+    tier.use(path, cost=1.0, computed=path)
+
+
+class TestWhatGoesFirst:
+    def test_leaves_before_their_parents_however_often_they_were_used(self, tier: Tier) -> None:
+        fill(tier, "abc")
+        fill(tier, "x")
+        for _ in range(9):
+            tier.use("bc", cost=1.0)
+        order = list(tier.victims())
+        assert [key for key in order if key != "x"] == ["c", "b", "a"]
+        assert tier.evict(4) == order
+
+    def test_a_parent_goes_after_the_last_of_its_children(self, tier: Tier) -> None:
+        tier.insert("parent")
+        for child in "cde":
+            tier.insert(child, 1, "parent")
+        assert list(tier.victims()) == ["c", "d", "e", "parent"]
+        tier.use("c", cost=1.0, computed="c")
+        assert list(tier.victims()) == ["d", "e", "c", "parent"]
+
+    def test_of_what_is_worth_the_same_the_one_used_longest_ago(self, tier: Tier) -> None:
+        fill(tier, "a")
+        fill(tier, "b")
+        fill(tier, "c")
+        assert tier.evict(2) == ["a", "b"]
+
+    def test_as_much_as_is_needed_and_whole_nodes(self, tier: Tier) -> None:
+        tier.insert("a", 10)
+        tier.insert("b", 10)
+        tier.insert("c", 10)
+        assert tier.evict(11) == ["a", "b"]
+        assert tier.used == 10
+
+    @pytest.mark.parametrize("size", [0, -5])
+    def test_nothing_when_nothing_is_needed(self, tier: Tier, size: int) -> None:
+        assert tier.evict(size) == []
+        fill(tier, "a")
+        assert tier.evict(size) == []
+        assert "a" in tier
+
+    def test_nothing_when_it_would_not_be_enough(self, tier: Tier) -> None:
+        fill(tier, "abc")
+        fill(tier, "x")
+        tier.pin("b")
+        before = list(tier.victims())
+        assert before == ["c", "x"]
+        assert tier.evict(3) is None
+        assert tier.evict(2, protected={"x"}) is None
+        assert list(tier.victims()) == before
+        assert (len(tier), tier.used) == (4, 4)
+        assert tier.evict(2) == before
+
+    def test_pins_are_counted(self, tier: Tier) -> None:
+        fill(tier, "a")
+        tier.pin("a")
+        tier.pin("a")
+        tier.unpin("a")
+        assert tier.evict(1) is None
+        tier.unpin("a")
+        assert tier.evict(1) == ["a"]
+
+    def test_nothing_above_a_pinned_or_protected_node_goes(self, tier: Tier) -> None:
+        fill(tier, "abc")
+        assert tier.evict(1, protected={"c"}) is None
+        tier.pin("c")
+        assert list(tier.victims()) == []
+        assert tier.evict(1) is None
+
+    def test_a_node_whose_parent_went_is_one_without_a_parent_until_it_comes_back(self, tier: Tier) -> None:
+        fill(tier, "abc")
+        tier.remove("b")
+        assert list(tier.victims()) == ["a", "c"]
+        tier.insert("b", 1, "a")
+        assert list(tier.victims()) == ["c", "b", "a"]
+
+    def test_a_node_may_come_before_its_parent(self, tier: Tier) -> None:
+        tier.insert("child", 1, "parent")
+        tier.insert("parent")
+        assert list(tier.victims()) == ["child", "parent"]
+        tier.remove("child")
+        assert list(tier.victims()) == ["parent"]
+
+    def test_a_node_may_come_back_elsewhere(self, tier: Tier) -> None:
+        fill(tier, "abc")
+        tier.remove("c")
+        tier.insert("c", 1, "a")
+        assert sorted(islice(tier.victims(), 2)) == ["b", "c"]
+
+    def test_cleared_it_is_as_new(self, tier: Tier) -> None:
+        fill(tier, "abc")
+        tier.pin("c")
+        tier.remove("a")
+        tier.clear()
+        assert (len(tier), tier.used, list(tier.victims())) == (0, 0, [])
+        fill(tier, "abc")
+        assert list(tier.victims()) == ["c", "b", "a"]
+        node = tier.get("a")
+        assert node is not None
+        assert node.frequency == 1
+
+    def test_asking_for_victims_changes_nothing(self, tier: Tier) -> None:
+        fill(tier, "abc")
+        fill(tier, "xy")
+        assert list(islice(tier.victims(), 3)) == list(tier.victims())[:3]
+        assert tier.evict(5) == ["c", "b", "a", "y", "x"]
+        assert len(tier) == 0
+
+
+class TestWhatCannotBe:
+    def test_a_node_twice(self, tier: Tier) -> None:
+        tier.insert("a")
+        with pytest.raises(ValueError, match="already"):
+            tier.insert("a")
+
+    def test_a_node_behind_itself(self, tier: Tier) -> None:
+        with pytest.raises(ValueError, match="its own parent"):
+            tier.insert("a", parent="a")
+        assert "a" not in tier
+
+    def test_less_than_no_size(self, tier: Tier) -> None:
+        with pytest.raises(ValueError, match="-1"):
+            tier.insert("a", -1)
+        assert len(tier) == 0
+
+    @pytest.mark.parametrize("cost", [-1.0, math.inf, math.nan])
+    def test_a_cost_that_is_none(self, tier: Tier, cost: float) -> None:
+        fill(tier, "a")
+        with pytest.raises(ValueError, match="finite"):
+            tier.use("a", cost=cost)
+        node = tier.get("a")
+        assert node is not None
+        assert node.frequency == 1
+
+    @pytest.mark.parametrize("action", ["remove", "pin", "unpin"])
+    def test_anything_with_a_node_that_is_not_there(self, tier: Tier, action: str) -> None:
+        with pytest.raises(KeyError):
+            getattr(tier, action)("a")
+
+    def test_an_unknown_policy(self) -> None:
+        with pytest.raises(ValueError, match="pgdsf, gdsf, lru, lfu"):
+            make_policy("arc")
+
+    def test_a_history_of_two_tiers(self) -> None:
+        history = History(3)
+        Tier(make_policy("lru"), history)
+        with pytest.raises(ValueError, match="one tier"):
+            Tier(make_policy("lru"), history)
+
+    def test_a_history_of_less_than_nothing(self) -> None:
+        with pytest.raises(ValueError, match="-1"):
+            History(-1)
+
+
+class TestPGDSFByHand:
+    """The knowledge tree of Fig. 10: S is the system prompt, sizes are tokens, costs seconds a token."""
+
+    def served(self, history: History | None) -> tuple[Tier, Any]:
+        policy = make_policy("pgdsf")
+        tier = Tier(policy, history)
+        # [S, D1, D2], nothing cached.
+        tier.insert("S", 100)
+        tier.insert("D1", 400, "S")
+        tier.insert("D2", 500, "D1")
+        tier.use(["S", "D1", "D2"], cost=0.5, computed={"S", "D1", "D2"})
+        # [S, D3], S cached.
+        tier.insert("D3", 300, "S")
+        tier.use(["S", "D3"], cost=0.25, computed={"D3"})
+        return tier, policy
+
+    def priorities(self, tier: Tier) -> dict[str, float]:
+        nodes = ((key, tier.get(key)) for key in ("S", "D1", "D2", "D3"))
+        return {key: node.priority for key, node in nodes if node is not None}
+
+    def test_priorities_are_clock_and_frequency_times_cost(self) -> None:
+        tier, policy = self.served(None)
+        assert self.priorities(tier) == {"S": 2 * 0.5, "D1": 0.5, "D2": 0.5, "D3": 0.25}
+        assert policy.clock == 0
+
+    def test_the_clock_goes_on_to_the_highest_priority_that_went(self) -> None:
+        tier, policy = self.served(None)
+        # D2 and D3 are the leaves; D1 becomes one when D2 is gone.
+        assert tier.evict(600) == ["D3", "D2"]
+        assert policy.clock == 0.5
+        assert self.priorities(tier) == {"S": 1.0, "D1": 0.5}
+        assert tier.used == 500
+
+    def test_what_is_used_now_stands_above_what_was_used_before_the_clock_went_on(self) -> None:
+        tier, policy = self.served(None)
+        assert tier.evict(300) == ["D3"]
+        assert policy.clock == 0.25
+        tier.insert("D3", 300, "S")
+        tier.use(["S", "D3"], cost=0.75, computed={"D3"})
+        assert self.priorities(tier) == {"S": 0.25 + 3 * 0.5, "D1": 0.5, "D2": 0.5, "D3": 0.25 + 1 * 0.75}
+        assert tier.evict(600) == ["D2", "D1"]
+        assert policy.clock == 0.5
+
+    def test_with_a_history_frequency_and_mean_cost_outlive_the_eviction(self) -> None:
+        tier, _ = self.served(History(10))
+        tier.evict(300)
+        tier.insert("D3", 300, "S")
+        tier.use(["S", "D3"], cost=0.75, computed={"D3"})
+        assert self.priorities(tier)["D3"] == 0.25 + 2 * (0.25 + 0.75) / 2
+
+    def test_the_clock_never_goes_back(self) -> None:
+        policy: Any = make_policy("pgdsf")
+        tier = Tier(policy)
+        tier.insert("S")
+        tier.use(["S"], cost=1.0, computed={"S"})
+        tier.insert("D1", 1, "S")
+        tier.use(["D1"], cost=5.0, computed={"D1"})
+        # S has the lower priority, and goes after its child all the same.
+        assert tier.evict(2) == ["D1", "S"]
+        assert policy.clock == 5.0
+
+    def test_only_requests_that_computed_a_node_count_in_its_cost(self) -> None:
+        tier = Tier(make_policy("pgdsf"))
+        tier.insert("a")
+        for cost, computed in ((1.0, "a"), (100.0, ""), (2.0, "a"), (6.0, "a")):
+            tier.use("a", cost=cost, computed=computed)
+        node = tier.get("a")
+        assert node is not None
+        assert (node.frequency, node.misses) == (4, 3)
+        assert node.cost == pytest.approx((1.0 + 2.0 + 6.0) / 3)
+
+    def test_a_node_that_nobody_computed_takes_an_estimate_until_somebody_does(self) -> None:
+        tier = Tier(make_policy("pgdsf"))
+        tier.insert("a")
+        tier.use("a", cost=3.0)
+        node = tier.get("a")
+        assert node is not None
+        assert (node.cost, node.priority) == (3.0, 3.0)
+        tier.use("a", cost=5.0, computed="a")
+        assert (node.cost, node.priority) == (5.0, 10.0)
+
+
+class TestTheOtherPolicies:
+    """a: computed once at a high cost; b: used three times; c: used last. d: as a, but cheap."""
+
+    @pytest.mark.parametrize(("name", "order"), [("pgdsf", "dcba"), ("gdsf", "adcb"), ("lru", "abdc"), ("lfu", "adcb")])
+    def test_each_has_an_order_of_its_own(self, name: str, order: str) -> None:
+        tier = Tier(make_policy(name))
+        for key in "abdc":
+            tier.insert(key)
+        for key, cost in (("a", 9.0), ("b", 1.0), ("b", 1.0), ("b", 1.0), ("d", 0.5), ("c", 1.0)):
+            tier.use(key, cost=cost, computed=key)
+        assert "".join(map(str, tier.victims())) == order
+
+    @pytest.mark.parametrize(("name", "stays"), [("gdsf", False), ("lfu", True)])
+    def test_what_was_used_often_but_long_ago_stays_only_without_a_clock(self, name: str, stays: bool) -> None:
+        tier = Tier(make_policy(name))
+        fill(tier, "a")
+        for _ in range(20):
+            tier.use("a")
+        for number in range(100):
+            if tier.used >= 3:
+                tier.evict(1)
+            fill(tier, [f"scan {number}"])
+            tier.use([f"scan {number}"])
+        assert ("a" in tier) == stays
+
+
+@pytest.mark.parametrize("name", POLICIES)
+class TestHistory:
+    def frequency(self, tier: Tier, key: str) -> int:
+        node = tier.get(key)
+        assert node is not None
+        return node.frequency
+
+    def test_without_one_frequency_and_cost_die_with_the_node(self, name: str) -> None:
+        tier = Tier(make_policy(name))
+        fill(tier, "a")
+        tier.evict(1)
+        tier.use("a", cost=1.0)
+        tier.insert("a")
+        node = tier.get("a")
+        assert node is not None
+        assert (node.frequency, node.misses, node.cost) == (0, 0, 0.0)
+
+    @pytest.mark.parametrize("leave", ["evict", "remove"])
+    def test_with_one_they_survive(self, name: str, leave: str) -> None:
+        tier = Tier(make_policy(name), History(5))
+        fill(tier, "a")
+        tier.use("a")
+        if leave == "evict":
+            assert tier.evict(1) == ["a"]
+        else:
+            tier.remove("a")
+        tier.insert("a")
+        node = tier.get("a")
+        assert node is not None
+        assert (node.frequency, node.misses, node.cost) == (2, 1, 1.0)
+
+    def test_uses_count_while_the_node_is_away_and_before_it_came(self, name: str) -> None:
+        tier = Tier(make_policy(name), History(5))
+        tier.use("a", cost=2.0, computed="a")
+        tier.use("a", cost=4.0, computed="a")
+        tier.insert("a")
+        node = tier.get("a")
+        assert node is not None
+        assert (node.frequency, node.cost) == (2, 3.0)
+
+    def test_it_is_bounded_and_forgets_what_was_used_longest_ago(self, name: str) -> None:
+        history = History(2)
+        tier = Tier(make_policy(name), history)
+        for key in "abc":
+            tier.insert(key)
+        for key in "abc":
+            tier.use(key)
+        for key in "cab":
+            tier.remove(key)
+        assert [key for key in "abc" if key in history] == ["b", "c"]
+        tier.use("b")
+        tier.use("d")
+        assert [key for key in "abcd" if key in history] == ["b", "d"]
+        assert len(history) == 2
+
+    def test_what_the_tier_holds_is_never_forgotten(self, name: str) -> None:
+        tier = Tier(make_policy(name), History(1))
+        fill(tier, "a")
+        for number in range(20):
+            tier.use([f"scan {number}"])
+        tier.use("a")
+        assert self.frequency(tier, "a") == 2
+
+    def test_clearing_the_tier_clears_it(self, name: str) -> None:
+        history = History(5)
+        tier = Tier(make_policy(name), history)
+        fill(tier, "ab")
+        tier.evict(1)
+        assert len(history) == 1
+        tier.clear()
+        assert len(history) == 0
+        fill(tier, "ab")
+        assert self.frequency(tier, "b") == 1
+
+    def test_a_tier_takes_over_what_another_one_knows(self, name: str) -> None:
+        device, host = Tier(make_policy(name)), Tier(make_policy(name))
+        fill(device, "a")
+        device.use("a")
+        host.insert("a", known=device.get("a"))
+        node = host.get("a")
+        assert node is not None
+        assert (node.frequency, node.misses, node.cost) == (2, 1, 1.0)
+
+
+SCRIPT = """
+import random
+from ragorder.kernels.policies import POLICIES, History, Tier, make_policy
+for name in POLICIES:
+    rng = random.Random(0)
+    tier = Tier(make_policy(name), History(20))
+    for _ in range(300):
+        path = ["".join(rng.choices("abc", k=depth)) for depth in (1, 2)]
+        path = [path[0], path[0] + path[1]]
+        missing = [key for key in path if key not in tier]
+        gone = tier.evict(tier.used + len(missing) - 7, protected=set(path))
+        for key in missing:
+            tier.insert(key, 1, path[0] if key != path[0] else None)
+        tier.use(path, cost=rng.choice([0.5, 1.0]), computed=set(missing))
+        print(name, gone)
+    print(list(tier.victims()))
+"""
+
+
+def test_what_goes_does_not_depend_on_how_python_hashes(python: Any) -> None:
+    first, second = (python("-c", SCRIPT, PYTHONHASHSEED=seed) for seed in ("1", "2"))
+    assert first.returncode == 0, first.stderr
+    assert len(first.stdout.splitlines()) == 301 * len(POLICIES)
+    assert first.stdout == second.stdout
+
+
+class Counted(float):
+    """A priority that counts how often it is compared."""
+
+    comparisons = 0
+
+    def __eq__(self, other: object) -> bool:
+        Counted.comparisons += 1
+        return float.__eq__(self, other)
+
+    __hash__ = float.__hash__
+
+
+class CountedPGDSF:
+    """PGDSF with priorities that count."""
+
+    name = "pgdsf"
+
+    def __init__(self) -> None:
+        self._policy = make_policy("pgdsf")
+
+    def priority(self, node: TierNode) -> float:
+        return Counted(self._policy.priority(node))
+
+    def evicted(self, priority: float) -> None:
+        self._policy.evicted(priority)
+
+
+def counted_tier(nodes: int, seed: int = 0) -> Tier:
+    """A tree of so many nodes with priorities at random; the history hands each its own."""
+    rng = random.Random(seed)
+    tier = Tier(CountedPGDSF(), History(1))
+    for key in range(nodes):
+        tier.use([key], cost=rng.random(), computed=[key])
+        tier.insert(key, 1, (key - 1) // 5 if key else None)
+    return tier
+
+
+def comparisons(step: Any) -> int:
+    """Two tuples are compared by asking once whether their first members are equal."""
+    Counted.comparisons = 0
+    step()
+    return Counted.comparisons
+
+
+class TestWhatItTakes:
+    """In comparisons of priorities, the only steps of which there may be many."""
+
+    @pytest.fixture(scope="class")
+    def tiers(self) -> dict[int, Tier]:
+        return {nodes: counted_tier(nodes) for nodes in (1_000, 10_000, 100_000)}
+
+    def test_an_eviction_takes_about_the_same_however_many_nodes_there_are(self, tiers: dict[int, Tier]) -> None:
+        means = {}
+        for nodes, tier in tiers.items():
+            counts = [comparisons(lambda: tier.evict(1)) for _ in range(100)]  # noqa: B023
+            assert 0 < max(counts) <= 6 * math.log2(nodes)
+            means[nodes] = sum(counts) / len(counts)
+        assert means[100_000] < 2.5 * means[1_000]
+
+    def test_a_request_takes_about_the_same_however_many_nodes_there_are(self, tiers: dict[int, Tier]) -> None:
+        for nodes, tier in tiers.items():
+            for number in range(20):
+                path = [f"{number} {place}" for place in range(5)]
+
+                def serve() -> None:
+                    tier.evict(5, protected=set(path))  # noqa: B023
+                    for above, key in zip([None, *path], path, strict=False):  # noqa: B023
+                        tier.insert(key, 1, above)  # noqa: B023
+                    tier.use(path, cost=0.5, computed=set(path))  # noqa: B023
+
+                assert comparisons(serve) <= 5 * 10 * math.log2(nodes)
+
+    def test_the_first_victims_are_found_without_looking_at_the_others(self, tiers: dict[int, Tier]) -> None:
+        for tier in tiers.values():
+            assert comparisons(lambda: list(islice(tier.victims(), 8))) <= 8 * 24  # noqa: B023
+
+    def test_uses_without_an_eviction_leave_nothing_to_clean_up(self) -> None:
+        tier = counted_tier(200)
+        keys = list(range(200))
+        for _ in range(500):
+            tier.use(keys)
+        assert comparisons(lambda: tier.evict(1)) <= 6 * math.log2(200)
+
+    def test_protected_nodes_are_passed_over_at_the_price_of_victims(self, tiers: dict[int, Tier]) -> None:
+        for nodes, tier in tiers.items():
+            protected = set(islice(tier.victims(), 20))
+            assert comparisons(lambda: tier.evict(1, protected)) <= 21 * 40 + 6 * math.log2(nodes)  # noqa: B023
+
+    @pytest.mark.parametrize(("history", "most"), [(None, 450), (3_000, 450)])
+    def test_a_node_takes_less_than_half_a_kilobyte(self, history: int | None, most: int) -> None:
+        keys = list(range(3_000))
+        tracemalloc.start()
+        try:
+            tier = Tier(make_policy("pgdsf"), None if history is None else History(history))
+            for key in keys:
+                tier.insert(key)
+            tier.use(keys, cost=0.1, computed=set(keys))
+            if history is not None:
+                for key in keys:
+                    tier.remove(key)
+            taken, _ = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert taken / len(keys) < most
+        assert not hasattr(TierNode(0), "__dict__")
+
+
+class TestSchedulingTime:
+    @pytest.mark.parametrize("history", [True, False])
+    def test_a_full_tier_serves_requests_and_each_is_timed(self, history: bool) -> None:
+        measured = measure_scheduling(nodes=400, requests=200, history=history)
+        assert measured.nodes == pytest.approx(400, rel=0.2)
+        assert 0 < measured.p50_ms <= measured.p99_ms <= measured.max_ms
+        assert 0 < measured.cpu_p50_ms <= measured.cpu_p99_ms <= measured.cpu_max_ms
+        assert 0 < measured.hit_ratio < 1
+        assert measured.inserted == pytest.approx(5 * (1 - measured.hit_ratio))
+        assert measured.evicted == pytest.approx(measured.inserted, rel=0.2)
+
+    def test_the_same_seed_serves_the_same_requests(self) -> None:
+        first, second, other = (measure_scheduling(nodes=200, requests=50, seed=seed) for seed in (1, 1, 2))
+        assert (first.hit_ratio, first.evicted) == (second.hit_ratio, second.evicted)
+        assert (first.hit_ratio, first.evicted) != (other.hit_ratio, other.evicted)
+
+    def test_a_tier_too_small_for_a_request_serves_it_all_the_same(self) -> None:
+        assert measure_scheduling(nodes=1, top_k=1, requests=20).hit_ratio < 1
+
+    def test_the_command_says_what_it_took_and_where(self) -> None:
+        options = ["--nodes", "100", "--requests", "20", "--policy", "pgdsf", "--policy", "lru"]
+        shown = CliRunner().invoke(main, options)
+        assert shown.exit_code == 0, shown.output
+        assert "p99" in shown.output
+        assert "processor" in shown.output
+        data = json.loads(CliRunner().invoke(main, [*options, "--json"]).output)
+        assert [row["policy"] for row in data["rows"]] == ["pgdsf", "lru"]
+        assert data["environment"]["cores"] >= 1

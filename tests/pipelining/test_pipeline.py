@@ -1,0 +1,543 @@
+"""The pipeline: warm-up and dynamic speculation around a played engine and a played search."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ragorder.pipelining import Chunk, Load, Odds, Pipeline, Provisional, SyncPipeline, Usage, WarmUp, plain_retrieval
+from ragorder.pipelining.load import prefill_batch
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A request: the question and its documents, in the order in which the prompt has them."""
+
+    question: str
+    documents: tuple[str, ...]
+
+    @property
+    def prompt_tokens(self) -> int:
+        return 100 * len(self.documents)
+
+
+class PlayedEngine:
+    """Answers with the documents of the prompt, one a chunk, each once the gate is open; counts what it holds."""
+
+    def __init__(self, *, free: bool = True) -> None:
+        self.sent: list[Sent] = []
+        self.running: list[Sent] = []
+        self.aborted: list[Sent] = []
+        self.ended: list[Sent] = []
+        self.broken: Exception | None = None
+        self.gate = asyncio.Event()
+        if free:
+            self.gate.set()
+
+    async def stream(self, request: Sent, /) -> AsyncGenerator[Chunk, None]:
+        self.sent.append(request)
+        if self.broken is not None:
+            raise self.broken
+        self.running.append(request)
+        whole = False
+        try:
+            for document in request.documents:
+                await self.gate.wait()
+                await asyncio.sleep(0)
+                yield Chunk(f"{document} ")
+            await self.gate.wait()
+            yield Chunk("", Usage(request.prompt_tokens, 0, len(request.documents)))
+            whole = True
+        finally:
+            self.running.remove(request)
+            (self.ended if whole else self.aborted).append(request)
+
+
+@dataclass
+class PlayedCommitment:
+    request: Sent
+    settled: list[str]
+
+    def confirm(self, usage: Usage | None, /) -> None:
+        self.settled.append("confirmed" if usage else "confirmed without usage")
+
+    def discard(self) -> None:
+        self.settled.append("discarded")
+
+
+@dataclass
+class PlayedPrompts:
+    """Documents in alphabetical order, or, once `turned`, the other way round."""
+
+    settled: list[str] = field(default_factory=list)
+    turned: bool = False
+    broken: bool = False
+
+    def predict_cached_tokens(self, question: str, documents: Sequence[str], /) -> Sent:
+        if self.broken:
+            raise RuntimeError("no prompt")
+        return Sent(question, tuple(sorted(documents, reverse=self.turned)))
+
+    def commit(self, question: str, documents: Sequence[str], /) -> PlayedCommitment:
+        return PlayedCommitment(Sent(question, tuple(sorted(documents, reverse=self.turned))), self.settled)
+
+
+class Search:
+    """Shows these documents, one stage after another; `after` is called when so many stages are over."""
+
+    def __init__(self, *stages: str, after: dict[int, object] | None = None, pauses: int = 20) -> None:
+        self.stages = stages
+        self.after = after or {}
+        self.pauses = pauses
+        self.closed = 0
+
+    async def __call__(self, question: str) -> AsyncGenerator[Provisional[str], None]:
+        try:
+            for number, documents in enumerate(self.stages, 1):
+                for _ in range(self.pauses):
+                    await asyncio.sleep(0)
+                yield Provisional(list(documents), final=number == len(self.stages))
+                event = self.after.get(number)
+                if isinstance(event, Exception):
+                    raise event
+                if callable(event):
+                    event()
+        finally:
+            self.closed += 1
+
+
+def pipeline(search: Search, engine: PlayedEngine, prompts: PlayedPrompts | None = None, room: int = 4) -> Pipeline:
+    load = Load(room) if room else None
+    return Pipeline(search, prompts or PlayedPrompts(), engine, load=load, key=str)
+
+
+async def no_tasks_left() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+class TestSpeculation:
+    async def test_the_example_of_figure_13(self) -> None:
+        """[D1, D3], [D1, D2], [D1, D2], [D1, D2]: the second speculation is the answer."""
+        engine = PlayedEngine(free=False)
+        search = Search("AC", "AB", "AB", "AB", after={3: engine.gate.set})
+        stream = await pipeline(search, engine).answer("q")
+        assert stream.text == "A B "
+        assert [request.documents for request in engine.sent] == [("A", "C"), ("A", "B")]
+        assert [request.documents for request in engine.aborted] == [("A", "C")]
+        trace = stream.trace
+        assert (trace.stages, trace.speculations, trace.right, trace.speculated_stage) == (4, 2, True, 2)
+        assert trace.wasted_prompt_tokens == 200
+        assert trace.exposed_search_s is not None and trace.retrieval_s is not None
+        assert trace.exposed_search_s < trace.retrieval_s <= (trace.first_token_s or 0) <= (trace.total_s or 0)
+        assert stream.usage == Usage(200, 0, 2)
+        await no_tasks_left()
+
+    async def test_a_wrong_speculation_is_aborted_and_the_answer_generated_anew(self) -> None:
+        engine, prompts = PlayedEngine(free=False), PlayedPrompts()
+        search = Search("AC", "AB")
+        asyncio.get_running_loop().call_later(0.01, engine.gate.set)
+        stream = await pipeline(search, engine, prompts).answer("q")
+        assert stream.text == "A B "
+        assert engine.ended == [Sent("q", ("A", "B"))] and engine.aborted == [Sent("q", ("A", "C"))]
+        assert not stream.trace.right and stream.trace.speculated_stage is None
+        assert stream.trace.exposed_search_s == stream.trace.retrieval_s
+        assert stream.trace.wasted_prompt_tokens == 200
+        assert prompts.settled == ["confirmed"]
+        await no_tasks_left()
+
+    async def test_documents_that_change_places_and_make_the_same_prompt_are_no_change(self) -> None:
+        engine = PlayedEngine()
+        stream = await pipeline(Search("AB", "BA", "AB"), engine).answer("q")
+        assert (stream.text, len(engine.sent)) == ("A B ", 1)
+        assert stream.trace.right and stream.trace.speculated_stage == 1 and not stream.trace.wasted_prompt_tokens
+
+    async def test_same_documents_in_another_order_of_the_prompt_are_another_request(self) -> None:
+        engine, prompts = PlayedEngine(), PlayedPrompts()
+        turn = {1: lambda: setattr(prompts, "turned", True)}
+        stream = await pipeline(Search("AB", "AB", after=turn), engine, prompts).answer("q")
+        assert stream.text == "B A " and not stream.trace.right
+
+    async def test_what_was_generated_before_the_search_ended_is_given_out_whole(self) -> None:
+        engine = PlayedEngine()
+        stream = await pipeline(Search("ABC", "ABC", "ABC", pauses=50), engine).answer("q")
+        assert stream.text == "A B C " and len(engine.sent) == 1 and stream.trace.right
+
+    async def test_nothing_is_given_out_before_the_search_has_ended(self) -> None:
+        engine = PlayedEngine()
+        seen: list[str] = []
+        search = Search("A", "A", "A", after={2: lambda: seen.append(stream.text)})
+        stream = pipeline(search, engine).stream("q")
+        async with stream:
+            seen += [stream.text async for _ in stream]
+        assert seen == ["", "A "]
+
+    async def test_without_load_there_is_none(self) -> None:
+        engine = PlayedEngine()
+        stream = await pipeline(Search("A", "B"), engine, room=0).answer("q")
+        assert stream.text == "B " and engine.sent == [Sent("q", ("B",))] and stream.trace.speculations == 0
+
+    async def test_a_prompt_that_cannot_be_predicted_is_no_speculation(self) -> None:
+        engine = PlayedEngine()
+        stream = await pipeline(Search("A", "A"), engine, PlayedPrompts(broken=True)).answer("q")
+        assert stream.text == "A " and stream.trace.speculations == 0
+
+    @given(
+        stages=st.lists(st.text("ABC", min_size=0, max_size=3), min_size=1, max_size=6),
+        room=st.integers(0, 3),
+        pauses=st.integers(0, 12),
+    )
+    def test_the_answer_is_always_the_one_without_speculation(self, stages: list[str], room: int, pauses: int) -> None:
+        async def both() -> None:
+            engine = PlayedEngine()
+            plain = await pipeline(Search(*stages), PlayedEngine(), room=0).answer("q")
+            stream = await pipeline(Search(*stages, pauses=pauses), engine, room=room).answer("q")
+            assert (stream.text, stream.usage) == (plain.text, plain.usage)
+            assert not engine.running
+            assert len(engine.ended) + len(engine.aborted) == len(engine.sent) <= stream.trace.speculations + 1
+            await no_tasks_left()
+
+        asyncio.run(both())
+
+
+class TestLoad:
+    async def test_no_speculation_without_room(self) -> None:
+        engine, load = PlayedEngine(), Load(1)
+        with load.prefilling():
+            stream = await Pipeline(Search("A", "B", "B"), PlayedPrompts(), engine, load=load, key=str).answer("q")
+        assert stream.text == "B " and engine.sent == [Sent("q", ("B",))]
+        assert (stream.trace.speculations, stream.trace.refused) == (0, 2)
+
+    async def test_a_refused_one_is_tried_again_after_the_next_stage(self) -> None:
+        engine, others = PlayedEngine(), [1]
+        load = Load(1, reported=lambda: len(others))
+        search = Search("A", "A", "A", after={1: others.clear})
+        stream = await Pipeline(search, PlayedPrompts(), engine, load=load, key=str).answer("q")
+        assert stream.trace.refused == 1 and stream.trace.right and stream.trace.speculated_stage == 2
+
+    async def test_pending_are_those_without_a_first_token(self) -> None:
+        engine, load = PlayedEngine(free=False), Load(2)
+        one = Pipeline(Search("A"), PlayedPrompts(), engine, load=load, key=str)
+        task = asyncio.create_task(one.answer("q"))
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert load.pending == 1 and load.has_room
+        engine.gate.set()
+        await task
+        assert load.pending == 0
+
+    async def test_an_aborted_speculation_leaves_its_place(self) -> None:
+        engine, load = PlayedEngine(free=False), Load(1)
+        search = Search("A", "B", "C", "D")
+        asyncio.get_running_loop().call_later(0.01, engine.gate.set)
+        stream = await Pipeline(search, PlayedPrompts(), engine, load=load, key=str).answer("q")
+        assert stream.trace.speculations == 3 and stream.trace.refused == 0 and load.pending == 0
+
+    def test_the_larger_of_our_count_and_the_engines_counts(self) -> None:
+        assert Load(3, reported=lambda: 2).pending == 2
+        assert Load(3, reported=lambda: None).pending == 0
+
+    def test_as_many_as_one_iteration_takes(self) -> None:
+        assert prefill_batch(8192, 1500) == 5 and prefill_batch(512, 4000) == 1
+
+    def test_room_for_none_is_refused(self) -> None:
+        with pytest.raises(ValueError, match="max_prefill_bs"):
+            Load(0)
+
+
+class TestOdds:
+    @pytest.mark.parametrize(
+        ("right", "left_s", "prefill_s", "favoured"),
+        [
+            # A wrong one is over before the search is: it costs nobody's time.
+            (0.0, 1.0, 1.0, True),
+            (0.25, 0.5, 0.5, True),
+            # 3/4 of 0.2 s saved, 1/4 of 0.8 s lost.
+            (0.75, 0.2, 1.0, False),
+            (0.75, 0.3, 1.0, True),
+            (1.0, 0.01, 1.0, True),
+            (0.5, 0.01, None, True),
+        ],
+    )
+    def test_weigh_what_is_saved_against_what_is_lost(
+        self, right: float, left_s: float, prefill_s: float | None, favoured: bool
+    ) -> None:
+        odds = Odds()
+        for number in range(4):
+            odds.learn([(number < 4 * right, left_s)])
+        assert odds.favour(1, prefill_s) is favoured
+
+    def test_of_a_stage_that_nobody_has_seen_are_good(self) -> None:
+        odds = Odds()
+        odds.learn([(False, 0.0)])
+        assert not odds.favour(1, 1.0) and odds.favour(2, 1.0)
+
+    def test_change_with_the_searches(self) -> None:
+        odds = Odds()
+        for _ in range(100):
+            odds.learn([(False, 0.1)])
+        needed = 0
+        while not odds.favour(1, 1.0):
+            odds.learn([(True, 0.1)])
+            needed += 1
+        assert 10 < needed < 60
+
+    async def test_are_learnt_from_searches_without_speculation_too(self) -> None:
+        engine, load, odds = PlayedEngine(), Load(1), Odds()
+        one = Pipeline(Search("A", "B", "B"), PlayedPrompts(), engine, load=load, odds=odds, key=str)
+        with load.prefilling():
+            for _ in range(3):
+                await one.answer("q")
+        assert not odds.favour(1, 60.0) and odds.favour(2, 60.0)
+
+    async def test_against_it_are_asked_again_after_the_next_stage(self) -> None:
+        engine, load, odds = PlayedEngine(), Load(1), Odds()
+        with load.prefilling() as started:
+            started()
+        odds.learn([(False, 0.0), (True, 1.0)])
+        stream = await Pipeline(Search("A", "A", "A"), PlayedPrompts(), engine, load=load, odds=odds, key=str).answer(
+            "q"
+        )
+        trace = stream.trace
+        assert (trace.declined, trace.refused, trace.speculations) == (1, 0, 1)
+        assert trace.right and trace.speculated_stage == 2
+
+    def test_know_how_long_a_first_token_takes(self) -> None:
+        now_s = [0.0]
+        load = Load(4, clock=lambda: now_s[0])
+        assert load.prefill_s is None
+        for seconds in (1.0, 3.0, 5.0):
+            with load.prefilling() as started:
+                now_s[0] += seconds
+                if seconds < 5.0:
+                    started()
+                now_s[0] += 7.0
+                # Nor does a second chunk count.
+                if seconds < 5.0:
+                    started()
+        assert load.prefill_s == 2.0 and load.pending == 0
+
+
+class TestFaults:
+    async def test_retrieval_that_raises_ends_the_speculation(self) -> None:
+        engine, prompts = PlayedEngine(free=False), PlayedPrompts()
+        search = Search("A", "A", "A", after={2: TimeoutError("index")})
+        with pytest.raises(TimeoutError, match="index"):
+            await pipeline(search, engine, prompts).answer("q")
+        assert engine.aborted == [Sent("q", ("A",))] and not engine.running and search.closed == 1
+        assert prompts.settled == []
+        await no_tasks_left()
+
+    async def test_an_engine_that_dies_during_a_speculation_is_asked_again(self) -> None:
+        engine, prompts = PlayedEngine(), PlayedPrompts()
+        engine.broken = ConnectionError("gone")
+        search = Search("A", "A", "A", after={2: lambda: setattr(engine, "broken", None)})
+        stream = await pipeline(search, engine, prompts).answer("q")
+        assert stream.text == "A " and not stream.trace.right and prompts.settled == ["confirmed"]
+
+    async def test_an_engine_that_stays_dead_raises_as_without_speculation(self) -> None:
+        engine, prompts = PlayedEngine(), PlayedPrompts()
+        engine.broken = ConnectionError("gone")
+        with pytest.raises(ConnectionError, match="gone"):
+            await pipeline(Search("A", "A"), engine, prompts).answer("q")
+        assert prompts.settled == ["discarded"]
+        await no_tasks_left()
+
+    async def test_a_speculation_that_breaks_once_it_was_taken_is_sent_again(self) -> None:
+        engine = PlayedEngine(free=False)
+
+        async def stream(request: Sent, /) -> AsyncGenerator[Chunk, None]:
+            engine.sent.append(request)
+            await engine.gate.wait()
+            if len(engine.sent) == 1:
+                raise ConnectionError("gone")
+            yield Chunk("whole")
+
+        engine.stream = stream  # type: ignore[method-assign]
+        asyncio.get_running_loop().call_later(0.01, engine.gate.set)
+        answered = await pipeline(Search("A", "A"), engine).answer("q")
+        assert answered.text == "whole" and not answered.trace.right
+
+    async def test_one_that_breaks_after_its_first_piece_raises(self) -> None:
+        prompts = PlayedPrompts()
+
+        class Breaking(PlayedEngine):
+            async def stream(self, request: Sent, /) -> AsyncGenerator[Chunk, None]:
+                yield Chunk("half")
+                raise ConnectionError("gone")
+
+        with pytest.raises(ConnectionError):
+            await pipeline(Search("A", "A"), Breaking(), prompts).answer("q")
+        assert prompts.settled == ["confirmed without usage"]
+
+    @pytest.mark.parametrize("pauses", [0, 1, 5, 25, 60, 100])
+    async def test_a_caller_that_cancels_leaves_nothing_behind(self, pauses: int) -> None:
+        engine, prompts = PlayedEngine(free=False), PlayedPrompts()
+        one = pipeline(Search("A", "B", "B"), engine, prompts)
+        task = asyncio.create_task(one.answer("q"))
+        for _ in range(pauses):
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert not engine.running and one.load is not None and one.load.pending == 0
+        assert prompts.settled in ([], ["discarded"])
+        await no_tasks_left()
+
+    async def test_closing_a_stream_early_aborts_the_request(self) -> None:
+        engine, prompts = PlayedEngine(), PlayedPrompts()
+        async with pipeline(Search("ABC"), engine, prompts).stream("q") as stream:
+            assert await anext(stream) == "A "
+        assert engine.aborted == [Sent("q", ("A", "B", "C"))] and prompts.settled == ["confirmed without usage"]
+
+    async def test_no_documents_found_is_a_question_without_documents(self) -> None:
+        engine = PlayedEngine()
+        assert (await pipeline(Search(""), engine).answer("q")).text == ""
+        assert engine.sent == [Sent("q", ())]
+
+
+class PlayedPrefix:
+    def __init__(self, *, cached: bool = False) -> None:
+        self.cached = cached
+        self.prefilled: list[str] = []
+        self.aborted: list[str] = []
+        self.gate = asyncio.Event()
+        self.error: Exception | None = None
+
+    def scope(self, question: str, /) -> str:
+        return question[:1]
+
+    def is_cached(self, question: str, /) -> bool:
+        return self.cached
+
+    async def prefill(self, question: str, /) -> None:
+        self.prefilled.append(question)
+        if self.error is not None:
+            raise self.error
+        try:
+            await self.gate.wait()
+        except asyncio.CancelledError:
+            self.aborted.append(question)
+            raise
+
+
+class TestWarmUp:
+    async def test_it_runs_during_retrieval_where_the_engine_is_cold(self) -> None:
+        prefix = PlayedPrefix()
+        seen: list[list[str]] = []
+        search = Search("A", "A", after={1: lambda: seen.append(list(prefix.prefilled))})
+        one = Pipeline(search, PlayedPrompts(), PlayedEngine(), warm_up=WarmUp(prefix), key=str)
+        assert (await one.answer("q")).trace.warmed_up
+        assert seen == [["q"]] and prefix.prefilled == ["q"]
+        await no_tasks_left()
+
+    async def test_it_does_not_run_where_the_prompt_is_cached(self) -> None:
+        prefix = PlayedPrefix(cached=True)
+        one = Pipeline(Search("A"), PlayedPrompts(), PlayedEngine(), warm_up=WarmUp(prefix), key=str)
+        assert not (await one.answer("q")).trace.warmed_up and prefix.prefilled == []
+
+    async def test_never_twice_at_once_in_a_scope(self) -> None:
+        prefix = PlayedPrefix()
+        warm_up = WarmUp(prefix)
+        one = Pipeline(Search("A", pauses=50), PlayedPrompts(), PlayedEngine(), warm_up=warm_up, key=str)
+        await asyncio.gather(*(one.answer(question) for question in ("a1", "a2", "b1", "a3")))
+        assert prefix.prefilled == ["a1", "b1"] and warm_up.started == 2
+
+    async def test_it_is_aborted_when_the_last_that_waits_has_its_documents(self) -> None:
+        prefix = PlayedPrefix()
+        warm_up = WarmUp(prefix)
+        first, second = warm_up.start("a1"), warm_up.start("a2")
+        assert first is not None and second is first
+        await asyncio.sleep(0)
+        first.leave()
+        await asyncio.sleep(0)
+        assert prefix.aborted == []
+        second.leave()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert prefix.aborted == ["a1"]
+        await no_tasks_left()
+
+    async def test_retrieval_that_fails_aborts_it(self) -> None:
+        prefix = PlayedPrefix()
+        search = Search("A", "A", after={1: RuntimeError("index")})
+        one = Pipeline(search, PlayedPrompts(), PlayedEngine(), warm_up=WarmUp(prefix), key=str)
+        with pytest.raises(RuntimeError, match="index"):
+            await one.answer("q")
+        await no_tasks_left()
+        assert prefix.aborted == ["q"]
+
+    async def test_its_failure_is_nobodys(self) -> None:
+        prefix = PlayedPrefix()
+        prefix.error = ConnectionError("gone")
+        warm_up = WarmUp(prefix)
+        one = Pipeline(Search("A"), PlayedPrompts(), PlayedEngine(), warm_up=warm_up, key=str)
+        assert (await one.answer("q")).text == "A "
+        assert (await one.answer("q")).text == "A " and warm_up.started == 2
+
+    async def test_closing_ends_it(self) -> None:
+        prefix = PlayedPrefix()
+        warm_up = WarmUp(prefix)
+        warm_up.start("q")
+        await asyncio.sleep(0)
+        await warm_up.close()
+        assert prefix.aborted == ["q"]
+        await no_tasks_left()
+
+
+class TestPlainRetrieval:
+    @pytest.mark.parametrize("kind", ["function", "coroutine", "object"])
+    async def test_any_retriever_will_do(self, kind: str) -> None:
+        async def coroutine(question: str) -> list[str]:
+            return [question]
+
+        class Object:
+            async def __call__(self, question: str) -> list[str]:
+                return [question]
+
+        retrieve = {"function": lambda question: [question], "coroutine": coroutine, "object": Object()}[kind]
+        async with aclosing(plain_retrieval(retrieve)("q")) as stages:
+            assert [stage async for stage in stages] == [Provisional(["q"], final=True)]
+
+
+class TestSync:
+    def test_the_answer_and_its_pieces(self) -> None:
+        with SyncPipeline(lambda: pipeline(Search("AC", "AB", "AB"), PlayedEngine())) as sync:
+            answered = sync.answer("q")
+            assert answered.text == "A B " and answered.usage == Usage(200, 0, 2) and answered.trace.stages == 3
+            assert list(sync.stream("q")) == ["A ", "B "]
+
+    def test_errors_arrive(self) -> None:
+        search = Search("A", "B", after={1: TimeoutError("index")})
+        with SyncPipeline(lambda: pipeline(search, PlayedEngine())) as sync, pytest.raises(TimeoutError, match="index"):
+            sync.answer("q")
+
+    def test_once_closed_it_says_so(self) -> None:
+        sync = SyncPipeline(lambda: pipeline(Search("A"), PlayedEngine()))
+        sync.close()
+        sync.close()
+        with pytest.raises(RuntimeError, match="closed"):
+            sync.answer("q")
+
+    def test_closing_aborts_what_runs(self) -> None:
+        engine = PlayedEngine()
+        sync = SyncPipeline(lambda: pipeline(Search("ABC"), engine))
+        stream = sync.stream("q")
+        assert next(stream) == "A "
+        stream.close()
+        sync.close()
+        assert len(engine.aborted) == 1
+
+    def test_what_fails_in_the_making_is_raised(self) -> None:
+        def fail() -> Pipeline:
+            raise ValueError("no server")
+
+        with pytest.raises(ValueError, match="no server"):
+            SyncPipeline(fail)

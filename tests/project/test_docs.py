@@ -1,0 +1,56 @@
+"""What README and docs/ say can be followed: links, commands and figures."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import click
+import pytest
+
+from ragorder.cli import main
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "notebooks" / "README.md"]
+
+
+def commands(text: str) -> list[list[str]]:
+    """The `ragorder …` commands of a page's code blocks, continued lines joined, comments left out."""
+    blocks = "\n".join(re.findall(r"```[a-z]*\n(.*?)```", text, re.DOTALL)).replace("\\\n", " ")
+    found = re.findall(r"^(?:\w+=\S+ +)*ragorder ([^\n#|]*)", blocks, re.MULTILINE)
+    return [each.split() for each in found]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text("utf-8"))
+    assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_have_the_options_that_are_shown(page: Path) -> None:
+    for words in commands(page.read_text("utf-8")):
+        command: click.Command = main
+        while isinstance(command, click.Group) and words:
+            name = words.pop(0)
+            assert name in command.commands, name
+            command = command.commands[name]
+        known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
+        shown = {word.partition("=")[0] for word in words if re.match(r"--?[a-z]", word)}
+        assert shown <= known | {"--help", "-h"}, (command.name, shown - known)
+
+
+def test_the_readme_fits_a_first_reading_and_says_what_is_not_known() -> None:
+    text = (ROOT / "README.md").read_text("utf-8")
+    assert text.count("\n") <= 150
+    first = text[: text.index("## Would it help me?")]
+    for word in ("For whom not", "Agents", "no figure from a GPU", "quality of answers", "not on the package index"):
+        assert word in first
+
+
+def test_every_figure_of_the_readme_is_in_the_results() -> None:
+    text, results = ((ROOT / name).read_text("utf-8") for name in ("README.md", "docs/results.md"))
+    table = text[text.index("## Three numbers") : text.index("## Further")]
+    figures = re.findall(r"\d+(?:\.\d+)?(?= %| ms)", table)
+    assert len(figures) >= 8
+    assert [figure for figure in figures if figure not in results] == []

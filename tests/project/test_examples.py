@@ -1,0 +1,76 @@
+"""The examples run as a reader would run them, against a real server."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+
+def test_every_example_is_run_by_a_test() -> None:
+    tests = "".join(path.read_text("utf-8") for path in Path(__file__).parents[1].rglob("test_*.py"))
+    examples = [path.name for path in EXAMPLES.iterdir() if path.is_file()]
+    assert len(examples) >= 4
+    assert [name for name in examples if name not in tests] == []
+
+
+@pytest.mark.vllm
+def test_the_openai_client(vllm_server: Any, python: Any) -> None:
+    vllm_server.reset()
+    done = python(EXAMPLES / "openai_client.py", vllm_server.base_url, timeout=180)
+    assert done.returncode == 0, done.stderr
+    *answers, summary = done.stdout.strip().splitlines()
+    cached = [int(found[1]) for line in answers if (found := re.search(r"cached (\d+) of \d+ tokens$", line))]
+    assert len(cached) == len(answers) == 6
+    assert cached[0] == 0
+    assert all(tokens > 0 for tokens in cached[1:])
+    ordered, retrieval = map(int, re.findall(r"(\d+) %", summary))
+    assert ordered > retrieval
+
+
+@pytest.mark.vllm
+def test_the_pipelined_client(vllm_server: Any, python: Any) -> None:
+    vllm_server.reset()
+    done = python(EXAMPLES / "pipelined.py", vllm_server.base_url, timeout=180)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.strip().splitlines()
+    assert len(lines) == 4 and lines[0].endswith("warmed up")
+    assert all(re.search(r"begun after (stage \d of 3|the search), cached \d+ of \d+ tokens", line) for line in lines)
+    assert any("stage" in line for line in lines)
+    assert all(int(re.findall(r"cached (\d+)", line)[0]) > 0 for line in lines[1:])
+
+
+@pytest.mark.vllm
+def test_the_offline_batch(vllm_model: Path, python: Any) -> None:
+    done = python(EXAMPLES / "offline_batch.py", vllm_model, timeout=300, VLLM_LOGGING_LEVEL="ERROR")
+    assert done.returncode == 0, done.stderr
+    *answers, summary = [line for line in done.stdout.strip().splitlines() if "cached" in line.lower()]
+    questions = re.findall(r'^    "(.+?)": \[', (EXAMPLES / "offline_batch.py").read_text("utf-8"), re.MULTILINE)
+    assert [line[:28].strip() for line in answers] == questions, "each answer stands where its question does"
+    ordered, retrieval = map(int, re.findall(r"(\d+) %", summary))
+    assert ordered > retrieval
+
+
+@pytest.mark.parametrize(
+    ("example", "needs"),
+    [
+        ("langgraph_rag.py", ("langgraph", "langchain_openai")),
+        ("haystack_pipeline.py", ("haystack",)),
+        ("dspy_rag.py", ("dspy",)),
+    ],
+)
+def test_a_framework(vllm_server: Any, python: Any, example: str, needs: tuple[str, ...]) -> None:
+    for module in needs:
+        pytest.importorskip(module)
+    vllm_server.reset()
+    done = python(EXAMPLES / example, f"{vllm_server.base_url}/v1", timeout=180)
+    assert done.returncode == 0, done.stderr
+    cached = [int(tokens) for tokens in re.findall(r"cached (\d+) of \d+ tokens$", done.stdout, re.MULTILINE)]
+    assert len(cached) == 4
+    assert cached[0] == 0
+    # More than what stands in front of the documents, which every question after the first finds.
+    assert max(cached) > min(cached[1:])

