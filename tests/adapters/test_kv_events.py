@@ -1263,7 +1263,7 @@ class TestEngineBlocks:
         assert len(table._contents) == 1 << 16
 
     def test_h1_no_call_of_an_orderer_waits_for_whoever_writes(self) -> None:
-        """A finaliser may run within `store` on the same thread, and settle, order or close an orderer there."""
+        """A finaliser may run within `store` on the same thread, and finish, order or close an orderer there."""
         table = EngineBlocks(BLOCK)
         orderer = Orderer(
             block_size=BLOCK,

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ragorder import Document, Orderer, Ordering, Prompt, PromptBuilder, Span
-from ragorder.neutralise import make_escape, repair_unicode
+from ragorder.escaping import repair_unicode, special_token_escaper
 
 SYSTEM = "Answer from the documents."
 QUERY = "Who hunts at night?"
@@ -518,17 +518,17 @@ class TestControlTokens:
         text=st.text("ab< \n\ud800", max_size=8),
     )
     def test_whatever_they_are_they_are_broken_and_the_rest_stays(self, control: set[str], text: str) -> None:
-        neutralise = make_escape(control)
-        broken = neutralise(text)
+        escape = special_token_escaper(control)
+        broken = escape(text)
         assert [token for token in control if token.strip() and token in broken] == []
-        assert neutralise(broken) == broken
+        assert escape(broken) == broken
         if not any(token in text for token in control):
             assert broken == repair_unicode(text)
 
     @pytest.mark.timeout(2)
     @pytest.mark.parametrize("control", [" END", "\nEND", "E ", "\N{REPLACEMENT CHARACTER}"])
     def test_with_a_space_at_their_end_are_broken_too(self, control: str) -> None:
-        assert control not in make_escape([control])(f"the{control}of it")
+        assert control not in special_token_escaper([control])(f"the{control}of it")
 
     @given(text=texts)
     def test_lone_surrogates_are_replaced_and_pairs_made_whole(self, text: str) -> None:
