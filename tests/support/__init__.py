@@ -1,0 +1,1 @@
+"""Fakes, contracts and tools that several test files share."""
