@@ -21,7 +21,7 @@ TESTS = HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup 
 GPU := $(shell command -v nvidia-smi 2>/dev/null)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check test test-all static lint types imports fast merge all test-lowest test-newest vllm bench bench-vllm bench-live bench-load clean
+.PHONY: help demo check test test-all static lint types imports fast merge all test-lowest test-newest vllm bench bench-vllm bench-live bench-load chaos clean
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -97,6 +97,9 @@ bench-load: $(VENV)/.sim ## An hour of 8 replicas' arrivals (azure conv) on the 
 	@mkdir -p $(RESULTS)
 	$(BIN)/ragorder bench $(HOUR) --arrivals $(CORPORA)/traces/azure_llm_2023_conv.csv.gz --time-scale 8 --replicas 8 --json $(RESULTS)/load-trace.json
 	$(BIN)/ragorder bench $(HOUR) --arrivals poisson:360 --limit 60000 --json $(RESULTS)/load-poisson.json
+
+chaos: $(VENV)/.dev ## Kill vLLM servers with tiers under load, damage their disks, check every answer (half an hour)
+	PYTHONPATH=tests $(BIN)/python -m support.chaos
 
 clean: ## Remove what was built and installed
 	rm -rf $(VENV) $(VENV)-lowest $(VENV)-newest build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.exactness import TRACES, Ask, Exactness, Served, compare, make_asks, serve_on_vllm
 from support.rings import examples
 
 from ragorder.eval.engines.sim import SimEngine
 from ragorder.eval.engines.vllm import VLLMEngine
-from ragorder.eval.exactness import TRACES, Ask, Exactness, Served, compare, make_asks, serve_on_vllm
 
 BLOCK = 4
 REQUESTS = 500
