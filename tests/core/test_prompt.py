@@ -14,6 +14,7 @@ from unicodedata import normalize
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.rings import examples
 
 from ragorder import Document, Orderer, Ordering, Prompt, PromptBuilder, Span
 from ragorder.escaping import repair_unicode, special_token_escaper
@@ -60,7 +61,7 @@ plain_texts = st.text(st.characters(exclude_categories=("Cs",), exclude_characte
     lambda text: normalize("NFC", text)
 )
 documents = st.lists(st.builds(Document, id=texts, text=texts), max_size=5)
-each_tokenizer = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30)
+each_tokenizer = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=examples(30))
 
 
 def spans_of(prompt: Prompt) -> list[list[int]]:
@@ -512,7 +513,7 @@ class TestControlTokens:
         assert added.isdisjoint(prompt.token_ids or [])
         assert added.isdisjoint(tokens_as_a_server(tokenizer, prompt.text))
 
-    @settings(max_examples=300)
+    @settings(max_examples=examples(300))
     @given(
         control=st.sets(st.text("ab< ", min_size=1, max_size=3).filter(lambda t: t == t.strip()), max_size=3),
         text=st.text("ab< \n\ud800", max_size=8),

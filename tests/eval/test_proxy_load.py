@@ -12,6 +12,7 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.rings import examples
 
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
@@ -62,7 +63,7 @@ def test_the_tool_prints_a_table_and_the_environment() -> None:
     assert json.loads(done.output[done.output.index("{") :])["cores"] >= 1
 
 
-@settings(max_examples=200, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(200), suppress_health_check=list(HealthCheck))
 @given(
     st.lists(
         st.binary(max_size=40)

@@ -15,6 +15,7 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.rings import examples
 
 from ragorder import Document, Orderer, Ordering, PromptBuilder
 from ragorder.adapters.observing.observed import ObservedOrderer
@@ -307,7 +308,7 @@ class TestTheGate:
         with pytest.raises(ValueError, match="must"):
             ReorderingGate(limit, CacheAwareQueue(), max_waiting=max_waiting)
 
-    @settings(max_examples=40)
+    @settings(max_examples=examples(40))
     @given(limit=st.integers(1, 3), seed=st.integers(0, 1 << 20))
     def test_whatever_happens_no_place_is_lost_and_everybody_had_a_turn_or_gave_up(self, limit: int, seed: int) -> None:
         async def play() -> None:
@@ -343,7 +344,7 @@ def documents(names: Sequence[str]) -> list[Document]:
 
 
 class TestPredicting:
-    @settings(max_examples=50)
+    @settings(max_examples=examples(50))
     @given(
         requests=st.lists(NAMES, max_size=12),
         options=st.sampled_from([{}, {"search": "greedy"}, {"max_displacement": 0}, {"keep_first": 1}]),
