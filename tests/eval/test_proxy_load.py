@@ -20,6 +20,8 @@ pytest.importorskip("uvicorn")
 from ragorder.eval.instant_upstream import answer, answer_events
 from ragorder.eval.proxy_load import main, measure_latency, post, run_streams, servers
 
+pytestmark = pytest.mark.slow
+
 STREAMS = 1000
 
 
