@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
 
 from ragorder.document import Document
-from ragorder.orderer_like import OrdererLike
+from ragorder.orderer import OrdererLike
 from ragorder.ordering import Ordering
 
 __all__ = ["Read", "degrade", "name_of", "order_items"]

@@ -13,7 +13,7 @@ except ImportError as error:
     raise ImportError("ragorder.adapters.dspy needs dspy: pip install 'ragorder[dspy]'") from error
 
 from ragorder.adapters.reorder import Key, Reorder, ScopeOf, Tokens
-from ragorder.orderer_like import OrdererLike
+from ragorder.orderer import OrdererLike
 
 __all__ = ["CacheOrderedRetrieve"]
 

@@ -16,7 +16,7 @@ from langchain_core.outputs import LLMResult
 from ragorder.adapters.documents import degrade
 from ragorder.adapters.langchain.runs import Runs
 from ragorder.adapters.langchain.usage import is_token, prompt_text, read_usage
-from ragorder.orderer_like import OrdererLike
+from ragorder.orderer import OrdererLike
 from ragorder.ordering import Ordering
 
 __all__ = ["FeedbackHandler", "abandon", "hand_over"]

@@ -19,7 +19,7 @@ except ImportError as error:
     ) from error
 
 from ragorder.adapters.reorder import Key, Reorder, ScopeOf, Tokens
-from ragorder.orderer_like import OrdererLike
+from ragorder.orderer import OrdererLike
 
 __all__ = ["CacheOrderPostprocessor", "CacheOrderedRetriever", "FeedbackHandler"]
 

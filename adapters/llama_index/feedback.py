@@ -29,7 +29,7 @@ from llama_index.core.instrumentation.span_handlers import BaseSpanHandler
 from llama_index.core.postprocessor.types import BaseNodePostprocessor
 
 from ragorder.adapters.documents import degrade
-from ragorder.orderer_like import OrdererLike
+from ragorder.orderer import OrdererLike
 from ragorder.ordering import Ordering
 
 __all__ = ["FeedbackHandler", "finish"]

@@ -1,23 +1,21 @@
-"""Connects an orderer to a live vLLM server: `Orderer.for_vllm`."""
+"""Connection of an orderer to a live vLLM server: `Orderer.for_vllm`."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, Protocol
 from weakref import ref
 
 from ragorder.adapters.http_client import Server, ServerError
 from ragorder.adapters.vllm.cache_config import cache_config
 from ragorder.adapters.vllm.kv_events import KVEventSubscriber
-from ragorder.orderer import Orderer
 from ragorder.prompt import PromptBuilder
 from ragorder.settings import Settings
 from ragorder.trie.residency import EngineBlocks
 
-__all__ = ["connect"]
-
-OrdererT = TypeVar("OrdererT", bound=Orderer)
+__all__ = ["VLLMConnection", "connect"]
 
 _TIMEOUT_S = 5.0
 _SYNCHRONISE_S = 5.0
@@ -25,48 +23,78 @@ _PATIENCE_S = 30.0
 _REMEMBERED = 4
 
 
+class ConnectedOrderer(Protocol):
+    """The part of `Orderer` that a connection uses. The class itself imports this module."""
+
+    events: Any
+
+    @property
+    def tree_size(self) -> int: ...
+
+    def degrade(self, reason: str) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class VLLMConnection:
+    """Settings and further constructor arguments of an orderer for a server, and what the server lacks."""
+
+    settings: Settings
+    arguments: dict[str, Any]
+    missing: list[str]
+
+    def attach(self, orderer: ConnectedOrderer) -> None:
+        """Subscribe the orderer, made from these settings and arguments, to the server's KV events."""
+        missing = list(self.missing)
+        blocks: EngineBlocks | None = self.arguments.get("blocks")
+        if blocks is not None and self.settings.events_endpoint is not None:
+            orderer.events = KVEventSubscriber(
+                blocks,
+                self.settings.events_endpoint,
+                self.settings.replay_endpoint,
+                topic=self.settings.events_topic,
+                on_pause=_degrade_in_silence(orderer),
+            )
+            if self.settings.replay_endpoint is None:
+                missing.append("no replay_endpoint: KV events that are lost stay lost")
+            elif not orderer.events.wait_until_synchronised(_SYNCHRONISE_S):
+                missing.append(
+                    "no answer from replay_endpoint yet: an LRU mirror stands in for it; ask ragorder doctor"
+                )
+        for reason in missing:
+            orderer.degrade(reason)
+
+
 def connect(
-    orderer_class: type[OrdererT],
-    base_url: str,
-    *,
-    builder: PromptBuilder | None,
-    settings: Settings,
-    api_key: str | None = None,
-) -> OrdererT:
-    """What `Orderer.for_vllm` says."""
+    base_url: str, *, builder: PromptBuilder | None, settings: Settings, api_key: str | None = None
+) -> VLLMConnection:
+    """Read the server's cache configuration. Raises what `Orderer.for_vllm` does."""
     if settings.events_endpoint is not None and not (builder is not None and builder.prefix_ids):
         raise ValueError(
             "events_endpoint needs builder=PromptBuilder(tokenizer=…) with the served model's tokenizer: KV events "
             "tell of tokens, by which the orderer finds its documents"
         )
-    settings, missing = _ask(base_url, settings, api_key)
-    options: dict[str, Any] = {}
+    settings, missing = _read_settings(base_url, settings, api_key)
+    arguments: dict[str, Any] = {}
     if builder is not None:
-        options["tokens"] = builder.document_tokens
+        arguments["tokens"] = builder.document_tokens
         if "prefix_tokens" not in settings.model_fields_set:
             settings = settings.model_copy(update={"prefix_tokens": builder.prefix_tokens})
-    if builder is None or settings.events_endpoint is None:
-        orderer = orderer_class(settings, **options)
-    else:
-        orderer = _listening(orderer_class, settings, builder, settings.events_endpoint, options)
-        if settings.replay_endpoint is None:
-            missing.append("no replay_endpoint: KV events that are lost stay lost")
-        elif not orderer.events.wait_until_synchronised(_SYNCHRONISE_S):
-            missing.append("no answer from replay_endpoint yet: an LRU mirror stands in for it; ask ragorder doctor")
-    for reason in missing:
-        orderer.degrade(reason)
-    return orderer
+    if builder is not None and settings.events_endpoint is not None:
+        capacity = settings.capacity_tokens or 0
+        blocks = EngineBlocks(settings.block_size, max(1 << 16, _REMEMBERED * capacity // settings.block_size))
+        arguments |= {"token_ids": builder.document_ids, "prefix_ids": builder.prefix_ids, "blocks": blocks}
+    return VLLMConnection(settings, arguments, missing)
 
 
-def _ask(base_url: str, settings: Settings, api_key: str | None) -> tuple[Settings, list[str]]:
-    """The settings with what the server tells of its cache, and what it does not. Raises ServerError where there is
-    no server."""
+def _read_settings(base_url: str, settings: Settings, api_key: str | None) -> tuple[Settings, list[str]]:
+    """The settings, completed from the server's cache configuration, and what the server lacks. Raises ServerError if
+    there is no server."""
     missing = []
     with Server(base_url, timeout_s=_TIMEOUT_S, api_key=api_key) as server:
         try:
             server.get("/health")
         except ServerError as error:
-            # Any answer in HTTP is one.
+            # Any HTTP answer shows a server.
             if error.status is None:
                 raise
         try:
@@ -84,39 +112,21 @@ def _ask(base_url: str, settings: Settings, api_key: str | None) -> tuple[Settin
     return settings, missing
 
 
-def _listening(
-    orderer_class: type[OrdererT], settings: Settings, builder: PromptBuilder, endpoint: str, options: dict[str, Any]
-) -> OrdererT:
-    """An orderer that follows the server's KV events."""
-    capacity = settings.capacity_tokens or 0
-    blocks = EngineBlocks(settings.block_size, max(1 << 16, _REMEMBERED * capacity // settings.block_size))
-    options |= {"token_ids": builder.document_ids, "prefix_ids": builder.prefix_ids, "blocks": blocks}
-    orderer = orderer_class(settings, **options)
-    orderer.events = KVEventSubscriber(
-        blocks,
-        endpoint,
-        settings.replay_endpoint,
-        topic=settings.events_topic,
-        on_pause=_degrade_in_silence(orderer),
-    )
-    return orderer
+def _degrade_in_silence(orderer: ConnectedOrderer) -> Callable[[KVEventSubscriber], None]:
+    """Degrades the orderer if the server sends no event for `_PATIENCE_S` while the orderer is in use."""
+    # The subscriber's thread must not keep an unused orderer alive.
+    weak = ref(orderer)
+    last_s = time.monotonic()
 
-
-def _degrade_in_silence(orderer: Orderer) -> Callable[[KVEventSubscriber], None]:
-    """Tells the orderer if the server has been silent for long: since it is in use, or since it answered last."""
-    # The subscriber's thread must not keep an orderer alive that is used no more.
-    told = ref(orderer)
-    spoken = time.monotonic()
-
-    def look(events: KVEventSubscriber) -> None:
-        nonlocal spoken
-        now, known = time.monotonic(), told()
+    def check(events: KVEventSubscriber) -> None:
+        nonlocal last_s
+        now, known = time.monotonic(), weak()
         if known is None or (events.counters.batches and events.synchronised) or not known.tree_size:
-            spoken = now
-        elif now - spoken > _PATIENCE_S:
+            last_s = now
+        elif now - last_s > _PATIENCE_S:
             known.degrade(
                 "no KV events: the server has told nothing of what it computes; compare events_endpoint, "
                 "replay_endpoint and events_topic with its --kv-events-config, or ask ragorder doctor"
             )
 
-    return look
+    return check
