@@ -14,7 +14,7 @@ except ImportError as error:
 
 from ragorder._moved import renamed
 from ragorder.adapters.reorder import Key, Reorder, ScopeOf, Tokens
-from ragorder.orders import Orders
+from ragorder.orderer_like import OrdererLike
 
 __all__ = ["CacheOrderRetriever"]
 
@@ -46,7 +46,7 @@ class CacheOrderRetriever(dspy.Module):  # type: ignore[misc, unused-ignore]
     def __init__(
         self,
         retriever: Callable[..., Any],
-        orderer: Orders,
+        orderer: OrdererLike,
         *,
         key: Key | None = None,
         tokens: Tokens | None = None,

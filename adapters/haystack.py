@@ -12,7 +12,7 @@ except ImportError as error:
 
 from ragorder.adapters.reorder import Key, Reorder, Tokens
 from ragorder.orderer import Orderer
-from ragorder.orders import Orders
+from ragorder.orderer_like import OrdererLike
 from ragorder.settings import Settings
 
 __all__ = ["CacheOrderRanker"]
@@ -46,7 +46,7 @@ class CacheOrderRanker:
 
     def __init__(
         self,
-        orderer: Orders | None = None,
+        orderer: OrdererLike | None = None,
         *,
         settings: dict[str, Any] | None = None,
         top_k: int | None = None,
@@ -63,7 +63,7 @@ class CacheOrderRanker:
         self._reorder = Reorder(orderer, text=_text, own_id=_id, metadata=_meta, key=key, tokens=tokens)
 
     @property
-    def orderer(self) -> Orders:
+    def orderer(self) -> OrdererLike:
         return self._reorder.orderer
 
     def to_dict(self) -> dict[str, Any]:

@@ -8,8 +8,8 @@ from typing import Any, Generic, Self, TypeVar
 
 from ragorder.document import Document
 from ragorder.orderer import Orderer
+from ragorder.orderer_like import OrdererLike
 from ragorder.ordering import Ordering
-from ragorder.orders import Orders
 
 __all__ = ["Key", "Reorder", "ScopeOf", "Tokens", "degrade", "name_of", "order_items"]
 
@@ -21,7 +21,7 @@ ScopeOf = str | Callable[..., Hashable] | None
 
 
 def order_items(
-    orderer: Orders, items: Sequence[T], read: Callable[[T], Document], *, scope: Hashable = None
+    orderer: OrdererLike, items: Sequence[T], read: Callable[[T], Document], *, scope: Hashable = None
 ) -> tuple[list[T], Ordering[Document]]:
     """The items themselves, each as often as given, ordered by what `read` makes of them, and the ordering. Raises
     nothing: items that cannot be read stay in retrieval order."""
@@ -41,7 +41,7 @@ def name_of(item: T, own_id: Any, key: Callable[[T], Any] | None) -> str:
     return "" if name is None else str(name)
 
 
-def degrade(orderer: Orders, reason: str) -> None:
+def degrade(orderer: OrdererLike, reason: str) -> None:
     """`orderer.degrade`, which a user's own wrapper may lack."""
     note = getattr(orderer, "degrade", None)
     if note is not None:
@@ -60,7 +60,7 @@ class Reorder(Generic[T]):
 
     def __init__(
         self,
-        orderer: Orders,
+        orderer: OrdererLike,
         *,
         text: Callable[[T], str],
         own_id: Callable[[T], Any],

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-__all__ = ["AnswerLength", "ReportedUsage", "answers_something", "member", "moving_average", "read_usage"]
+from ragorder.pipelining.running_mean import RunningMean
+
+__all__ = ["AnswerLength", "ReportedUsage", "answers_something", "member", "read_usage"]
 
 _MAX_COUNT = 1 << 32
-_WEIGHT = 1 / 16
 _OUTPUT = ("content", "reasoning_content", "reasoning", "refusal", "tool_calls", "function_call")
 
 
@@ -52,28 +53,23 @@ def member(value: Any, name: str) -> Any:
     return value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)
 
 
-def moving_average(average: float | None, value: float) -> float:
-    """The exponentially weighted average after one more value; `average` is None before the first one."""
-    average = value if average is None else average
-    return average + _WEIGHT * (value - average)
-
-
 class AnswerLength:
-    """Average answer length, in tokens. An engine allocates an answer's blocks as it generates: room for the longest
+    """Mean answer length, in tokens. An engine allocates an answer's blocks as it generates: room for the longest
     answer allowed would displace documents. Threads may lose each other's reports."""
 
     def __init__(self) -> None:
-        self._average: float | None = None
+        self._mean = RunningMean()
 
     def learn(self, tokens: int | None) -> None:
         """Take in an answer's length (None: not reported)."""
         if tokens is not None:
-            self._average = moving_average(self._average, tokens)
+            self._mean.add(tokens)
 
     def suffix_tokens(self, question_tokens: int, limit: int, default: int) -> int:
         """Cached tokens of a question and its answer of at most `limit` tokens; before the first report, both together
         are expected to have `default`."""
-        expected = default - question_tokens if self._average is None else round(self._average)
+        mean = self._mean.value
+        expected = default - question_tokens if mean is None else round(mean)
         # The last token of an answer is never computed on: its keys and values are not cached.
         return question_tokens + max(0, min(expected, limit) - 1)
 

@@ -14,7 +14,7 @@ import ragorder
 from ragorder.adapters.langchain.feedback import hand_over
 from ragorder.adapters.reorder import name_of, order_items
 from ragorder.orderer import Orderer
-from ragorder.orders import Orders
+from ragorder.orderer_like import OrdererLike
 
 __all__ = ["CacheOrderModel"]
 
@@ -24,7 +24,7 @@ class CacheOrderModel(BaseModel):
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
-    orderer: SkipValidation[Orders]
+    orderer: SkipValidation[OrdererLike]
     key: Callable[[Document], Any] | None = None
     tokens: Callable[[Document], int] | None = None
     scope: str | Callable[[Mapping[str, Any]], Hashable] | None = None

@@ -16,8 +16,8 @@ from langchain_core.outputs import LLMResult
 from ragorder.adapters.langchain.payloads import is_token, prompt_text, response_usage
 from ragorder.adapters.langchain.runs import Runs
 from ragorder.adapters.reorder import degrade
+from ragorder.orderer_like import OrdererLike
 from ragorder.ordering import Ordering
-from ragorder.orders import Orders
 
 __all__ = ["FeedbackHandler", "abandon", "hand_over"]
 
@@ -167,7 +167,7 @@ class FeedbackHandler(BaseCallbackHandler):
             return None
 
 
-def hand_over(ordering: Ordering[Any], texts: Sequence[str], run_manager: Any, orderer: Orders) -> None:
+def hand_over(ordering: Ordering[Any], texts: Sequence[str], run_manager: Any, orderer: OrdererLike) -> None:
     """Leave an ordering to the handler among a run's callbacks, or count it as served if there is none."""
     silently = partial(degrade, orderer, _STREAMED_SILENTLY)
     if not any(handler.expect(run_manager.run_id, ordering, texts, silently) for handler in _handlers(run_manager)):

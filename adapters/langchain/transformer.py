@@ -10,7 +10,7 @@ from langchain_core.documents import BaseDocumentCompressor, BaseDocumentTransfo
 from langchain_core.runnables import RunnableConfig, RunnableSerializable
 
 from ragorder.adapters.langchain.base import CacheOrderModel
-from ragorder.orders import Orders
+from ragorder.orderer_like import OrdererLike
 
 __all__ = ["CacheOrderTransformer"]
 
@@ -29,7 +29,7 @@ class CacheOrderTransformer(
     than `k` documents the first `k` are kept. The other options are those of `CacheOrderRetriever`.
     """
 
-    def __init__(self, orderer: Orders, **options: Any) -> None:
+    def __init__(self, orderer: OrdererLike, **options: Any) -> None:
         super().__init__(orderer=orderer, **options)
 
     def invoke(self, input: Sequence[Document], config: RunnableConfig | None = None, **kwargs: Any) -> list[Document]:

@@ -30,8 +30,8 @@ from llama_index.core.postprocessor.types import BaseNodePostprocessor
 
 from ragorder.adapters.reorder import degrade
 from ragorder.adapters.usage import member, read_usage
+from ragorder.orderer_like import OrdererLike
 from ragorder.ordering import Ordering
-from ragorder.orders import Orders
 
 __all__ = ["FeedbackHandler", "hand_over"]
 
@@ -99,7 +99,7 @@ class FeedbackHandler(BaseSpanHandler[_RequestSpan]):
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> FeedbackHandler:
         return type(self)()
 
-    def expect(self, ordering: Ordering[Any], orderer: Orders) -> bool:
+    def expect(self, ordering: Ordering[Any], orderer: OrdererLike) -> bool:
         """Leave the ordering to the request in progress. False if there is none."""
         span = self._open(active_span_id.get())
         while span is not None and span.retrieves:
@@ -253,7 +253,7 @@ class _Listener(BaseEventHandler):
 _listener = _Listener()
 
 
-def hand_over(ordering: Ordering[Any], orderer: Orders) -> None:
+def hand_over(ordering: Ordering[Any], orderer: OrdererLike) -> None:
     """Leave the ordering to the feedback handler, or count it as served if there is none."""
     dispatcher = get_dispatcher()
     for handler in dispatcher.span_handlers:

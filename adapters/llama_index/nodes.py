@@ -8,12 +8,14 @@ from llama_index.core.schema import MetadataMode, NodeWithScore, QueryBundle
 
 from ragorder.adapters.llama_index.feedback import hand_over
 from ragorder.adapters.reorder import Key, Reorder, ScopeOf, Tokens
-from ragorder.orders import Orders
+from ragorder.orderer_like import OrdererLike
 
 __all__ = ["node_reorder", "put_in_order"]
 
 
-def node_reorder(orderer: Orders, key: Key | None, tokens: Tokens | None, scope: ScopeOf) -> Reorder[NodeWithScore]:
+def node_reorder(
+    orderer: OrdererLike, key: Key | None, tokens: Tokens | None, scope: ScopeOf
+) -> Reorder[NodeWithScore]:
     return Reorder(orderer, text=_text, own_id=_node_id, metadata=_metadata, key=key, tokens=tokens, scope=scope)
 
 

@@ -9,7 +9,7 @@ from llama_index.core.schema import NodeWithScore, QueryBundle
 
 from ragorder.adapters.llama_index.nodes import node_reorder, put_in_order
 from ragorder.adapters.reorder import Key, Reorder, ScopeOf, Tokens
-from ragorder.orders import Orders
+from ragorder.orderer_like import OrdererLike
 
 __all__ = ["CacheOrderPostprocessor"]
 
@@ -37,7 +37,7 @@ class CacheOrderPostprocessor(BaseNodePostprocessor):
 
     def __init__(
         self,
-        orderer: Orders,
+        orderer: OrdererLike,
         *,
         key: Key | None = None,
         tokens: Tokens | None = None,

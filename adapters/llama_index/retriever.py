@@ -9,7 +9,7 @@ from llama_index.core.schema import NodeWithScore, QueryBundle
 
 from ragorder.adapters.llama_index.nodes import node_reorder, put_in_order
 from ragorder.adapters.reorder import Key, ScopeOf, Tokens
-from ragorder.orders import Orders
+from ragorder.orderer_like import OrdererLike
 
 __all__ = ["CacheOrderRetriever"]
 
@@ -24,7 +24,7 @@ class CacheOrderRetriever(BaseRetriever):
     def __init__(
         self,
         retriever: BaseRetriever,
-        orderer: Orders,
+        orderer: OrdererLike,
         *,
         key: Key | None = None,
         tokens: Tokens | None = None,
