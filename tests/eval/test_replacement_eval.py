@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("numpy")
 
-from ragorder.cli.eval import eval as eval_command
+from ragorder.eval.cli.eval import eval as eval_command
 from ragorder.eval.harness import Suite, SuiteError, choose_suites, load_suites
 from ragorder.eval.harness.suite import read_suite
 from ragorder.eval.replacement import (
