@@ -23,10 +23,10 @@ from ragorder.adapters.proxy.scope import scope_of
 from ragorder.adapters.proxy.settling import Ordered
 from ragorder.adapters.proxy.template import DocumentTemplate
 from ragorder.document import Document
-from ragorder.kept import Kept
+from ragorder.lru_cache import LRUCache
+from ragorder.orderer_like import OrdererLike
 from ragorder.ordering import Ordering
-from ragorder.orders import Orders
-from ragorder.pipelining.reordering import Lengths as CachedLengths
+from ragorder.pipelining.reordering import CachedLengths
 from ragorder.prompt import PromptBuilder
 
 __all__ = ["BodyOrderer", "ReadBody", "Route"]
@@ -66,7 +66,7 @@ class BodyOrderer:
 
     def __init__(
         self,
-        orderer: Orders,
+        orderer: OrdererLike,
         builder: PromptBuilder,
         lengths: Lengths,
         template: DocumentTemplate | None,
@@ -84,7 +84,7 @@ class BodyOrderer:
         self._passed = Passed(on_passed, orderer.degrade, template=template is not None)
         self._ids = Ids(orderer.degrade)
         self._answer_length = AnswerLength()
-        self._fronts: Kept[int] = Kept(_REMEMBERED)
+        self._fronts: LRUCache[int] = LRUCache(_REMEMBERED)
 
     def request(self) -> Ordered:
         """A request that is on its way."""
