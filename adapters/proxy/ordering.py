@@ -26,7 +26,7 @@ from ragorder.document import Document
 from ragorder.lru_cache import LRUCache
 from ragorder.orderer_like import OrdererLike
 from ragorder.ordering import Ordering
-from ragorder.pipelining.reordering import Lengths as CachedLengths
+from ragorder.pipelining.reordering import CachedLengths
 from ragorder.prompt import PromptBuilder
 
 __all__ = ["BodyOrderer", "ReadBody", "Route"]
