@@ -8,9 +8,9 @@ from contextlib import aclosing
 from typing import Any
 
 from ragorder import Document, Ordering, PromptBuilder
-from ragorder.adapters.openai.prompts import PromptForm, PromptRequest, Question, checked_form, settle
-from ragorder.orders import Orders
-from ragorder.pipelining import Chunk, Engine, Usage
+from ragorder.adapters.openai.prompts import PromptForm, PromptRequest, Question, checked_form, finish
+from ragorder.orderer_like import OrdererLike
+from ragorder.pipelining import AnswerChunk, StreamingEngine, Usage
 
 __all__ = ["SystemPrefix", "WatchedEngine"]
 
@@ -23,7 +23,7 @@ _MAX_SCOPES = 4096
 class WatchedEngine:
     """An engine, with an eye on what becomes of its requests, `running` of which have not ended."""
 
-    def __init__(self, engine: Engine[PromptRequest]) -> None:
+    def __init__(self, engine: StreamingEngine[PromptRequest]) -> None:
         self.running = 0
         self._engine = engine
         self._answered: set[Hashable] | None = None
@@ -33,7 +33,7 @@ class WatchedEngine:
         started anew, and hold nothing."""
         return self._answered is None or scope in self._answered
 
-    async def stream(self, request: PromptRequest, /) -> AsyncGenerator[Chunk, None]:
+    async def stream(self, request: PromptRequest, /) -> AsyncGenerator[AnswerChunk, None]:
         """The engine's stream."""
         self.running += 1
         began = False
@@ -64,13 +64,17 @@ class SystemPrefix:
     the engine's KV events if it follows them; after a failure of the engine nobody does until it has answered.
 
     A prefill is a request of one token, and an ordering without documents: other requests count on it at once. Whatever
-    becomes of it, the ordering is settled. Give `engine` to the pipeline, so that failures there are noticed here.
+    becomes of it, the ordering is finished. Give `engine` to the pipeline, so that failures there are noticed here.
 
     Raises ValueError for `prompts` that cannot be.
     """
 
     def __init__(
-        self, orderer: Orders, builder: PromptBuilder, engine: Engine[PromptRequest], prompts: PromptForm = "messages"
+        self,
+        orderer: OrdererLike,
+        builder: PromptBuilder,
+        engine: StreamingEngine[PromptRequest],
+        prompts: PromptForm = "messages",
     ) -> None:
         self.engine = engine if isinstance(engine, WatchedEngine) else WatchedEngine(engine)
         self._orderer = orderer
@@ -100,7 +104,7 @@ class SystemPrefix:
                     usage = chunk.usage or usage
         finally:
             if began:
-                settle(ordering, usage, ordered_s)
+                finish(ordering, usage, ordered_s)
             else:
                 ordering.discard()
 

@@ -25,7 +25,7 @@ from ragorder.adapters.proxy.template import DocumentTemplate, TemplateError
 from ragorder.adapters.proxy.turns import Turns
 from ragorder.adapters.proxy.upstream import Timeouts, Upstream
 from ragorder.adapters.proxy.workers import Workers
-from ragorder.orders import Orders
+from ragorder.orderer_like import OrdererLike
 from ragorder.prompt import PromptBuilder
 
 __all__ = ["BODIES_LIMIT", "BODY_LIMIT", "PROBES", "make_app"]
@@ -39,7 +39,7 @@ PROBES = frozenset({_HEALTH, _READY})
 
 
 def make_app(
-    orderer: Orders,
+    orderer: OrdererLike,
     *,
     upstream: str,
     builder: PromptBuilder | None = None,

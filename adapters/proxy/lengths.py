@@ -11,7 +11,7 @@ from msgspec import Raw, Struct
 from ragorder.adapters.proxy.body import MAX_MESSAGES, Behind, Body, Front
 from ragorder.adapters.proxy.reading import TooManyError, decode, decode_items
 from ragorder.document import Document, estimate_tokens
-from ragorder.kept import Kept
+from ragorder.lru_cache import LRUCache
 from ragorder.pieces import pieces
 from ragorder.prompt import PromptBuilder
 
@@ -45,7 +45,7 @@ class Lengths:
         self.exact = tokenizer is not None
         self._builder = builder
         self._tokenizer = tokenizer
-        self._kept: Kept[int] = Kept(_REMEMBERED)
+        self._kept: LRUCache[int] = LRUCache(_REMEMBERED)
 
     def tagged(self, document: Document, salt: str | None) -> int:
         """A tagged document in the prompt."""

@@ -7,7 +7,7 @@ from contextlib import suppress
 from hashlib import blake2b
 from typing import Literal
 
-from ragorder.kept import Kept
+from ragorder.lru_cache import LRUCache
 
 __all__ = ["Ids", "Passed", "Reason"]
 
@@ -69,7 +69,7 @@ class Ids:
 
     def __init__(self, warn: Callable[[str], None]) -> None:
         self._warn = warn
-        self._known: Kept[bytes] = Kept(_REMEMBERED)
+        self._known: LRUCache[bytes] = LRUCache(_REMEMBERED)
         self._again = 0
         self._renamed = 0
         self._watching = True

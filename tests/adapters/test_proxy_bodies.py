@@ -24,7 +24,7 @@ from ragorder.adapters.proxy.body import MAX_MESSAGES
 from ragorder.adapters.proxy.lengths import Lengths
 from ragorder.adapters.proxy.ordering import BodyOrderer, Route
 from ragorder.adapters.proxy.reading import TooManyError, decode_items
-from ragorder.kept import Kept
+from ragorder.lru_cache import LRUCache
 
 TEMPLATE = '<document id="{id}">\n{text}\n</document>'
 MIB = 1 << 20
@@ -322,7 +322,7 @@ class TestWhatIsKept:
 
 class TestKept:
     def test_the_least_recently_used_goes_first(self) -> None:
-        kept: Kept[int] = Kept(2)
+        kept: LRUCache[int] = LRUCache(2)
         kept.put("a", 1)
         kept.put("b", 2)
         assert kept.get("a") == 1
@@ -330,33 +330,33 @@ class TestKept:
         assert [kept.get(key) for key in "abc"] == [1, None, 3]
 
     def test_bytes_are_bounded(self) -> None:
-        kept: Kept[int] = Kept(100, 10)
+        kept: LRUCache[int] = LRUCache(100, 10)
         for number in range(5):
             kept.put(number, number, 4)
             assert kept.used <= 10
         assert [kept.get(number) for number in range(5)] == [None, None, None, 3, 4]
 
     def test_what_is_larger_than_all_is_not_kept(self) -> None:
-        kept: Kept[int] = Kept(100, 10)
+        kept: LRUCache[int] = LRUCache(100, 10)
         kept.put("a", 1, 4)
         kept.put("b", 2, 11)
         assert (kept.get("a"), kept.get("b"), kept.used) == (1, None, 4)
 
     def test_a_value_that_is_put_again_counts_once(self) -> None:
-        kept: Kept[int] = Kept(100, 10)
+        kept: LRUCache[int] = LRUCache(100, 10)
         for value in range(5):
             kept.put("a", value, 8)
         assert (kept.get("a"), kept.used, len(kept)) == (4, 8, 1)
 
     def test_of_no_size_it_keeps_nothing(self) -> None:
-        kept: Kept[int] = Kept(0)
+        kept: LRUCache[int] = LRUCache(0)
         kept.put("a", 1)
         assert (kept.get("a"), len(kept)) == (None, 0)
 
     @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
     @pytest.mark.filterwarnings("ignore::DeprecationWarning")
     def test_l2_a_child_does_not_wait_for_a_thread_of_its_parent(self) -> None:
-        kept: Kept[int] = Kept(2)
+        kept: LRUCache[int] = LRUCache(2)
         kept.put("a", 1)
         with kept._lock:
             child = os.fork()

@@ -446,18 +446,18 @@ class TestWorkers:
                 begun.set()
                 release.wait(30)
                 ordering = super().order(*arguments, **options)
-                ordering.add_done_callback(settled.append)
+                ordering.add_done_callback(finished.append)
                 return ordering
 
-        settled: list[Any] = []
+        finished: list[Any] = []
         body = tagged("abc")
         connection = site.start(orderer=Slow(block_size=16)).connect(head(CHAT, len(body)) + body)
         assert begun.wait(30)
         connection.close()
         assert eventually(lambda: site.room.taken == 0), "the request waits for the thread"
         release.set()
-        assert eventually(lambda: len(settled) == 1)
-        assert not settled[0].served
+        assert eventually(lambda: len(finished) == 1)
+        assert not finished[0].served
 
     def test_m1_the_process_ends_while_a_body_is_worked_on(self) -> None:
         code = (

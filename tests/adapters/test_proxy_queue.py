@@ -104,18 +104,18 @@ class Exchange:
 
 
 class CountingOrderer(Orderer):
-    """Keeps the orderings that are not settled."""
+    """Keeps the orderings that are not finished."""
 
     def __init__(self) -> None:
         super().__init__(block_size=16, strict=True)
-        self.unsettled: list[Ordering[Any]] = []
+        self.unfinished: list[Ordering[Any]] = []
         self.waiting: list[int] = []
 
     def order(self, documents: Any, **options: Any) -> Ordering[Any]:
         ordering = super().order(documents, **options)
         self.waiting.append(len(options["waiting"]))
-        self.unsettled.append(ordering)
-        ordering.add_done_callback(lambda _: self.unsettled.remove(ordering))
+        self.unfinished.append(ordering)
+        ordering.add_done_callback(lambda _: self.unfinished.remove(ordering))
         return ordering
 
 
@@ -130,13 +130,13 @@ class Proxy:
 
     async def send(self, body: Any, path: str = CHAT, method: str = "POST") -> Exchange:
         exchange = Exchange(self.app, path, body, method)
-        await settle()
+        await let_tasks_run()
         return exchange
 
     async def end(self, *names: str) -> None:
         for name in names:
             self.far_end.ends.setdefault(name, asyncio.Event()).set()
-        await settle()
+        await let_tasks_run()
 
     @property
     def figures(self) -> dict[str, Any]:
@@ -144,7 +144,7 @@ class Proxy:
         return self.turns.as_json()
 
 
-async def settle() -> None:
+async def let_tasks_run() -> None:
     """Let everything happen that can."""
     for _ in range(60):
         await asyncio.sleep(0)
@@ -184,10 +184,10 @@ class TestWhoseTurnItIs:
         for query, names in (("nothing", "fg"), ("half", "cbda"), ("all", "ba")):
             await proxy.send(tagged(query, names))
         await proxy.send(plain("plain"))
-        assert (far_end.sent, len(orderer.unsettled)) == (["first"], 1), "those that wait are not ordered yet"
+        assert (far_end.sent, len(orderer.unfinished)) == (["first"], 1), "those that wait are not ordered yet"
         await proxy.end("first", "all", "half", "nothing", "plain")
         assert far_end.sent == ["first", "all", "half", "nothing", "plain"]
-        assert orderer.unsettled == []
+        assert orderer.unfinished == []
         assert orderer.waiting == [0, 2, 1, 0], "each is laid out for those that wait behind it"
 
     async def test_documents_that_are_found_by_the_template_count_too(
@@ -253,10 +253,10 @@ class TestHowLongATurnLasts:
         leaving = await proxy.send(tagged("leaving", "ab"))
         await proxy.send(tagged("next", "ab"))
         leaving.disconnect()
-        await settle()
+        await let_tasks_run()
         assert far_end.in_flight == ["next"]
         await proxy.end("next")
-        assert (proxy.figures["in_flight"], orderer.unsettled) == (0, [])
+        assert (proxy.figures["in_flight"], orderer.unfinished) == (0, [])
 
     async def test_or_until_the_server_fails(
         self, start: Callable[..., Proxy], far_end: FarEnd, orderer: CountingOrderer
@@ -268,7 +268,7 @@ class TestHowLongATurnLasts:
         await proxy.end("first", "last")
         assert [exchange.status for exchange in failing] == [502, 502, 502]
         assert last.status == 200
-        assert (proxy.figures["in_flight"], orderer.unsettled) == (0, [])
+        assert (proxy.figures["in_flight"], orderer.unfinished) == (0, [])
 
     async def test_a_slow_one_keeps_one_place(self, start: Callable[..., Proxy], far_end: FarEnd) -> None:
         proxy = start(2)
@@ -289,11 +289,11 @@ class TestHowLongATurnLasts:
         assert proxy.figures["waiting"] == 2
         for exchange in (waiting, other):
             exchange.disconnect()
-        await settle()
+        await let_tasks_run()
         assert (proxy.figures["waiting"], waiting.task.done(), other.task.done()) == (0, True, True)
         await proxy.end("first")
         assert far_end.sent == ["first"]
-        assert (proxy.figures["in_flight"], orderer.unsettled) == (0, [])
+        assert (proxy.figures["in_flight"], orderer.unfinished) == (0, [])
 
 
 class TestTooManyWait:
@@ -403,5 +403,5 @@ class TestARealServer:
         await asyncio.wait([exchange.task for exchange in exchanges])
         assert [exchange.status for exchange in exchanges] == [200] * 10
         assert all(json.loads(exchange.content)["usage"]["completion_tokens"] for exchange in exchanges)
-        assert orderer.unsettled == []
+        assert orderer.unfinished == []
         assert (turns.as_json()["in_flight"], turns.as_json()["waiting"]) == (0, 0)

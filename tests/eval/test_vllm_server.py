@@ -1,0 +1,147 @@
+"""Servers that are started, killed and started again: what they leave behind, and those that are forked."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.fork_server import ForkServer
+
+from ragorder.eval.engines.base import EngineError
+from ragorder.eval.own_folder import OwnFolder
+from ragorder.eval.vllm_server import Process, VLLMServer
+
+ANSWERS = """
+import http.server, sys
+from multiprocessing.shared_memory import SharedMemory
+memory = SharedMemory("ragorder-test-" + str({name}), create=True, size=4096)
+port = next(int(each.split("=")[1]) for each in sys.argv if each.startswith("--port="))
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
+"""
+
+
+def shared_memory() -> Path:
+    return Path(f"/dev/shm/ragorder-test-{os.getpid()}")  # noqa: S108
+
+
+def launch(options: Sequence[str], environment: Mapping[str, str], log: Path) -> Process:
+    """What answers as a server does, and has shared memory."""
+    command = [sys.executable, "-c", ANSWERS.format(name=os.getpid()), *options]
+    with log.open("ab") as file:
+        return subprocess.Popen(command, stdout=file, stderr=file, start_new_session=True)
+
+
+class TestWhatAServerLeaves:
+    @pytest.fixture
+    def server(self, tmp_path: Path) -> Iterator[VLLMServer]:
+        server = VLLMServer(tmp_path / "model", blocks=4, dtype="float32", launch=launch)
+        with server:
+            assert shared_memory().exists()
+            yield server
+        shared_memory().unlink(missing_ok=True)
+
+    @pytest.mark.parametrize("end", ["kill", "stop"])
+    def test_no_shared_memory(self, server: VLLMServer, end: str) -> None:
+        getattr(server, end)()
+        assert not shared_memory().exists()
+        assert not server.alive
+
+    def test_a_killed_one_starts_again_and_a_stopped_one_has_no_folder(self, server: VLLMServer) -> None:
+        folder = Path(server.events_endpoint.removeprefix("ipc://")).parent
+        first = server.pid
+        server.kill()
+        assert folder.exists()
+        server.start()
+        assert server.alive
+        assert server.pid != first
+        server.stop()
+        assert not folder.exists()
+
+
+class TestAnOwnFolder:
+    @pytest.fixture(autouse=True)
+    def temporary(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def test_is_for_its_user_alone_and_goes_when_it_is_told_to(self, tmp_path: Path) -> None:
+        folder = OwnFolder("mine-")
+        assert not folder.path.exists()
+        for _ in range(2):
+            folder.take()
+            folder.take()
+            assert folder.path.parent == tmp_path
+            assert folder.path.stat().st_mode & 0o777 == 0o700
+            folder.remove()
+            assert not folder.path.exists()
+
+    @pytest.mark.parametrize(("age_s", "goes"), [(3600, True), (0, False)])
+    def test_of_a_killed_process_goes_when_another_one_is_taken(
+        self, tmp_path: Path, python: Any, age_s: int, goes: bool
+    ) -> None:
+        script = (
+            "import os, sys, tempfile\n"
+            "from ragorder.eval.own_folder import OwnFolder\n"
+            "folder = OwnFolder('mine-')\n"
+            "folder.take()\n"
+            "print(folder.path, flush=True)\n"
+            "os.kill(os.getpid(), 9)\n"
+        )
+        abandoned = Path(python("-c", script, TMPDIR=str(tmp_path)).stdout.strip())
+        for path in abandoned.iterdir():
+            os.utime(path, (time.time() - age_s,) * 2)
+        OwnFolder("other-").take()
+        assert abandoned.exists()
+        OwnFolder("mine-").take()
+        assert abandoned.exists() != goes
+
+    def test_of_a_living_owner_stays(self) -> None:
+        owned = OwnFolder("mine-")
+        owned.take()
+        for path in owned.path.iterdir():
+            os.utime(path, (0, 0))
+        OwnFolder("mine-").take()
+        assert owned.path.exists()
+
+
+class TestForkServer:
+    def test_says_why_it_does_not_come_up(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        complaint = tmp_path / "python"
+        complaint.write_text("#!/bin/sh\necho vllm is not here >&2\nexit 1\n")
+        complaint.chmod(0o755)
+        monkeypatch.setattr(sys, "executable", str(complaint))
+        with pytest.raises(EngineError, match="could not be imported to be forked:\nvllm is not here"), ForkServer():
+            pass
+
+    @pytest.mark.vllm
+    def test_its_servers_are_real_ones_each_on_its_own(self, vllm_model: Path) -> None:
+        httpx = pytest.importorskip("httpx")
+        with ForkServer() as fork_server:
+            server = VLLMServer(vllm_model, blocks=64, launch=fork_server.launch)
+            answers, pids = [], []
+            for ending in (server.kill, server.stop):
+                server.start()
+                assert server.pid is not None
+                assert os.getsid(server.pid) == server.pid
+                pids.append(server.pid)
+                for _ in range(2):
+                    body = {"model": server.model_name, "prompt": list(range(300, 400)), "max_tokens": 3}
+                    answer = httpx.post(f"{server.base_url}/v1/completions", json=body | {"temperature": 0}, timeout=60)
+                    answers.append((answer.json()["choices"][0]["text"], answer.json()["usage"]))
+                ending()
+                assert not server.alive
+            assert pids[0] != pids[1]
+            assert len({text for text, _ in answers}) == 1
+            # What the first one had cached, the second one does not know.
+            cached = [usage["prompt_tokens_details"] for _, usage in answers]
+            assert [(details or {}).get("cached_tokens", 0) for details in cached] == [0, 96, 0, 96]
