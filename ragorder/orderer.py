@@ -148,10 +148,7 @@ class Orderer:
 
         if settings is not None and options:
             raise TypeError(f"give either settings or options, not both: {', '.join(sorted(options))}")
-        connection = connect(base_url, builder=builder, settings=settings or Settings(**options), api_key=api_key)
-        orderer = cls(connection.settings, **connection.arguments)
-        connection.attach(orderer)
-        return orderer
+        return connect(cls, base_url, builder=builder, settings=settings or Settings(**options), api_key=api_key)
 
     def __repr__(self) -> str:
         settings = self.settings

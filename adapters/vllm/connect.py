@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 from weakref import ref
 
 from ragorder.adapters.http_client import Server, ServerError
@@ -15,16 +14,11 @@ from ragorder.prompt import PromptBuilder
 from ragorder.settings import Settings
 from ragorder.trie.residency import EngineBlocks
 
-__all__ = ["VLLMConnection", "connect"]
-
-_TIMEOUT_S = 5.0
-_SYNCHRONISE_S = 5.0
-_PATIENCE_S = 30.0
-_REMEMBERED = 4
+__all__ = ["connect"]
 
 
-class ConnectedOrderer(Protocol):
-    """The part of `Orderer` that a connection uses. The class itself imports this module."""
+class _LiveOrderer(Protocol):
+    """The part of `Orderer` used here: importing the class would close a circle."""
 
     events: Any
 
@@ -34,67 +28,56 @@ class ConnectedOrderer(Protocol):
     def degrade(self, reason: str) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class VLLMConnection:
-    """Settings and further constructor arguments of an orderer for a server, and what the server lacks."""
+OrdererT = TypeVar("OrdererT", bound=_LiveOrderer)
 
-    settings: Settings
-    arguments: dict[str, Any]
-    missing: list[str]
-
-    def attach(self, orderer: ConnectedOrderer) -> None:
-        """Subscribe the orderer, made from these settings and arguments, to the server's KV events."""
-        missing = list(self.missing)
-        blocks: EngineBlocks | None = self.arguments.get("blocks")
-        if blocks is not None and self.settings.events_endpoint is not None:
-            orderer.events = KVEventSubscriber(
-                blocks,
-                self.settings.events_endpoint,
-                self.settings.replay_endpoint,
-                topic=self.settings.events_topic,
-                on_pause=_degrade_in_silence(orderer),
-            )
-            if self.settings.replay_endpoint is None:
-                missing.append("no replay_endpoint: KV events that are lost stay lost")
-            elif not orderer.events.wait_until_synchronised(_SYNCHRONISE_S):
-                missing.append(
-                    "no answer from replay_endpoint yet: an LRU mirror stands in for it; ask ragorder doctor"
-                )
-        for reason in missing:
-            orderer.degrade(reason)
+_TIMEOUT_S = 5.0
+_SYNCHRONISE_S = 5.0
+_PATIENCE_S = 30.0
+_REMEMBERED = 4
 
 
 def connect(
-    base_url: str, *, builder: PromptBuilder | None, settings: Settings, api_key: str | None = None
-) -> VLLMConnection:
-    """Read the server's cache configuration. Raises what `Orderer.for_vllm` does."""
+    orderer_class: Callable[..., OrdererT],
+    base_url: str,
+    *,
+    builder: PromptBuilder | None,
+    settings: Settings,
+    api_key: str | None = None,
+) -> OrdererT:
+    """`Orderer.for_vllm`."""
     if settings.events_endpoint is not None and not (builder is not None and builder.prefix_ids):
         raise ValueError(
             "events_endpoint needs builder=PromptBuilder(tokenizer=…) with the served model's tokenizer: KV events "
-            "tell of tokens, by which the orderer finds its documents"
+            "carry tokens, by which the orderer finds its documents"
         )
     settings, missing = _read_settings(base_url, settings, api_key)
-    arguments: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     if builder is not None:
-        arguments["tokens"] = builder.document_tokens
+        options["tokens"] = builder.document_tokens
         if "prefix_tokens" not in settings.model_fields_set:
             settings = settings.model_copy(update={"prefix_tokens": builder.prefix_tokens})
-    if builder is not None and settings.events_endpoint is not None:
-        capacity = settings.capacity_tokens or 0
-        blocks = EngineBlocks(settings.block_size, max(1 << 16, _REMEMBERED * capacity // settings.block_size))
-        arguments |= {"token_ids": builder.document_ids, "prefix_ids": builder.prefix_ids, "blocks": blocks}
-    return VLLMConnection(settings, arguments, missing)
+    if builder is None or settings.events_endpoint is None:
+        orderer = orderer_class(settings, **options)
+    else:
+        orderer = _following_events(orderer_class, settings, builder, settings.events_endpoint, options)
+        if settings.replay_endpoint is None:
+            missing.append("no replay_endpoint: KV events that are lost stay lost")
+        elif not orderer.events.wait_until_synchronised(_SYNCHRONISE_S):
+            missing.append("no answer from replay_endpoint yet: an LRU mirror stands in for it; ask ragorder doctor")
+    for reason in missing:
+        orderer.degrade(reason)
+    return orderer
 
 
 def _read_settings(base_url: str, settings: Settings, api_key: str | None) -> tuple[Settings, list[str]]:
-    """The settings, completed from the server's cache configuration, and what the server lacks. Raises ServerError if
-    there is no server."""
+    """The settings completed from the server's metrics, and reasons why not all are. Raises ServerError without a
+    server."""
     missing = []
     with Server(base_url, timeout_s=_TIMEOUT_S, api_key=api_key) as server:
         try:
             server.get("/health")
         except ServerError as error:
-            # Any HTTP answer shows a server.
+            # Any HTTP answer will do.
             if error.status is None:
                 raise
         try:
@@ -112,21 +95,42 @@ def _read_settings(base_url: str, settings: Settings, api_key: str | None) -> tu
     return settings, missing
 
 
-def _degrade_in_silence(orderer: ConnectedOrderer) -> Callable[[KVEventSubscriber], None]:
-    """Degrades the orderer if the server sends no event for `_PATIENCE_S` while the orderer is in use."""
-    # The subscriber's thread must not keep an unused orderer alive.
-    weak = ref(orderer)
-    last_s = time.monotonic()
+def _following_events(
+    orderer_class: Callable[..., OrdererT],
+    settings: Settings,
+    builder: PromptBuilder,
+    endpoint: str,
+    options: dict[str, Any],
+) -> OrdererT:
+    capacity = settings.capacity_tokens or 0
+    blocks = EngineBlocks(settings.block_size, max(1 << 16, _REMEMBERED * capacity // settings.block_size))
+    options |= {"token_ids": builder.document_ids, "prefix_ids": builder.prefix_ids, "blocks": blocks}
+    orderer = orderer_class(settings, **options)
+    orderer.events = KVEventSubscriber(
+        blocks,
+        endpoint,
+        settings.replay_endpoint,
+        topic=settings.events_topic,
+        on_pause=_degrade_on_silence(orderer),
+    )
+    return orderer
 
-    def check(events: KVEventSubscriber) -> None:
-        nonlocal last_s
-        now, known = time.monotonic(), weak()
-        if known is None or (events.counters.batches and events.synchronised) or not known.tree_size:
-            last_s = now
-        elif now - last_s > _PATIENCE_S:
-            known.degrade(
+
+def _degrade_on_silence(orderer: _LiveOrderer) -> Callable[[KVEventSubscriber], None]:
+    """Degrades the orderer after a long silence, since its first use or since the last event."""
+    # The subscriber's thread must not keep a dropped orderer alive.
+    reference = ref(orderer)
+    last_event = time.monotonic()
+
+    def look(events: KVEventSubscriber) -> None:
+        nonlocal last_event
+        now, alive = time.monotonic(), reference()
+        if alive is None or (events.counters.batches and events.synchronised) or not alive.tree_size:
+            last_event = now
+        elif now - last_event > _PATIENCE_S:
+            alive.degrade(
                 "no KV events: the server has told nothing of what it computes; compare events_endpoint, "
                 "replay_endpoint and events_topic with its --kv-events-config, or ask ragorder doctor"
             )
 
-    return check
+    return look
