@@ -11,22 +11,22 @@ from typing import Literal
 
 import msgspec
 
-from ragorder.adapters.answer_length import AnswerLength
 from ragorder.adapters.http_server.errors import ProxyError
 from ragorder.adapters.openai.request import checked_salt
 from ragorder.adapters.proxy.body import BOUNDARY, Body, ChatBody, CompletionBody, Fields, Front
-from ragorder.adapters.proxy.facts import add_facts
 from ragorder.adapters.proxy.lengths import Lengths
 from ragorder.adapters.proxy.noticing import Ids, Passed, Reason
 from ragorder.adapters.proxy.schema import FIELD, MAX_DOCUMENTS, read_tagged
 from ragorder.adapters.proxy.scope import scope_of
 from ragorder.adapters.proxy.settling import Ordered
 from ragorder.adapters.proxy.template import DocumentTemplate
+from ragorder.adapters.request_facts import add_facts
+from ragorder.adapters.usage import AnswerLength
 from ragorder.document import Document
 from ragorder.lru_cache import LRUCache
 from ragorder.orderer_like import OrdererLike
 from ragorder.ordering import Ordering
-from ragorder.pipelining.reordering import Lengths as CachedLengths
+from ragorder.pipelining.reordering import CachedLengths
 from ragorder.prompt import PromptBuilder
 
 __all__ = ["BodyOrderer", "ReadBody", "Route"]

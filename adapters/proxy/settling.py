@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ragorder.adapters.answer_length import AnswerLength
 from ragorder.adapters.http_server.headers import Headers
 from ragorder.adapters.proxy.usage import AnswerReader, reader_for
+from ragorder.adapters.usage import AnswerLength
 from ragorder.document import Document
 from ragorder.ordering import Ordering
 

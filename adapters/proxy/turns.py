@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ragorder.adapters.http_server.errors import ProxyError
 from ragorder.adapters.proxy.ordering import ReadBody
-from ragorder.pipelining.reordering import CacheAwareQueue, Lengths, QueueFullError, ReorderingGate
+from ragorder.pipelining.reordering import CacheAwareQueue, CachedLengths, ConcurrencyLimiter, QueueFullError
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -41,7 +41,7 @@ class Turns:
         registry: CollectorRegistry | None = None,
     ) -> None:
         queue: CacheAwareQueue[ReadBody | None] = CacheAwareQueue(reorder_window)
-        self._gate = ReorderingGate(max_in_flight, queue, max_waiting=max_waiting)
+        self._gate = ConcurrencyLimiter(max_in_flight, queue, max_waiting=max_waiting)
         self._max_waiting = max_waiting
         self._turned_away = 0
         self._begun = 0
@@ -56,12 +56,14 @@ class Turns:
             registry.register(self)
 
     @asynccontextmanager
-    async def take(self, read: ReadBody | None, lengths: Callable[[], Lengths] | None) -> AsyncIterator[list[ReadBody]]:
+    async def take(
+        self, read: ReadBody | None, lengths: Callable[[], CachedLengths] | None
+    ) -> AsyncIterator[list[ReadBody]]:
         """Wait for a turn, and hold it until the block ends; gives those that will probably be next. Raises ProxyError
         if too many wait already."""
         start = time.perf_counter()
         try:
-            async with self._gate.turn(read, lengths):
+            async with self._gate.slot(read, lengths):
                 wait_s = time.perf_counter() - start
                 self._begun += 1
                 self._waited_s += wait_s
