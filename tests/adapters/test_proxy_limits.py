@@ -358,6 +358,7 @@ class TestConnections:
         idle[2].sendall(head("/v1/models", method="GET")[4:])
         assert answered(idle[2])
 
+    @pytest.mark.slow
     def test_m3_one_with_a_request_is_never_closed_for_another(self, site: Site) -> None:
         served = site.start(connections=2)
         busy = [served.connect(head("/v1/held", 2) + b"{}") for _ in range(2)]
