@@ -12,12 +12,11 @@ from ragorder.adapters.proxy.body import MAX_MESSAGES, Behind, Body, Front
 from ragorder.adapters.proxy.reading import TooManyError, decode, decode_items
 from ragorder.document import Document, estimate_tokens
 from ragorder.lru_cache import LRUCache
-from ragorder.pieces import pieces
 from ragorder.prompt import PromptBuilder
+from ragorder.tokens import PLACEHOLDER, split_text
 
 __all__ = ["Lengths"]
 
-_SLOT = "@@ragorder-documents@@"
 _REMEMBERED = 16384
 _NULL = Raw(b"null")
 # What a chat template puts around a message is not known: at least two characters for each of its texts.
@@ -94,11 +93,11 @@ class Lengths:
         """What the chat template makes of it."""
         messages = [message for raw in front.messages if (message := decode(raw, dict[str, Any])) is not None]
         tools = decode(body.fields["tools"], list[Any]) if "tools" in body.fields else None
-        turn = {"role": front.role, "content": front.text + _SLOT}
+        turn = {"role": front.role, "content": front.text + PLACEHOLDER}
         rendered = self._tokenizer.apply_chat_template(
             [*messages, turn], tools=tools, tokenize=False, add_generation_prompt=True
         )
-        before, slot, _ = rendered.rpartition(_SLOT)
+        before, slot, _ = rendered.rpartition(PLACEHOLDER)
         if not slot:
             raise ValueError("the chat template does not show the message")
         return self._encode(before)
@@ -114,7 +113,7 @@ class Lengths:
 
     def _encode(self, text: str) -> int:
         encode = self._tokenizer.encode
-        return sum(len(encode(piece, add_special_tokens=False, verbose=False)) for piece in pieces(text))
+        return sum(len(encode(piece, add_special_tokens=False, verbose=False)) for piece in split_text(text))
 
 
 def _characters(raw: Raw, around: int = _AROUND) -> int:

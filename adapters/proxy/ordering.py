@@ -24,7 +24,7 @@ from ragorder.adapters.request_facts import add_facts
 from ragorder.adapters.usage import AnswerLength
 from ragorder.document import Document
 from ragorder.lru_cache import LRUCache
-from ragorder.orderer_like import OrdererLike
+from ragorder.orderer import OrdererLike
 from ragorder.ordering import Ordering
 from ragorder.pipelining.reordering import CachedLengths
 from ragorder.prompt import PromptBuilder
