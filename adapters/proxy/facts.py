@@ -7,8 +7,7 @@ from typing import Any
 
 import msgspec
 
-from ragorder.adapters.proxy.body import Fields
-from ragorder.adapters.proxy.reading import decode
+from ragorder.adapters.proxy.body import Fields, decode
 from ragorder.adapters.request_facts import FACTS, FIELD, request_facts
 
 __all__ = ["add_facts"]

@@ -18,12 +18,12 @@ from ragorder import Document, Orderer, PromptBuilder
 
 pytest.importorskip("starlette")
 
-from ragorder.adapters.http_server.errors import ProxyError
+from ragorder.adapters.http_server.errors import HTTPError
 from ragorder.adapters.proxy import DocumentTemplate
 from ragorder.adapters.proxy.body import MAX_MESSAGES
-from ragorder.adapters.proxy.lengths import Lengths
+from ragorder.adapters.proxy.token_counter import TokenCounter
 from ragorder.adapters.proxy.ordering import BodyOrderer, Route
-from ragorder.adapters.proxy.reading import TooManyError, decode_items
+from ragorder.adapters.proxy.body import TooManyError, decode_items
 from ragorder.kept import Kept
 
 TEMPLATE = '<document id="{id}">\n{text}\n</document>'
@@ -33,7 +33,7 @@ MIB = 1 << 20
 def make(template: str | None = TEMPLATE, tokenizer: Any = None, **options: Any) -> BodyOrderer:
     builder = PromptBuilder("", tokenizer=tokenizer)
     found = None if template is None else DocumentTemplate(template)
-    return BodyOrderer(Orderer(strict=True), builder, Lengths(builder, tokenizer), found, **options)
+    return BodyOrderer(Orderer(strict=True), builder, TokenCounter(builder, tokenizer), found, **options)
 
 
 def ordered(bodies: BodyOrderer, content: bytes, route: Route = "chat") -> bytes:
@@ -43,7 +43,7 @@ def ordered(bodies: BodyOrderer, content: bytes, route: Route = "chat") -> bytes
 
 
 def refused(bodies: BodyOrderer, content: bytes, route: Route = "chat") -> dict[str, Any]:
-    with pytest.raises(ProxyError) as caught:
+    with pytest.raises(HTTPError) as caught:
         ordered(bodies, content, route)
     error: dict[str, Any] = caught.value.content["error"]
     return {"status": caught.value.status, **error}
@@ -86,12 +86,12 @@ class TestManyMessages:
 
         made = []
 
-        class Front(body.Front):
+        class PromptPrefix(body.PromptPrefix):
             def __new__(cls, *fields: Any) -> Any:
                 made.append(fields)
                 return super().__new__(cls, *fields)
 
-        monkeypatch.setattr(body, "Front", Front)
+        monkeypatch.setattr(body, "PromptPrefix", PromptPrefix)
         documents = json.dumps({"role": "user", "content": document(1) + document(2)})
         ordered(make(), f'{{"messages":[{",".join([MESSAGE] * 500)},{documents},{documents}]}}'.encode())
         assert len(made) == 1
@@ -262,7 +262,7 @@ class TestWhatIsKept:
         ordered(bodies, getattr(self, kind)(self.text(7), "t"))
         tokenizer.encoded.clear()
         assert "secret" not in held_by(bodies)
-        bodies._fronts.put("secret", 1)
+        bodies._prefixes.put("secret", 1)
         assert "secret" in held_by(bodies)
 
     @pytest.mark.parametrize("kind", ["tagged", "written"])
@@ -307,7 +307,7 @@ class TestWhatIsKept:
         assert len(builder._kept) < 40
         assert "word word" not in held_by(builder._kept)
 
-    def test_m4_lengths_of_fronts_are_bounded(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_m4_lengths_of_prefixes_are_bounded(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from ragorder.adapters.proxy import ordering
 
         monkeypatch.setattr(ordering, "_REMEMBERED", 10)
@@ -316,8 +316,8 @@ class TestWhatIsKept:
             front = {"role": "system", "content": f"secret {number}"}
             body = {"messages": [front], "ragorder": {"documents": [], "query": ""}}
             ordered(bodies, json.dumps(body).encode())
-        assert len(bodies._fronts) == 10
-        assert "secret" not in held_by(bodies._fronts)
+        assert len(bodies._prefixes) == 10
+        assert "secret" not in held_by(bodies._prefixes)
 
 
 class TestKept:
@@ -395,7 +395,7 @@ def test_h2_a_mebibyte_takes_a_second_and_64_mb_at_most(name: str) -> None:
     def work() -> None:
         try:
             ordered(bodies, body)
-        except ProxyError as error:
+        except HTTPError as error:
             assert error.status == 400
 
     start = time.process_time()

@@ -20,8 +20,8 @@ import httpx
 
 from ragorder.adapters.proxy import DocumentTemplate, TemplateError, make_app
 from ragorder.adapters.proxy.body import BOUNDARY
-from ragorder.adapters.proxy.lengths import Lengths
-from ragorder.adapters.proxy.ordering import BodyOrderer, ReadBody
+from ragorder.adapters.proxy.token_counter import TokenCounter
+from ragorder.adapters.proxy.ordering import BodyOrderer, ParsedBody
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 TEMPLATE = '<document id="{id}">\n{text}\n</document>'
@@ -69,10 +69,10 @@ class Bodies(BodyOrderer):
         self.told: list[str] = []
         builder = builder or PromptBuilder("", tokenizer=tokenizer)
         found = None if template is None else DocumentTemplate(template)
-        lengths = Lengths(builder, tokenizer)
+        lengths = TokenCounter(builder, tokenizer)
         super().__init__(self.orderer, builder, lengths, found, on_passed=self.told.append, **options)
 
-    def found(self, body: dict[str, Any], route: Any = "chat") -> ReadBody:
+    def found(self, body: dict[str, Any], route: Any = "chat") -> ParsedBody:
         read = self.read(route, json.dumps(body).encode())
         assert read is not None
         return read
@@ -95,7 +95,7 @@ class TestBehindTheDocuments:
     DOCUMENTS = user(written("ab") + "\nWhich?")
 
     def behind(self, *messages: Any, tokenizer: Any = None, **fields: Any) -> int:
-        return Bodies(tokenizer=tokenizer).found({"messages": list(messages), **fields}).behind_tokens
+        return Bodies(tokenizer=tokenizer).found({"messages": list(messages), **fields}).suffix_tokens
 
     def test_d1_later_messages_count(self) -> None:
         alone = self.behind(self.DOCUMENTS)
@@ -273,7 +273,7 @@ class TestWithoutDocuments:
         builder = PromptBuilder("")
         broken: dict[str, Callable[[str], None]] = {}
         bodies = BodyOrderer(
-            Orderer(), builder, Lengths(builder), None, on_passed=lambda reason: broken[reason](reason)
+            Orderer(), builder, TokenCounter(builder), None, on_passed=lambda reason: broken[reason](reason)
         )
         assert bodies.read("chat", b"{}") is None
 

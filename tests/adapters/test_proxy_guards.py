@@ -28,9 +28,9 @@ from click.testing import CliRunner
 
 from ragorder.adapters.http_client import AddressError, Server, ServerError
 from ragorder.adapters.proxy import make_app
-from ragorder.adapters.proxy.hosts import THIS_MACHINE
-from ragorder.adapters.proxy.ready import Ready
-from ragorder.cli.listening import listen, server_config
+from ragorder.adapters.proxy.access import THIS_MACHINE
+from ragorder.adapters.proxy.app import _Readiness
+from ragorder.adapters.http_server.server import listen, server_config
 from ragorder.cli.serve import serve as serve_command
 
 CHAT = "/v1/chat/completions"
@@ -280,7 +280,7 @@ class TestReadiness:
     def test_one_that_is_silent_is_not(
         self, start: Callable[..., httpx.Client], server: RawServer, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setitem(Ready._answers.__globals__, "_WAIT_S", 0.2)
+        monkeypatch.setitem(_Readiness._answers.__globals__, "_READY_WAIT_S", 0.2)
         server.delay_s = 5
         assert start().get("/ragorder/ready").status_code == 503
 

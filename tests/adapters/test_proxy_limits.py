@@ -27,15 +27,15 @@ pytest.importorskip("msgspec")
 import httpx
 import uvicorn
 
-from ragorder.adapters.http_server.errors import ProxyError
-from ragorder.adapters.http_server.request_body import Incoming
-from ragorder.adapters.http_server.room import Room
-from ragorder.adapters.proxy import Timeouts, Turns, make_app
-from ragorder.adapters.proxy.lengths import Lengths
+from ragorder.adapters.http_server.errors import HTTPError
+from ragorder.adapters.http_server.request_body import RequestBody
+from ragorder.adapters.http_server.memory import MemoryBudget
+from ragorder.adapters.proxy import Timeouts, AdmissionQueue, make_app
+from ragorder.adapters.proxy.token_counter import TokenCounter
 from ragorder.adapters.proxy.ordering import BodyOrderer
 from ragorder.adapters.proxy.workers import Workers
-from ragorder.cli.connection import HEAD_LIMIT, TimedConnection
-from ragorder.cli.listening import listen, server_config
+from ragorder.adapters.http_server.connection import HEAD_LIMIT, TimedConnection
+from ragorder.adapters.http_server.server import listen, server_config
 
 CHAT = "/v1/chat/completions"
 ANSWER = json.dumps({"choices": [{"message": {"content": "yes"}}]}).encode()
@@ -254,10 +254,10 @@ class TestBodies:
             return {"type": "http.request", "body": piece, "more_body": next(count) < 7}
 
         piece, count = b"x" * (1 << 18), iter(range(8))
-        assert len(await Incoming([], receive, 1 << 30, patience_s=1.5).read()) == 8 << 18
+        assert len(await RequestBody([], receive, 1 << 30, client_s=1.5).read()) == 8 << 18
         piece, count = b"x", iter(range(8))
-        with pytest.raises(ProxyError, match="256 KiB may take"):
-            await Incoming([], receive, 1 << 30, patience_s=1.5).read()
+        with pytest.raises(HTTPError, match="256 KiB may take"):
+            await RequestBody([], receive, 1 << 30, client_s=1.5).read()
 
     def test_m3_the_rest_of_one_that_was_answered_is_waited_for_so_long(self, site: Site) -> None:
         served = site.start(client_s=0.3, api_key="k")
@@ -299,7 +299,7 @@ class TestBodies:
         assert hears(connection, b"ended")
 
     def test_m3_what_waits_for_its_turn_counts_with_its_documents(self, site: Site) -> None:
-        served = site.start(turns=Turns(1))
+        served = site.start(admission=AdmissionQueue(1))
         holder = served.connect(head("/v1/held", 2) + b"{}")
         assert hears(holder, b"begun")
         wide = json.dumps({"ragorder": {"documents": [{"id": "a", "text": "\u20ac" * 1000}], "query": "q"}})
@@ -326,7 +326,7 @@ class TestBodies:
 
 class TestAnswers:
     def test_m3_a_client_that_does_not_read_gives_its_turn_back(self, site: Site) -> None:
-        served = site.start(client_s=0.5, turns=Turns(2))
+        served = site.start(client_s=0.5, admission=AdmissionQueue(2))
         unread = [served.connect(head("/v1/endless", 2) + b"{}", small=True) for _ in range(2)]
         assert answered(served.connect(head(CHAT, 2) + b"{}"))
         assert site.far_end.left >= 1
@@ -425,11 +425,11 @@ class TestWorkers:
             read = bodies.read("chat", json.dumps(body).encode())
             assert read is not None
             assert read.error is None
-            return read.prefix_tokens, read.behind_tokens, [document.tokens for document in read.documents]
+            return read.prefix_tokens, read.suffix_tokens, [document.tokens for document in read.documents]
 
         def make() -> BodyOrderer:
             builder = PromptBuilder("", tokenizer=tokenizer)
-            return BodyOrderer(Orderer(block_size=16), builder, Lengths(builder, tokenizer), None)
+            return BodyOrderer(Orderer(block_size=16), builder, TokenCounter(builder, tokenizer), None)
 
         tokenizer = next(iter(tokenizers.values()))
         bodies = make()

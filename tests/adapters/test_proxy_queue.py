@@ -21,7 +21,7 @@ from prometheus_client import CollectorRegistry
 
 from ragorder.adapters.observing.observed import ObservedOrderer
 from ragorder.adapters.observing.prometheus import Metrics
-from ragorder.adapters.proxy import DocumentTemplate, Turns, make_app
+from ragorder.adapters.proxy import DocumentTemplate, AdmissionQueue, make_app
 from ragorder.adapters.proxy.pages import stats_routes
 from ragorder.cli.serve import serve as serve_command
 
@@ -122,11 +122,11 @@ class CountingOrderer(Orderer):
 class Proxy:
     """The application, with the far end behind it."""
 
-    def __init__(self, far_end: FarEnd, turns: Turns | None, orderer: Any, **options: Any) -> None:
+    def __init__(self, far_end: FarEnd, admission: AdmissionQueue | None, orderer: Any, **options: Any) -> None:
         self.far_end = far_end
-        self.turns = turns
+        self.admission = turns
         options["make_transport"] = lambda: httpx.MockTransport(far_end)
-        self.app = make_app(orderer, upstream="http://far.end", turns=turns, **options)
+        self.app = make_app(orderer, upstream="http://far.end", admission=admission, **options)
 
     async def send(self, body: Any, path: str = CHAT, method: str = "POST") -> Exchange:
         exchange = Exchange(self.app, path, body, method)
@@ -163,7 +163,7 @@ def orderer() -> CountingOrderer:
 @pytest.fixture
 def start(far_end: FarEnd, orderer: CountingOrderer) -> Callable[..., Proxy]:
     def start(max_in_flight: int = 1, options: dict[str, Any] | None = None, **limits: int) -> Proxy:
-        return Proxy(far_end, Turns(max_in_flight, **limits), orderer, **options or {})
+        return Proxy(far_end, AdmissionQueue(max_in_flight, **limits), orderer, **options or {})
 
     return start
 
@@ -325,7 +325,7 @@ class TestTooManyWait:
 class TestWhatIsShown:
     async def test_metrics_and_stats(self, far_end: FarEnd) -> None:
         metrics = Metrics(CollectorRegistry())
-        turns = Turns(1, max_waiting=1, registry=metrics.registry)
+        admission = AdmissionQueue(1, max_waiting=1, registry=metrics.registry)
         observed = ObservedOrderer(Orderer(block_size=16, strict=True), [metrics])
         proxy = Proxy(far_end, turns, observed, routes=stats_routes(metrics, turns))
         for name in "abc":
@@ -354,19 +354,21 @@ class TestTheOptions:
         def run(*options: str) -> tuple[Result, Any]:
             made: list[Any] = []
 
-            def make(orderer: Any, *, turns: Any, **others: Any) -> Any:
+            def make(orderer: Any, *, admission: Any, **others: Any) -> Any:
                 made.append(turns)
-                return make_app(orderer, turns=turns, **others)
+                return make_app(orderer, admission=admission, **others)
 
             monkeypatch.setattr("ragorder.adapters.proxy.make_app", make)
-            monkeypatch.setattr("ragorder.cli.listening.run_server", lambda app, listening, **_: listening.close())
+            monkeypatch.setattr(
+                "ragorder.adapters.http_server.server.run_server", lambda app, listening, **_: listening.close()
+            )
             shape = ["--upstream", "http://127.0.0.1:1", "--port", "0", "--capacity-tokens", "9", "--block-size", "9"]
             return CliRunner().invoke(serve_command, [*shape, *options]), made[0] if made else None
 
         return run
 
     def test_all_at_once_by_default(self, run: Callable[..., tuple[Result, Any]]) -> None:
-        result, turns = run()
+        result, admission = run()
         assert (result.exit_code, turns) == (0, None)
 
     def test_as_they_are_given(self, run: Callable[..., tuple[Result, Any]]) -> None:
@@ -374,7 +376,7 @@ class TestTheOptions:
             (["--max-in-flight", "3"], (3, 32, 1000)),
             (["--max-in-flight", "3", "--reorder-window", "0", "--max-waiting", "7"], (3, 0, 7)),
         ):
-            result, turns = run(*options)
+            result, admission = run(*options)
             assert result.exit_code == 0, result.output
             gate = turns._gate
             assert (gate.limit, gate.queue.window, gate.max_waiting) == expected
@@ -383,7 +385,7 @@ class TestTheOptions:
     def test_a_queue_of_what_does_not_wait_is_refused(
         self, run: Callable[..., tuple[Result, Any]], option: str
     ) -> None:
-        result, turns = run(option, "5")
+        result, admission = run(option, "5")
         assert result.exit_code == 2
         assert f"{option} goes with --max-in-flight" in result.stderr
         assert turns is None
@@ -393,8 +395,8 @@ class TestTheOptions:
 class TestARealServer:
     async def test_answers_all_that_wait_for_it(self, vllm_server: Any) -> None:
         orderer = CountingOrderer()
-        turns = Turns(2)
-        app = make_app(orderer, upstream=vllm_server.base_url, turns=turns)
+        admission = AdmissionQueue(2)
+        app = make_app(orderer, upstream=vllm_server.base_url, admission=admission)
         exchanges = []
         for number in range(10):
             names = "abcdefgh"[number % 3 : number % 3 + 2]
