@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-__all__ = ["AnswerLength"]
+from ragorder.pipelining.running_mean import RunningMean
 
-_WEIGHT = 1 / 16
+__all__ = ["AnswerLength"]
 
 
 class AnswerLength:
@@ -12,17 +12,17 @@ class AnswerLength:
     and room for the longest one allowed would displace documents. Threads may lose each other's reports."""
 
     def __init__(self) -> None:
-        self._mean: float | None = None
+        self._mean = RunningMean()
 
     def learn(self, tokens: int | None) -> None:
         """An answer had so many tokens (None: nobody knows)."""
         if tokens is not None:
-            mean = tokens if self._mean is None else self._mean
-            self._mean = mean + _WEIGHT * (tokens - mean)
+            self._mean.add(tokens)
 
     def suffix_tokens(self, question_tokens: int, limit: int, default: int) -> int:
         """The tokens of a question and its answer that will be cached. The answer has at most `limit`; before the first
         report, question and answer are expected to have `default`."""
-        expected = default - question_tokens if self._mean is None else round(self._mean)
+        mean = self._mean.value
+        expected = default - question_tokens if mean is None else round(mean)
         # The last token of an answer is never computed on: its keys and values are not cached.
         return question_tokens + max(0, min(expected, limit) - 1)

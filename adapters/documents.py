@@ -6,8 +6,8 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
 
 from ragorder.document import Document
+from ragorder.orderer_like import OrdererLike
 from ragorder.ordering import Ordering
-from ragorder.orders import Orders
 
 __all__ = ["Read", "degrade", "name_of", "order_items"]
 
@@ -17,7 +17,7 @@ Read = Callable[[T], Document]
 
 
 def order_items(
-    orderer: Orders, items: Sequence[T], read: Read[T], *, scope: Hashable = None, **options: Any
+    orderer: OrdererLike, items: Sequence[T], read: Read[T], *, scope: Hashable = None, **options: Any
 ) -> tuple[list[T], Ordering[Document]]:
     """The items themselves, each as often as it was given, in the order of what `read` makes of them, and that order.
 
@@ -39,7 +39,7 @@ def name_of(item: T, own: Any, key: Callable[[T], Any] | None) -> str:
     return "" if name is None else str(name)
 
 
-def degrade(orderer: Orders, reason: str) -> None:
+def degrade(orderer: OrdererLike, reason: str) -> None:
     """Tell an orderer what keeps it from its best. A wrapper of a user's own need not take note of it."""
     note = getattr(orderer, "degrade", None)
     if note is not None:

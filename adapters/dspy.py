@@ -13,7 +13,7 @@ except ImportError as error:
     raise ImportError("ragorder.adapters.dspy needs dspy: pip install 'ragorder[dspy]'") from error
 
 from ragorder.adapters.reorder import Key, Reorder, ScopeOf, Tokens
-from ragorder.orders import Orders
+from ragorder.orderer_like import OrdererLike
 
 __all__ = ["CacheOrderedRetrieve"]
 
@@ -44,7 +44,7 @@ class CacheOrderedRetrieve(dspy.Module):  # type: ignore[misc, unused-ignore]
     def __init__(
         self,
         retriever: Callable[..., Any],
-        orderer: Orders,
+        orderer: OrdererLike,
         *,
         key: Key | None = None,
         tokens: Tokens | None = None,

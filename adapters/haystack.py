@@ -12,7 +12,7 @@ except ImportError as error:
 
 from ragorder.adapters.reorder import Key, Reorder, Tokens
 from ragorder.orderer import Orderer
-from ragorder.orders import Orders
+from ragorder.orderer_like import OrdererLike
 from ragorder.settings import Settings
 
 __all__ = ["CacheOrderRanker"]
@@ -48,7 +48,7 @@ class CacheOrderRanker:
 
     def __init__(
         self,
-        orderer: Orders | None = None,
+        orderer: OrdererLike | None = None,
         *,
         settings: dict[str, Any] | None = None,
         top_k: int | None = None,
@@ -65,7 +65,7 @@ class CacheOrderRanker:
         self._reorder = Reorder(orderer, text=_text, own_id=_id, metadata=_meta, key=key, tokens=tokens)
 
     @property
-    def orderer(self) -> Orders:
+    def orderer(self) -> OrdererLike:
         """What orders."""
         return self._reorder.orderer
 

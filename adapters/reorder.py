@@ -9,8 +9,8 @@ from typing import Any, Generic, Self, TypeVar
 from ragorder.adapters.documents import name_of, order_items
 from ragorder.document import Document
 from ragorder.orderer import Orderer
+from ragorder.orderer_like import OrdererLike
 from ragorder.ordering import Ordering
-from ragorder.orders import Orders
 
 __all__ = ["Key", "Reorder", "ScopeOf", "Tokens"]
 
@@ -33,7 +33,7 @@ class Reorder(Generic[T]):
 
     def __init__(
         self,
-        orderer: Orders,
+        orderer: OrdererLike,
         *,
         text: Callable[[T], str],
         own_id: Callable[[T], Any],
@@ -51,7 +51,7 @@ class Reorder(Generic[T]):
         self._scope = scope
 
     def __call__(self, items: Sequence[T], *request: Any, **named: Any) -> tuple[list[T], Ordering[Document]]:
-        """The items in their new order, and the ordering, which the caller settles; in the scope of this request."""
+        """The items in their new order, and the ordering, which the caller finishes; in the scope of this request."""
         try:
             scope = self._scope(*request, **named) if callable(self._scope) else self._scope
         except Exception as error:

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from ragorder.pipelining.engine import Chunk, Engine, Request, Usage
 from ragorder.pipelining.load import Load, prefill_batch
-from ragorder.pipelining.odds import Odds
 from ragorder.pipelining.pipeline import Committed, Pipeline, PipelinedStream, Prompts
 from ragorder.pipelining.reordering import CacheAwareQueue, Lengths, QueueFullError, ReorderingGate
 from ragorder.pipelining.retrieval import Provisional, Retrieval, plain_retrieval, staged_retrieval
+from ragorder.pipelining.speculation import SpeculationGain
 from ragorder.pipelining.sync import SyncPipeline, SyncStream
 from ragorder.pipelining.trace import Trace
 from ragorder.pipelining.warmup import Prefix, WarmUp
@@ -25,7 +25,6 @@ __all__ = [
     "Engine",
     "Lengths",
     "Load",
-    "Odds",
     "Pipeline",
     "PipelinedStream",
     "Prefix",
@@ -35,6 +34,7 @@ __all__ = [
     "ReorderingGate",
     "Request",
     "Retrieval",
+    "SpeculationGain",
     "Stage",
     "StagedHNSW",
     "StagedIVF",

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from ragorder.pipelining.mean import Mean
+from ragorder.pipelining.running_mean import RunningMean
 
 __all__ = ["Load", "prefill_batch"]
 
@@ -39,7 +39,7 @@ class Load:
         self._reported = reported
         self._pending = 0
         self._clock = clock
-        self._prefill_s = Mean()
+        self._prefill_s = RunningMean(arithmetic_start=True)
 
     @property
     def prefill_s(self) -> float | None:
@@ -72,7 +72,7 @@ class Load:
 
         def started() -> None:
             if waits:
-                self._prefill_s.learn(self._clock() - sent_s)
+                self._prefill_s.add(self._clock() - sent_s)
                 ended()
 
         try:

@@ -11,9 +11,8 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 
 from ragorder.pipelining.engine import Chunk, Engine, Request, Usage
 from ragorder.pipelining.load import Load
-from ragorder.pipelining.odds import Odds
 from ragorder.pipelining.retrieval import Retrieval
-from ragorder.pipelining.speculation import Speculation, counted
+from ragorder.pipelining.speculation import Speculation, SpeculationGain, counted
 from ragorder.pipelining.trace import Trace
 from ragorder.pipelining.warmup import WarmUp
 
@@ -58,7 +57,7 @@ class Pipeline(Generic[Q, D, R]):
       generation on the ones before is aborted and, if there is room, one on the new ones begins. In the end a
       generation is taken only if its request is the one that the final documents make; else the answer is generated
       anew, and finds in the engine's cache what both have in common. So the answer is the one without speculation.
-    - `odds` have it speculate only where recent searches say that it saves more than it may cost; without, it is
+    - `gain` have it speculate only where recent searches say that it saves more than it may cost; without, it is
       Algorithm 2 as it stands.
 
     `key` tells documents apart. `clock` gives seconds.
@@ -72,13 +71,13 @@ class Pipeline(Generic[Q, D, R]):
         *,
         warm_up: WarmUp[Q] | None = None,
         load: Load | None = None,
-        odds: Odds | None = None,
+        gain: SpeculationGain | None = None,
         key: Callable[[D], Hashable] = _own_key,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.warm_up = warm_up
         self.load = load
-        self.odds = odds
+        self.gain = gain
         self._retrieval = retrieval
         self._prompts = prompts
         self._engine = engine
@@ -91,7 +90,7 @@ class Pipeline(Generic[Q, D, R]):
         Raises what retrieval and the engine raise, and nothing of its own.
         """
         trace = Trace()
-        return PipelinedStream(_Course(self, question, trace).run(), trace)
+        return PipelinedStream(_QuestionRun(self, question, trace).run(), trace)
 
     async def answer(self, question: Q) -> PipelinedStream:
         """The whole answer: a stream that has ended. Raises what `stream` does."""
@@ -141,7 +140,7 @@ class PipelinedStream(AsyncIterator[str]):
         await self._chunks.aclose()
 
 
-class _Course(Generic[Q, D, R]):
+class _QuestionRun(Generic[Q, D, R]):
     """The way of one question."""
 
     def __init__(self, pipeline: Pipeline[Q, D, R], question: Q, trace: Trace) -> None:
@@ -186,9 +185,9 @@ class _Course(Generic[Q, D, R]):
             if warming is not None:
                 warming.leave()
         trace.retrieval_s = trace.exposed_search_s = ended_s = self._elapsed_s()
-        if pipeline.odds is not None and seen:
+        if pipeline.gain is not None and seen:
             final = self._keys_of(documents)
-            pipeline.odds.learn([(keys == final, ended_s - at_s) for keys, at_s in seen])
+            pipeline.gain.learn([(keys == final, ended_s - at_s) for keys, at_s in seen])
         return documents
 
     def _keys_of(self, documents: Sequence[D]) -> tuple[Hashable, ...]:
@@ -197,7 +196,7 @@ class _Course(Generic[Q, D, R]):
     async def _speculate(self, documents: Sequence[D], load: Load) -> None:
         """RAGCache Algorithm 2, lines 6-10. Documents that make the same request are no change; what was refused or
         declined is tried again after the next stage."""
-        keys, odds = self._keys_of(documents), self._pipeline.odds
+        keys, gain = self._keys_of(documents), self._pipeline.gain
         if keys == self._keys:
             return
         try:
@@ -211,7 +210,7 @@ class _Course(Generic[Q, D, R]):
             if not load.has_room:
                 self._trace.refused += 1
                 return
-            if odds is not None and not odds.favour(self._trace.stages, load.prefill_s):
+            if gain is not None and not gain.worthwhile(self._trace.stages, load.prefill_s):
                 self._trace.declined += 1
                 return
             self._trace.speculations += 1

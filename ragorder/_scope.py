@@ -7,7 +7,7 @@ from copy import copy as shallow_copy
 from functools import partial
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
-from ragorder._collector import when_collected
+from ragorder._deferred import run_or_defer
 from ragorder.ordering import Ordering, RequestOutcome
 from ragorder.settings import Settings
 from ragorder.trie.backlog import CachedPath
@@ -68,7 +68,7 @@ class Owner(Protocol):
     """What a scope asks of its orderer."""
 
     clock: Iterator[int]
-    later: Callable[[Callable[[], None]], None]
+    defer: Callable[[Callable[[], None]], None]
     """Calls a outcome in its turn."""
     report: Callable[[Exception], None]
     """Counts an internal error."""
@@ -80,7 +80,7 @@ class Owner(Protocol):
 class Scope:
     """What one (model, template, tenant) has in the engine's cache.
 
-    The caller serialises all calls but `settle`, which hands it what ends the lease.
+    The caller serialises all calls but `finish`, which hands it what ends the lease.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class Scope:
             planned = self._guards.for_request(len(planned), request.groups).complete((), planned)
         return self._begin(request, planned, 0, suffix_tokens)
 
-    def settle(self, lease: Lease, outcome: RequestOutcome) -> None:
+    def finish(self, lease: Lease, outcome: RequestOutcome) -> None:
         """End a lease, in its turn. Any thread may call this at any time, and never waits."""
         reported: Sequence[float | None]
         served, *reported = outcome
@@ -172,9 +172,9 @@ class Scope:
         except Exception as error:
             reported = ()
             wrong = error
-        self._owner.later(partial(self._end, lease, served, reported))
+        self._owner.defer(partial(self._end, lease, served, reported))
         if wrong is not None:
-            when_collected(partial(self._owner.report, wrong))
+            run_or_defer(partial(self._owner.report, wrong))
 
     def _end(self, lease: Lease, served: bool, reported: Sequence[float | None]) -> None:
         # What was forgotten, or left half changed, has no requests any more.
@@ -234,18 +234,18 @@ class Scope:
             lease.cached_documents,
             lease.cached_tokens,
             guard_cost_tokens,
-            self.settle,
+            self.finish,
             lease,
             path[-1].end,
         )
 
 
 class _Alone:
-    """The owner of a copy: what is settled is settled at once."""
+    """The owner of a copy: what is finished is finished at once."""
 
     def __init__(self, clock: Iterator[int]) -> None:
         self.clock = clock
-        self.later: Callable[[Callable[[], None]], None] = _at_once
+        self.defer: Callable[[Callable[[], None]], None] = _at_once
         self.report: Callable[[Exception], None] = _raise
 
     def changed(self, scope: Scope) -> None:

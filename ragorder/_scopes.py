@@ -24,12 +24,12 @@ class Scopes(OrderedDict[Hashable, Scope], Owner):
     def __init__(
         self,
         settings: Settings,
-        later: Callable[[Callable[[], None]], None],
+        defer: Callable[[Callable[[], None]], None],
         report: Callable[[Exception], None],
     ) -> None:
         super().__init__()
         self.clock = count(1)
-        self.later = later
+        self.defer = defer
         self.report = report
         self._max_scopes = settings.max_scopes
         self._max_nodes = settings.max_nodes
@@ -148,6 +148,6 @@ class Scopes(OrderedDict[Hashable, Scope], Owner):
             else:
                 found = scope
         for scope in busy:
-            # Nothing of it is settled: whatever will be is newer than now.
+            # Nothing of it is finished: whatever will be is newer than now.
             heappush(by_age, (next(self.clock), next(self._numbers), scope))
         return found

@@ -9,9 +9,9 @@ from functools import partial
 from operator import attrgetter, index
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from ragorder import _collector, _fork
-from ragorder._gate import Gate
-from ragorder._rehearsal import plan_batch
+from ragorder import _deferred, _fork
+from ragorder._batch_plan import plan_batch
+from ragorder._lock import DeferringLock
 from ragorder._scope import Contents, Request, Scope
 from ragorder._scopes import Scopes
 from ragorder.batch import Batch
@@ -93,9 +93,9 @@ class Orderer:
         self._token_ids = token_ids if blocks is not None else None
         self._contents = Contents(blocks, prefix_ids) if blocks is not None else None
         self.events: Any = None
-        self._gate = Gate(self._report)
+        self._lock = DeferringLock(self._report)
         self._lengths = LearnedLengths()
-        self._scopes = Scopes(self.settings, self._gate.later, self._report)
+        self._scopes = Scopes(self.settings, self._lock.defer, self._report)
         _fork.follow(self)
 
     @classmethod
@@ -156,12 +156,12 @@ class Orderer:
     @property
     def tree_size(self) -> int:
         """Nodes in the knowledge trees of all scopes."""
-        return self._gate.run(lambda: sum(scope.tree.size for scope in dict.values(self._scopes)))
+        return self._lock.run(lambda: sum(scope.tree.size for scope in dict.values(self._scopes)))
 
     @property
     def evicted_blocks(self) -> int:
         """KV blocks that were counted as evicted so far, in all scopes."""
-        return self._gate.run(lambda: self._scopes.evicted_blocks)
+        return self._lock.run(lambda: self._scopes.evicted_blocks)
 
     def close(self) -> None:
         """Stop following the engine's events. The orderer goes on with the mirror, which begins anew."""
@@ -169,7 +169,7 @@ class Orderer:
             return
         self.events.close()
         self._contents = self._token_ids = None
-        self._gate.run(self._scopes.clear)
+        self._lock.run(self._scopes.clear)
 
     def __enter__(self) -> Self:
         return self
@@ -351,11 +351,11 @@ class Orderer:
 
     def _enter(self, name: Hashable, work: Callable[[Scope], T], prefix_tokens: int | None = None) -> T:
         """What `work` gives in a scope, alone."""
-        return self._gate.run(self._work_in, name, work, prefix_tokens)
+        return self._lock.run(self._work_in, name, work, prefix_tokens)
 
     def _look(self, name: Hashable, work: Callable[[Scope], T], prefix_tokens: int | None = None) -> T:
         """The same in a scope as it is; one that nobody has used yet is not kept."""
-        return self._gate.run(self._look_at, name, work, prefix_tokens)
+        return self._lock.run(self._look_at, name, work, prefix_tokens)
 
     def _work_in(self, name: Hashable, work: Callable[[Scope], T], prefix_tokens: int | None) -> T:
         scopes = self._scopes
@@ -393,12 +393,12 @@ class Orderer:
 
     def after_fork(self) -> None:
         """In a child process: no other thread goes on, so what it was changing is not whole, and no events come."""
-        if self._gate.after_fork() or self._contents is not None:
-            self._scopes = Scopes(self.settings, self._gate.later, self._report)
+        if self._lock.after_fork() or self._contents is not None:
+            self._scopes = Scopes(self.settings, self._lock.defer, self._report)
         if self._contents is not None:
             self._contents = self._token_ids = None
             reason = "forked: KV events are followed in the parent process alone, here the residency is a mirror"
-            _collector.when_next(partial(self.degrade, reason))
+            _deferred.defer(partial(self.degrade, reason))
 
     def _refuse(self, given: list[Any], error: Exception) -> None:
         """Raise TypeError if the error comes of objects that are no documents: it would come with every request."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 
-from ragorder._collector import when_collected
+from ragorder._deferred import run_or_defer
 
 __all__ = ["Ordering", "RequestOutcome"]
 
@@ -38,9 +38,9 @@ class Ordering(Generic[D]):
     """
 
     __slots__ = (
+        "_finish",
         "_lease",
         "_observers",
-        "_settle",
         "cached_tokens",
         "documents",
         "documents_end",
@@ -58,7 +58,7 @@ class Ordering(Generic[D]):
         prefix_documents: int = 0,
         cached_tokens: int = 0,
         guard_cost_tokens: int = 0,
-        settle: Callable[[Any, RequestOutcome], None] | None = None,
+        finish: Callable[[Any, RequestOutcome], None] | None = None,
         lease: object = None,
         documents_end: int = 0,
     ) -> None:
@@ -70,7 +70,7 @@ class Ordering(Generic[D]):
         self.guard_cost_tokens = guard_cost_tokens
         self.index = 0
         self.fallback = False
-        self._settle = settle
+        self._finish = finish
         self._lease = lease
         self._observers: tuple[Callable[[RequestOutcome], None], ...] = ()
 
@@ -110,7 +110,7 @@ class Ordering(Generic[D]):
     def add_done_callback(self, observer: Callable[[RequestOutcome], None]) -> None:
         """Have `observer` called once, when the ordering is first confirmed or discarded. It must not raise.
 
-        An observer may take locks. Where a finaliser settles the ordering it is therefore called later, by the next
+        An observer may take locks. Where a finaliser finishes the ordering it is therefore called later, by the next
         call of this package: the thread that the garbage collector interrupted may hold such a lock.
         """
         self._observers += (observer,)
@@ -118,8 +118,8 @@ class Ordering(Generic[D]):
     def _end(self, outcome: RequestOutcome) -> None:
         observers, self._observers = self._observers, ()
         try:
-            if self._settle is not None:
-                self._settle(self._lease, outcome)
+            if self._finish is not None:
+                self._finish(self._lease, outcome)
         finally:
             for observer in observers:
-                when_collected(partial(observer, outcome))
+                run_or_defer(partial(observer, outcome))

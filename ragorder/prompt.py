@@ -10,8 +10,8 @@ from string import Formatter
 from typing import Any, NamedTuple
 
 from ragorder.document import Document, content_key, estimate_tokens
-from ragorder.kept import Kept
-from ragorder.neutralise import make_escape
+from ragorder.escaping import special_token_escaper
+from ragorder.lru_cache import LRUCache
 from ragorder.ordering import Ordering
 from ragorder.pieces import pieces
 from ragorder.tokens import Frame, SegmentTokenizer
@@ -68,7 +68,7 @@ class PromptBuilder:
       to whole blocks, so that no block is lost where documents meet.
     - `cached_documents` is how many documents' tokens are kept, in 64 MiB at most: by digest, and without their texts.
 
-    Control tokens in documents and questions are neutralised, and lone surrogates replaced.
+    Control tokens in documents and questions are escaped, and lone surrogates replaced.
     Raises ValueError for a template with other or missing fields, or for `align_to` without a tokenizer.
     """
 
@@ -102,11 +102,11 @@ class PromptBuilder:
         self._state_ranking = state_ranking
         self._align_to = align_to
         self._tokenizer = SegmentTokenizer(tokenizer) if tokenizer is not None else None
-        self._neutralise = make_escape(self._tokenizer.control_tokens() if self._tokenizer else None)
+        self._escape = special_token_escaper(self._tokenizer.special_tokens() if self._tokenizer else None)
         frame = self._tokenizer.frame(system) if self._tokenizer else Frame(f"{system}\n\n", "\n", system_role=True)
         self._head, self._tail, self._system_role = frame
         self.shown = frozenset(_fields(document_template))
-        self._kept: Kept[_Segment] = Kept(cached_documents, _KEPT_BYTES)
+        self._kept: LRUCache[_Segment] = LRUCache(cached_documents, _KEPT_BYTES)
         self._filler = self._find_filler() if align_to is not None else 0
         ids, padding = self._encode(self._head)
         self._head, self._head_ids = self._head + "\n" * padding, tuple(ids)
@@ -169,7 +169,7 @@ class PromptBuilder:
             segments = map(self._segment, documents)
             texts = [text + "\n" * segment.padding for text, segment in zip(texts, segments, strict=True)]
         # Once more as a whole: two documents must not make up a control token between them.
-        return self._neutralise("".join(texts) + self._question(query, documents, ranking))
+        return self._escape("".join(texts) + self._question(query, documents, ranking))
 
     def _messages(self, turn: str) -> list[dict[str, str]]:
         if not self.system:
@@ -185,7 +185,7 @@ class PromptBuilder:
 
     def _render(self, document: Document) -> str:
         title = str(document.metadata.get("title", ""))
-        return self._neutralise(self._document_template.format(id=document.id, text=document.text, title=title))
+        return self._escape(self._document_template.format(id=document.id, text=document.text, title=title))
 
     def _segment(self, document: Document) -> _Segment:
         key = document.key
@@ -210,7 +210,7 @@ class PromptBuilder:
             best_first = [document.id for _, document in sorted(zip(ranking, ordered, strict=True), key=itemgetter(0))]
             question = f"Documents from most to least relevant: {', '.join(best_first)}\n\n{question}"
         # Chat templates trim the end of a turn.
-        return self._neutralise(question).rstrip()
+        return self._escape(question).rstrip()
 
     def _encode(self, text: str) -> tuple[list[int], int]:
         """The tokens of a text, filled up to whole blocks if that is wanted, and by how many."""

@@ -46,7 +46,7 @@ class SegmentTokenizer:
             ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False, verbose=False)
         return ids
 
-    def control_tokens(self) -> Iterator[str]:
+    def special_tokens(self) -> Iterator[str]:
         """The texts that the tokenizer turns into a control token wherever they stand."""
         yield from self._tokenizer.all_special_tokens
         for added in self._tokenizer.added_tokens_decoder.values():

@@ -16,8 +16,8 @@ from langchain_core.outputs import LLMResult
 from ragorder.adapters.documents import degrade
 from ragorder.adapters.langchain.runs import Runs
 from ragorder.adapters.langchain.usage import is_token, prompt_text, read_usage
+from ragorder.orderer_like import OrdererLike
 from ragorder.ordering import Ordering
-from ragorder.orders import Orders
 
 __all__ = ["FeedbackHandler", "abandon", "hand_over"]
 
@@ -151,7 +151,7 @@ class FeedbackHandler(BaseCallbackHandler):
     def expect(
         self, run_id: UUID, ordering: Ordering[Any], texts: Sequence[str], streamed_silently: Callable[[], object]
     ) -> bool:
-        """Have an ordering settled that was made in a run, for documents with these texts. `streamed_silently` is
+        """Have an ordering finished that was made in a run, for documents with these texts. `streamed_silently` is
         called if its answer is streamed, and nothing is reported of it. False after an error."""
         return bool(self._tell(self._runs.expect, run_id, ordering, texts, streamed_silently))
 
@@ -170,7 +170,7 @@ class FeedbackHandler(BaseCallbackHandler):
             return None
 
 
-def hand_over(ordering: Ordering[Any], texts: Sequence[str], run_manager: Any, orderer: Orders) -> None:
+def hand_over(ordering: Ordering[Any], texts: Sequence[str], run_manager: Any, orderer: OrdererLike) -> None:
     """Leave an ordering to the handler among a run's callbacks. If there is none, it counts as served."""
     silently = partial(degrade, orderer, _STREAMED_SILENTLY)
     if not any(handler.expect(run_manager.run_id, ordering, texts, silently) for handler in _handlers(run_manager)):

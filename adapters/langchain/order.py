@@ -16,7 +16,7 @@ import ragorder
 from ragorder.adapters.documents import name_of, order_items
 from ragorder.adapters.langchain.feedback import hand_over
 from ragorder.orderer import Orderer
-from ragorder.orders import Orders
+from ragorder.orderer_like import OrdererLike
 
 __all__ = ["CacheReorder", "InOrder"]
 
@@ -29,7 +29,7 @@ class InOrder(BaseModel):
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
-    orderer: SkipValidation[Orders]
+    orderer: SkipValidation[OrdererLike]
     key: Callable[[Document], Any] | None = None
     tokens: Callable[[Document], int] | None = None
     scope: str | Callable[[Mapping[str, Any]], Hashable] | None = None
@@ -92,7 +92,7 @@ class CacheReorder(
     first, are kept. All else is as described in `CacheOrderedRetriever`.
     """
 
-    def __init__(self, orderer: Orders, **options: Any) -> None:
+    def __init__(self, orderer: OrdererLike, **options: Any) -> None:
         super().__init__(orderer=orderer, **options)
 
     def invoke(self, input: Sequence[Document], config: RunnableConfig | None = None, **kwargs: Any) -> list[Document]:

@@ -78,7 +78,7 @@ class _Root:
 
 
 class Runs:
-    """Follows runs from the outermost inwards, and settles each ordering with what became of its LLM call. Thread-safe.
+    """Follows runs from the outermost inwards, and finishes each ordering with its LLM call's outcome. Thread-safe.
 
     At most `limit` runs are open at a time: the oldest root beyond that is given up, its orderings count as served.
     Events may come from finalisers, as a stream that was dropped tells of its end: nothing here waits for a lock.
@@ -99,7 +99,7 @@ class Runs:
 
     @property
     def waiting(self) -> int:
-        """Orderings that are not settled yet."""
+        """Orderings that are not finished yet."""
         return self._waiting
 
     def begin(self, run: UUID, parent: UUID | None) -> None:
@@ -244,7 +244,7 @@ class Runs:
         elif waiting.failed or failed:
             usage = None
         # Its turn comes once this event has been dealt with: what an observer of the ordering raises disturbs nothing.
-        self._one_by_one(partial(_settle, waiting.ordering, usage))
+        self._one_by_one(partial(_finish, waiting.ordering, usage))
 
 
 def _claims(waiting: list[_Waiting], path: Path, prompt: str) -> list[_Waiting]:
@@ -286,7 +286,7 @@ def _shared(path: Path, other: Path) -> int:
     return shared
 
 
-def _settle(ordering: Ordering[Any], usage: Usage | None) -> None:
+def _finish(ordering: Ordering[Any], usage: Usage | None) -> None:
     if usage is None:
         ordering.discard()
     else:

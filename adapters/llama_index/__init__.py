@@ -12,14 +12,14 @@ try:
     from llama_index.core.prompts.mixin import PromptMixinType
     from llama_index.core.schema import MetadataMode, NodeWithScore, QueryBundle
 
-    from ragorder.adapters.llama_index.feedback import FeedbackHandler, settle
+    from ragorder.adapters.llama_index.feedback import FeedbackHandler, finish
 except ImportError as error:
     raise ImportError(
         "ragorder.adapters.llama_index needs llama-index-core: pip install 'ragorder[llama-index]'"
     ) from error
 
 from ragorder.adapters.reorder import Key, Reorder, ScopeOf, Tokens
-from ragorder.orders import Orders
+from ragorder.orderer_like import OrdererLike
 
 __all__ = ["CacheOrderPostprocessor", "CacheOrderedRetriever", "FeedbackHandler"]
 
@@ -48,7 +48,7 @@ class CacheOrderPostprocessor(BaseNodePostprocessor):
 
     def __init__(
         self,
-        orderer: Orders,
+        orderer: OrdererLike,
         *,
         key: Key | None = None,
         tokens: Tokens | None = None,
@@ -83,7 +83,7 @@ class CacheOrderedRetriever(BaseRetriever):
     def __init__(
         self,
         retriever: BaseRetriever,
-        orderer: Orders,
+        orderer: OrdererLike,
         *,
         key: Key | None = None,
         tokens: Tokens | None = None,
@@ -114,7 +114,7 @@ class CacheOrderedRetriever(BaseRetriever):
         return {"retriever": self._retriever}
 
 
-def _reorder(orderer: Orders, key: Key | None, tokens: Tokens | None, scope: ScopeOf) -> Reorder[NodeWithScore]:
+def _reorder(orderer: OrdererLike, key: Key | None, tokens: Tokens | None, scope: ScopeOf) -> Reorder[NodeWithScore]:
     return Reorder(orderer, text=_text, own_id=_node_id, metadata=_metadata, key=key, tokens=tokens, scope=scope)
 
 
@@ -122,7 +122,7 @@ def _put_in_order(
     reorder: Reorder[NodeWithScore], nodes: list[NodeWithScore], query_bundle: QueryBundle | None
 ) -> list[NodeWithScore]:
     nodes, ordering = reorder(nodes, query_bundle)
-    settle(ordering, reorder.orderer)
+    finish(ordering, reorder.orderer)
     return nodes
 
 

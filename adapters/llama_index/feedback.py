@@ -29,10 +29,10 @@ from llama_index.core.instrumentation.span_handlers import BaseSpanHandler
 from llama_index.core.postprocessor.types import BaseNodePostprocessor
 
 from ragorder.adapters.documents import degrade
+from ragorder.orderer_like import OrdererLike
 from ragorder.ordering import Ordering
-from ragorder.orders import Orders
 
-__all__ = ["FeedbackHandler", "settle"]
+__all__ = ["FeedbackHandler", "finish"]
 
 _STREAMED_SILENTLY = (
     "answers are streamed without usage, and what the engine reports of its cache is lost: give the LLM "
@@ -82,8 +82,8 @@ class FeedbackHandler(BaseSpanHandler[_Span]):
     answers are streamed without it is degraded. A stream that broke, or was closed, after its first token counts as
     served, without numbers; before it, as discarded.
 
-    Nothing here waits for a lock while an ordering is settled: a stream may be closed by the garbage collector. A copy,
-    deep or pickled, follows no requests yet.
+    No lock is waited for while an ordering is finished: the garbage collector may close a stream. A copy, deep or
+    pickled, follows no requests yet.
     """
 
     _streams: dict[str, _Stream] = PrivateAttr(default_factory=dict)
@@ -101,8 +101,8 @@ class FeedbackHandler(BaseSpanHandler[_Span]):
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> FeedbackHandler:
         return type(self)()
 
-    def expect(self, ordering: Ordering[Any], orderer: Orders) -> bool:
-        """Have the ordering settled by the request that is under way. False if there is none."""
+    def expect(self, ordering: Ordering[Any], orderer: OrdererLike) -> bool:
+        """Have the ordering finished by the request that is under way. False if there is none."""
         span = self._open(active_span_id.get())
         while span is not None and span.retrieves:
             span = self._open(span.parent_id)
@@ -211,13 +211,13 @@ class FeedbackHandler(BaseSpanHandler[_Span]):
             for _, orderer in request.orderings:
                 degrade(orderer, _STREAMED_SILENTLY)
         if request.ended and not request.streams:
-            self._settle(request, failed=not request.answers)
+            self._finish_ordering(request, failed=not request.answers)
 
     def _forget(self, id: str) -> None:
         """A generator was forgotten: if no model was asked by it, none will be. Where models tell nothing, one was."""
         request, _ = self._unasked.get(id, (None, None))
         if request is not None and not request.streams:
-            self._settle(request, failed=self._heard and not request.answers)
+            self._finish_ordering(request, failed=self._heard and not request.answers)
 
     def _end(self, id: str, *, failed: bool) -> _Span | None:
         span = self._open(id)
@@ -227,10 +227,10 @@ class FeedbackHandler(BaseSpanHandler[_Span]):
         if span.orderings and not failed and not span.streams and _frame(span.generator) is not None:
             self._unasked[id] = span, span.generator
         elif failed or not span.streams:
-            self._settle(span, failed=failed and not span.answers)
+            self._finish_ordering(span, failed=failed and not span.answers)
         return span
 
-    def _settle(self, request: _Span, *, failed: bool) -> None:
+    def _finish_ordering(self, request: _Span, *, failed: bool) -> None:
         self._unasked.pop(request.id_, None)
         orderings, request.orderings = request.orderings, []
         for ordering, _ in orderings:
@@ -258,7 +258,7 @@ class _Listener(BaseEventHandler):
 _listener = _Listener()
 
 
-def settle(ordering: Ordering[Any], orderer: Orders) -> None:
+def finish(ordering: Ordering[Any], orderer: OrdererLike) -> None:
     """Leave the ordering to the feedback, or count it as served if there is none."""
     dispatcher = get_dispatcher()
     for handler in dispatcher.span_handlers:

@@ -115,7 +115,7 @@ class OrderedClient(_Client[Answer, OrderedStream, Generator[Outcome, None, None
 
     The cache gets room for an answer of the mean length that the server reported so far, `max_tokens` at most.
 
-    Every ordering is settled: with the cached tokens that the server reports (vLLM: --enable-prompt-tokens-details,
+    Every ordering is finished: with the cached tokens that the server reports (vLLM: --enable-prompt-tokens-details,
     SGLang: --enable-cache-report) after success; without a number if the stream broke or was closed after its first
     token; as discarded if it never had one. `stream` sends its request at once.
 

@@ -10,7 +10,7 @@ from queue import SimpleQueue
 from typing import Any, Literal
 
 from ragorder import Document
-from ragorder._collector import is_collecting
+from ragorder._deferred import is_collecting
 from ragorder.adapters.openai.call import Call, Setup
 from ragorder.adapters.openai.reply import Answer
 from ragorder.adapters.openai.request import checked_options

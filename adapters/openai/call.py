@@ -1,4 +1,4 @@
-"""One question to a server: its attempts, how each is settled with the orderer, and whether there is another."""
+"""One question to a server: its attempts, how each is finished with the orderer, and whether there is another."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ragorder.adapters.answer_length import AnswerLength
 from ragorder.adapters.openai.reply import Answer, Reply
 from ragorder.adapters.openai.request import checked_options
 from ragorder.adapters.request_facts import with_facts
-from ragorder.orders import Orders
+from ragorder.orderer_like import OrdererLike
 
 __all__ = ["Call", "Setup", "refuses_stream_options"]
 
@@ -35,7 +35,7 @@ class Setup:
     client: Any
     _: KW_ONLY
     model: str
-    orderer: Orders
+    orderer: OrdererLike
     builder: PromptBuilder
     prompts: Literal["messages", "token_ids"] = "messages"
     retries: int = 1
@@ -95,7 +95,7 @@ class Call:
 
     @contextmanager
     def attempt(self) -> Iterator[Reply]:
-        """Order the documents, and settle the ordering however the block ends. An error after which there is to be
+        """Order the documents, and finish the ordering however the block ends. An error after which there is to be
         another attempt is swallowed."""
         ordering = self.ordering = self._order()
         reply = Reply(ordering)

@@ -12,8 +12,17 @@ from ragorder.adapters.openai.prompts import OrderedPrompts, PromptForm, PromptR
 from ragorder.adapters.openai.request import checked_options
 from ragorder.adapters.openai.server_load import MetricsPoll, PromptLoad
 from ragorder.adapters.openai.system_prefix import SystemPrefix, WatchedEngine
-from ragorder.orders import Orders
-from ragorder.pipelining import Engine, Odds, Pipeline, PipelinedStream, Retrieval, SyncPipeline, SyncStream, WarmUp
+from ragorder.orderer_like import OrdererLike
+from ragorder.pipelining import (
+    Engine,
+    Pipeline,
+    PipelinedStream,
+    Retrieval,
+    SpeculationGain,
+    SyncPipeline,
+    SyncStream,
+    WarmUp,
+)
 
 __all__ = [
     "OpenAIStreams",
@@ -45,7 +54,7 @@ class _Pipeline(Pipeline[Question, Document, PromptRequest]):
 def ordered_pipeline(
     engine: Engine[PromptRequest],
     *,
-    orderer: Orders,
+    orderer: OrdererLike,
     builder: PromptBuilder,
     retrieval: QuestionRetrieval,
     prompts: PromptForm = "token_ids",
@@ -79,7 +88,7 @@ def ordered_pipeline(
         prefix.engine,
         warm_up=WarmUp(prefix) if warm_up else None,
         load=load if speculate else None,
-        odds=Odds() if cautious else None,
+        gain=SpeculationGain() if cautious else None,
     )
     pipeline.ends = ends
     return pipeline
@@ -93,7 +102,7 @@ class _Client:
         client: Any,
         *,
         model: str,
-        orderer: Orders,
+        orderer: OrdererLike,
         builder: PromptBuilder,
         retrieval: QuestionRetrieval,
         prompts: PromptForm = "messages",
@@ -151,7 +160,7 @@ class PipelinedClient(_Client):
       them @, /, \\ or NUL; False for servers that do not know it.
     - `send_facts`: switch it on for a vLLM with ragorder tiers (docs/tiers.md), as for `AsyncOrderedClient`.
 
-    Every ordering is settled, as by `AsyncOrderedClient`. A server that refuses speculations or warm-ups refuses
+    Every ordering is finished, as by `AsyncOrderedClient`. A server that refuses speculations or warm-ups refuses
     nothing else.
 
     Raises ImportError without the openai package, TypeError for a synchronous client, ValueError for `prompts` or a

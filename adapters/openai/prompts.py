@@ -1,4 +1,4 @@
-"""Questions, and the requests that they and their documents make: ordered, built, and settled with the orderer."""
+"""Questions, and the requests that they and their documents make: ordered, built, and finished with the orderer."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any, Literal
 from ragorder import Document, Ordering, PromptBuilder
 from ragorder.adapters.answer_length import AnswerLength
 from ragorder.document import estimate_tokens
-from ragorder.orders import Orders
+from ragorder.orderer_like import OrdererLike
 from ragorder.pipelining import Usage
 
-__all__ = ["OrderedPrompts", "PromptForm", "PromptRequest", "Question", "TimedUsage", "checked_form", "settle"]
+__all__ = ["OrderedPrompts", "PromptForm", "PromptRequest", "Question", "TimedUsage", "checked_form", "finish"]
 
 PromptForm = Literal["messages", "token_ids"]
 
@@ -56,7 +56,7 @@ class TimedUsage(Usage):
     sent_s: float | None = None
 
 
-def settle(ordering: Ordering[Document], usage: Usage | None, ordered_s: float) -> None:
+def finish(ordering: Ordering[Document], usage: Usage | None, ordered_s: float) -> None:
     """Confirm an ordering of `ordered_s` (time.perf_counter) with what the engine reports of its request."""
     if usage is None:
         ordering.confirm()
@@ -82,7 +82,7 @@ class OrderedPrompts:
 
     def __init__(
         self,
-        orderer: Orders,
+        orderer: OrdererLike,
         builder: PromptBuilder,
         prompts: PromptForm = "messages",
         *,
@@ -137,7 +137,7 @@ class _Commitment:
     def confirm(self, usage: Usage | None, /) -> None:
         if usage is not None:
             self._answer_length.learn(usage.completion_tokens)
-        settle(self._ordering, usage, self._ordered_s)
+        finish(self._ordering, usage, self._ordered_s)
 
     def discard(self) -> None:
         self._ordering.discard()

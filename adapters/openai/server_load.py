@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from ragorder.adapters.openai.system_prefix import WatchedEngine
 from ragorder.pipelining import Load, Provisional, Retrieval, prefill_batch
+from ragorder.pipelining.running_mean import RunningMean
 
 __all__ = ["MetricsPoll", "PromptLoad"]
 
@@ -24,7 +25,6 @@ _TIMEOUT_S = 2.0
 _STALE_S = 1.0
 # A server renders its metrics in the process that also sends the answers.
 _MAX_SHARE = 0.05
-_WEIGHT = 1 / 16
 _REQUESTS = re.compile(r"^vllm:num_requests_(?:waiting|running)(?:\{[^}\n]*\})? ([0-9.e+]+)$", re.MULTILINE)
 
 _logger = logging.getLogger("ragorder")
@@ -52,14 +52,13 @@ class PromptLoad(Load):
 
         super().__init__(1 if max_prefill_bs is None else max_prefill_bs, reported)
         self._token_budget = token_budget if max_prefill_bs is None else None
-        self._mean: float | None = None
+        self._mean = RunningMean()
 
     def learn(self, prompt_tokens: int) -> None:
         """A prompt has so many tokens."""
         if self._token_budget is not None:
-            mean = prompt_tokens if self._mean is None else self._mean
-            self._mean = mean + _WEIGHT * (prompt_tokens - mean)
-            self.max_prefill_bs = prefill_batch(self._token_budget, round(self._mean))
+            self._mean.add(prompt_tokens)
+            self.max_prefill_bs = prefill_batch(self._token_budget, round(self._mean.value or 0))
 
 
 class MetricsPoll:

@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, Self, cast
 
 from ragorder import Document, Ordering
-from ragorder._collector import when_collected
+from ragorder._deferred import run_or_defer
 from ragorder.adapters.openai.call import Call
 from ragorder.adapters.openai.reply import Answer
 
@@ -25,7 +25,7 @@ def _opened(stream: Any) -> Iterator[Any]:
         try:
             yield opened
         finally:
-            when_collected(stack.pop_all().close)
+            run_or_defer(stack.pop_all().close)
 
 
 def _pieces(call: Call) -> Generator[str, None, None]:
@@ -99,7 +99,7 @@ class OrderedStream(_Stream, Iterator[str]):
         self.close()
 
     def close(self) -> None:
-        """Close the HTTP stream and settle the ordering."""
+        """Close the HTTP stream and finish the ordering."""
         self._pieces.close()
 
 
@@ -125,5 +125,5 @@ class AsyncOrderedStream(_Stream, AsyncIterator[str]):
         await self.close()
 
     async def close(self) -> None:
-        """Close the HTTP stream and settle the ordering."""
+        """Close the HTTP stream and finish the ordering."""
         await self._pieces.aclose()

@@ -8,8 +8,8 @@ from contextlib import aclosing
 from typing import Any
 
 from ragorder import Document, Ordering, PromptBuilder
-from ragorder.adapters.openai.prompts import PromptForm, PromptRequest, Question, checked_form, settle
-from ragorder.orders import Orders
+from ragorder.adapters.openai.prompts import PromptForm, PromptRequest, Question, checked_form, finish
+from ragorder.orderer_like import OrdererLike
 from ragorder.pipelining import Chunk, Engine, Usage
 
 __all__ = ["SystemPrefix", "WatchedEngine"]
@@ -64,13 +64,17 @@ class SystemPrefix:
     the engine's KV events if it follows them; after a failure of the engine nobody does until it has answered.
 
     A prefill is a request of one token, and an ordering without documents: other requests count on it at once. Whatever
-    becomes of it, the ordering is settled. Give `engine` to the pipeline, so that failures there are noticed here.
+    becomes of it, the ordering is finished. Give `engine` to the pipeline, so that failures there are noticed here.
 
     Raises ValueError for `prompts` that cannot be.
     """
 
     def __init__(
-        self, orderer: Orders, builder: PromptBuilder, engine: Engine[PromptRequest], prompts: PromptForm = "messages"
+        self,
+        orderer: OrdererLike,
+        builder: PromptBuilder,
+        engine: Engine[PromptRequest],
+        prompts: PromptForm = "messages",
     ) -> None:
         self.engine = engine if isinstance(engine, WatchedEngine) else WatchedEngine(engine)
         self._orderer = orderer
@@ -100,7 +104,7 @@ class SystemPrefix:
                     usage = chunk.usage or usage
         finally:
             if began:
-                settle(ordering, usage, ordered_s)
+                finish(ordering, usage, ordered_s)
             else:
                 ordering.discard()
 

@@ -26,7 +26,7 @@ from ragorder.adapters.proxy.template import DocumentTemplate, TemplateError
 from ragorder.adapters.proxy.token_counter import TokenCounter
 from ragorder.adapters.proxy.upstream import Timeouts, Upstream
 from ragorder.adapters.proxy.workers import Workers
-from ragorder.orders import Orders
+from ragorder.orderer_like import OrdererLike
 from ragorder.prompt import PromptBuilder
 
 __all__ = ["BODIES_LIMIT", "BODY_LIMIT", "PROBES", "make_app"]
@@ -46,7 +46,7 @@ _NO_SUCH_PATH = (404, 405)
 
 
 def make_app(
-    orderer: Orders,
+    orderer: OrdererLike,
     *,
     upstream: str,
     builder: PromptBuilder | None = None,

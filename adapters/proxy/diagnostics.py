@@ -7,7 +7,7 @@ from contextlib import suppress
 from hashlib import blake2b
 from typing import Literal
 
-from ragorder.kept import Kept
+from ragorder.lru_cache import LRUCache
 
 __all__ = ["PassReason", "RenamedIds", "UnorderedRequests"]
 
@@ -66,7 +66,7 @@ class RenamedIds:
 
     def __init__(self, warn: Callable[[str], None]) -> None:
         self._warn = warn
-        self._known: Kept[bytes] = Kept(_REMEMBERED)
+        self._known: LRUCache[bytes] = LRUCache(_REMEMBERED)
         self._again = 0
         self._renamed = 0
         self._watching = True

@@ -14,8 +14,8 @@ from ragorder.adapters.proxy.parsing import ParsedBody
 from ragorder.adapters.proxy.schema import PERMUTATION, PREDICTED
 from ragorder.adapters.proxy.usage import AnswerReader, reader_for
 from ragorder.document import Document
+from ragorder.orderer_like import OrdererLike
 from ragorder.ordering import Ordering
-from ragorder.orders import Orders
 from ragorder.pipelining.reordering import Lengths
 
 __all__ = ["OrderedRequest", "RequestOrderer"]
@@ -94,7 +94,7 @@ class RequestOrderer:
     """Orders parsed requests, and predicts what the cache holds of them. `send_facts`: see `make_app`; `exact`: the
     token counts of parsed bodies are not estimates."""
 
-    def __init__(self, orderer: Orders, *, send_facts: bool = False, exact: bool = False) -> None:
+    def __init__(self, orderer: OrdererLike, *, send_facts: bool = False, exact: bool = False) -> None:
         self._orderer = orderer
         self._send_facts = send_facts
         self._exact = exact

@@ -17,7 +17,7 @@ from ragorder.adapters.proxy.schema import FIELD, MAX_DOCUMENTS, read_tagged
 from ragorder.adapters.proxy.template import DocumentTemplate
 from ragorder.adapters.proxy.token_counter import TokenCounter
 from ragorder.document import Document
-from ragorder.kept import Kept
+from ragorder.lru_cache import LRUCache
 from ragorder.prompt import PromptBuilder
 
 __all__ = ["BodyParser", "ParsedBody", "Route", "scope_of"]
@@ -82,7 +82,7 @@ class BodyParser:
         self._by_place = number_by_place
         self._unordered = UnorderedRequests(on_passed, warn, template=template is not None)
         self._ids = RenamedIds(warn)
-        self._prefixes: Kept[int] = Kept(_REMEMBERED)
+        self._prefixes: LRUCache[int] = LRUCache(_REMEMBERED)
 
     def parse(self, route: Route, content: bytes) -> ParsedBody | None:
         """None for a body without documents, or one that cannot be read at all: it is forwarded as it is.

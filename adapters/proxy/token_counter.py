@@ -18,7 +18,7 @@ from ragorder.adapters.proxy.body import (
     decode_items,
 )
 from ragorder.document import Document, estimate_tokens
-from ragorder.kept import Kept
+from ragorder.lru_cache import LRUCache
 from ragorder.pieces import pieces
 from ragorder.prompt import PromptBuilder
 
@@ -51,7 +51,7 @@ class TokenCounter:
         self.exact = tokenizer is not None
         self._builder = builder
         self._tokenizer = tokenizer
-        self._kept: Kept[int] = Kept(_REMEMBERED)
+        self._kept: LRUCache[int] = LRUCache(_REMEMBERED)
 
     def tagged(self, document: Document, salt: str | None) -> int:
         """A tagged document, as the builder shows it."""

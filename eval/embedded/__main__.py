@@ -14,13 +14,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from ragorder._signals import end_on_sigterm
 from ragorder.eval.embedded.clocks import threads
 from ragorder.eval.embedded.prefill import MEASURES, Layout, prefill_experiments
 from ragorder.eval.embedded.running import Advance, Experiment, read_lines, run
 from ragorder.eval.embedded.serving import Workload, make_arms, serving_experiments
 from ragorder.eval.embedded.shapes import SHAPES, find_shape
 from ragorder.eval.embedded.tables import Sheet, make_sheets
-from ragorder.eval.ending import end_on_sigterm
 from ragorder.eval.engines.base import EngineError
 from ragorder.eval.engines.torch_engine import need_torch
 from ragorder.eval.environment import describe_environment

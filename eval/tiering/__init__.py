@@ -1,5 +1,4 @@
-"""What tiers are worth on a real engine, for the suite ragcache-ttft-tiers; and what they survive:
-`python -m ragorder.eval.tiering.chaos`."""
+"""The worth of tiers on a real engine: suite ragcache-ttft-tiers."""
 
 from ragorder.eval.tiering.requests import Stream, make_stream
 from ragorder.eval.tiering.results import ARMS, MOST_WORSE, REQUIRED, Verdict, judge

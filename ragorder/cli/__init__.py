@@ -29,7 +29,7 @@ __all__ = ["main"]
 @click.version_option(package_name="ragorder", prog_name="ragorder")
 def main() -> None:
     """Orders retrieved documents so that a serving engine reuses more of its prefix cache."""
-    from ragorder.eval.ending import end_on_sigterm
+    from ragorder._signals import end_on_sigterm
 
     end_on_sigterm()
 

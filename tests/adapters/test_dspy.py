@@ -54,18 +54,18 @@ def orderer() -> Orderer:
 
 
 class Recorder:
-    """An orderer that remembers what it was given, and how each ordering was settled."""
+    """An orderer that remembers what it was given, and how each ordering was finished."""
 
     def __init__(self, orderer: Orderer) -> None:
         self.settings, self.fall_back, self.order_batch = orderer.settings, orderer.fall_back, orderer.order_batch
         self.orderer = orderer
         self.documents: list[Any] = []
-        self.settled: list[Any] = []
+        self.finished: list[Any] = []
 
     def order(self, documents: Any, **options: Any) -> Any:
         self.documents += documents
         ordering = self.orderer.order(documents, **options)
-        ordering.add_done_callback(self.settled.append)
+        ordering.add_done_callback(self.finished.append)
         return ordering
 
 
@@ -138,7 +138,7 @@ class TestPassagesArePutInOrder:
 
     def test_an_ordering_counts_as_served_at_once(self, recorder: Recorder) -> None:
         CacheOrderedRetrieve(words, recorder)("a b")
-        assert recorder.settled == [(True, None, None, None)]
+        assert recorder.finished == [(True, None, None, None)]
 
 
 class TestWhatARetrieverGives:

@@ -24,6 +24,7 @@ import pytest
 from click.testing import CliRunner, Result
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.rings import examples
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -1034,7 +1035,7 @@ class TestFuzz:
         statuses = set()
         good: dict[str, Any] = {"prompt": "a"} if path == COMPLETIONS else {"messages": [SYSTEM]}
 
-        @settings(max_examples=100, suppress_health_check=list(HealthCheck))
+        @settings(max_examples=examples(100), suppress_health_check=list(HealthCheck))
         @given(st.dictionaries(st.sampled_from(FIELDS), VALUES, min_size=1, max_size=3), st.binary(max_size=3))
         def fuzz(spoilt: dict[str, Any], mangled: bytes) -> None:
             body = good | spoilt

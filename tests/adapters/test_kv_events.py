@@ -24,6 +24,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from support.rings import examples
 
 from ragorder import DegradedWarning, Document, Orderer, PromptBuilder
 from ragorder.adapters.vllm import kv_events
@@ -810,7 +811,7 @@ class TestGarbage:
         events = subscribe(server, check_interval_s=0.2)
         sent = Counter[str]()
 
-        @settings(max_examples=100, database=None, suppress_health_check=list(HealthCheck))
+        @settings(max_examples=examples(100), database=None, suppress_health_check=list(HealthCheck))
         @given(st.lists(messages(), min_size=25, max_size=40))
         def babble(babbled: list[tuple[bytes, ...]]) -> None:
             for message in babbled:
@@ -1263,7 +1264,7 @@ class TestEngineBlocks:
         assert len(table._contents) == 1 << 16
 
     def test_h1_no_call_of_an_orderer_waits_for_whoever_writes(self) -> None:
-        """A finaliser may run within `store` on the same thread, and settle, order or close an orderer there."""
+        """A finaliser may run within `store` on the same thread, and finish, order or close an orderer there."""
         table = EngineBlocks(BLOCK)
         orderer = Orderer(
             block_size=BLOCK,

@@ -117,7 +117,7 @@ class Recorder:
         return ordering
 
     @property
-    def settled(self) -> list[RequestOutcome | None]:
+    def finished(self) -> list[RequestOutcome | None]:
         """What became of each ordering, in the order of their making (None: nothing yet)."""
         return [request.outcomes[0] if request.outcomes else None for request in self.requests]
 
@@ -226,7 +226,9 @@ def rag(orderer: Any, model: Runnable[Any, Any], show: Callable[[list[Document]]
 
 def by_ranking(orderer: Recorder) -> list[tuple[str, RequestOutcome | None]]:
     """What became of each ordering, with the retrieval order of its documents, which tells whose it is."""
-    return [(names(each.documents), settled) for each, settled in zip(orderer.requests, orderer.settled, strict=True)]
+    return [
+        (names(each.documents), finished) for each, finished in zip(orderer.requests, orderer.finished, strict=True)
+    ]
 
 
 def names(documents: Iterable[Any]) -> str:
@@ -595,12 +597,12 @@ class TestWithoutAHandler:
     def test_an_ordering_counts_as_served_at_once(self, orderer: Recorder) -> None:
         CacheReorder(orderer).invoke(DOCUMENTS)
         rag(orderer, Model()).invoke("ab: #7")
-        assert orderer.settled == [NO_NUMBERS, NO_NUMBERS]
+        assert orderer.finished == [NO_NUMBERS, NO_NUMBERS]
 
     def test_and_with_one_at_the_model_alone(self, orderer: Recorder) -> None:
         handler = FeedbackHandler()
         rag(orderer, Model(callbacks=[handler])).invoke("ab: #7")
-        assert orderer.settled == [NO_NUMBERS]
+        assert orderer.finished == [NO_NUMBERS]
         assert (handler.open_runs, handler.waiting_orderings) == (0, 0)
 
 
@@ -616,7 +618,7 @@ class TestReportedTokens:
         assert [piece async for piece in chain.astream("gh: #4", watched(handler))][1:] == ["so ", "it ", "is", ""]
         chain.with_config(callbacks=[handler]).invoke("ah: #5")
         assert [event async for event in chain.astream_events("bg: #6", watched(handler), version="v2")]
-        assert orderer.settled == [usage(1), usage(2), usage(3), usage(4), usage(5), usage(6)]
+        assert orderer.finished == [usage(1), usage(2), usage(3), usage(4), usage(5), usage(6)]
 
     def test_reach_the_ordering_of_the_step(self, orderer: Recorder, handler: FeedbackHandler) -> None:
         reorder = CacheReorder(orderer)
@@ -624,7 +626,7 @@ class TestReportedTokens:
             context=operator.itemgetter("documents") | reorder | plain
         )
         (chain | PROMPT | Model()).invoke({"question": "ab: #7"}, watched(handler))
-        assert orderer.settled == [usage(7)]
+        assert orderer.finished == [usage(7)]
 
     def test_reach_each_ordering_of_fifty_concurrent_runs(self, orderer: Recorder, handler: FeedbackHandler) -> None:
         config = watched(handler, max_concurrency=16)
@@ -662,7 +664,7 @@ class TestReportedTokens:
         self, orderer: Recorder, handler: FeedbackHandler, show: Callable[[list[Document]], str]
     ) -> None:
         rag(orderer, Model(reports=False), show).invoke("ab: #7", watched(handler))
-        assert orderer.settled == [NO_NUMBERS]
+        assert orderer.finished == [NO_NUMBERS]
 
     def test_correct_the_orderer(self, handler: FeedbackHandler) -> None:
         """What the engine no longer holds is not counted on: the feedback is the orderer's, not a log."""
@@ -674,13 +676,13 @@ class TestReportedTokens:
         predicted = [request.ordering.cached_tokens for request in orderer.requests]
         assert predicted[0] == 0 < predicted[1]
         assert names(orderer.requests[1].ordering.documents) == "abcd"
-        assert orderer.settled == [usage(0)] * 3
+        assert orderer.finished == [usage(0)] * 3
 
     def test_are_nobodys_if_langchain_had_the_answer_itself(self, orderer: Recorder, handler: FeedbackHandler) -> None:
         chain = rag(orderer, Model(cache=InMemoryCache()))
         chain.invoke("ab: #7", watched(handler))
         chain.invoke("ab: #7", watched(handler))
-        assert orderer.settled == [usage(7), DISCARDED]
+        assert orderer.finished == [usage(7), DISCARDED]
 
 
 def chat(message: AIMessage, **generation_info: Any) -> ChatGeneration:
@@ -747,18 +749,18 @@ class TestTheDialectsOfUsage:
         self, orderer: Recorder, handler: FeedbackHandler, result: Any, cached: Any, total: Any, prompt: Any
     ) -> None:
         rag(orderer, Told(result=result)).invoke("ab: #7", watched(handler))
-        assert orderer.settled == [RequestOutcome(True, cached, total, prompt)]
+        assert orderer.finished == [RequestOutcome(True, cached, total, prompt)]
 
     async def test_text_models_report_beside_the_text(self, orderer: Recorder, handler: FeedbackHandler) -> None:
         chain = rag(orderer, TextModel())
         chain.invoke("ab: #7", watched(handler))
         await chain.ainvoke("ba: #7", watched(handler))
-        assert orderer.settled == [RequestOutcome(True, 7, 1003, 1000)] * 2
+        assert orderer.finished == [RequestOutcome(True, 7, 1003, 1000)] * 2
 
     def test_what_a_text_model_sums_up_is_nobodys(self, orderer: Recorder, handler: FeedbackHandler) -> None:
         rag(orderer, TextModel()).batch(["ab: #7", "cd: #8"], watched(handler))
         rag(orderer, TextModel(of_each=True)).batch(["ab: #7", "cd: #8"], watched(handler))
-        assert orderer.settled == [NO_NUMBERS] * 2 + [RequestOutcome(True, 7, 1003, 1000)] * 2
+        assert orderer.finished == [NO_NUMBERS] * 2 + [RequestOutcome(True, 7, 1003, 1000)] * 2
 
 
 class TestWhichCallAnOrderingBelongsTo:
@@ -769,7 +771,7 @@ class TestWhichCallAnOrderingBelongsTo:
         chain = RunnablePassthrough.assign(rewritten=operator.itemgetter("question") | rewrite)
         chain |= operator.itemgetter("question") | rag(orderer, Model())
         chain.invoke({"question": "ab: #7"}, watched(handler))
-        assert orderer.settled == [usage(7)]
+        assert orderer.finished == [usage(7)]
 
     @pytest.mark.parametrize("show", [plain, shouted])
     def test_not_those_that_grade_single_documents(
@@ -784,7 +786,7 @@ class TestWhichCallAnOrderingBelongsTo:
         retriever = CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
         chain = {"context": retriever | grade | show, "question": RunnablePassthrough()} | PROMPT | Model()
         chain.invoke("abc: #7", watched(handler))
-        assert orderer.settled == [usage(7) if show is plain else NO_NUMBERS]
+        assert orderer.finished == [usage(7) if show is plain else NO_NUMBERS]
 
     def test_the_one_of_its_own_branch(self, orderer: Recorder, handler: FeedbackHandler) -> None:
         """Four branches retrieve the same documents, which come in the same order: only the branch tells them apart.
@@ -823,7 +825,7 @@ class TestWhichCallAnOrderingBelongsTo:
             model.invoke(f"{plain(few)} #2", config)
 
         RunnableLambda(work).invoke("go", watched(handler))
-        assert orderer.settled == [usage(2), usage(3)]
+        assert orderer.finished == [usage(2), usage(3)]
 
     def test_the_foremost_of_several_has_the_numbers(self, orderer: Recorder, handler: FeedbackHandler) -> None:
         """Two retrievers into one prompt: what the engine had cached says something of the first one's documents."""
@@ -835,7 +837,7 @@ class TestWhichCallAnOrderingBelongsTo:
             model.invoke(f"{plain(first)}\n{plain(second)} #7", config)
 
         RunnableLambda(work).invoke("go", watched(handler))
-        assert orderer.settled == [NO_NUMBERS, usage(7)]
+        assert orderer.finished == [NO_NUMBERS, usage(7)]
 
     def test_the_first_of_several_with_the_same_documents(self, orderer: Recorder, handler: FeedbackHandler) -> None:
         """The second one is served from what the first one has computed, even if it is ready first."""
@@ -848,7 +850,7 @@ class TestWhichCallAnOrderingBelongsTo:
 
         both = RunnableParallel(one=RunnableLambda(lambda prompt: f"{prompt} #1") | first, two=late)
         (retriever | plain | both).invoke("abc: ?", watched(handler))
-        assert orderer.settled == [usage(1)]
+        assert orderer.finished == [usage(1)]
 
     def test_the_second_if_the_first_fails(self, orderer: Recorder, handler: FeedbackHandler) -> None:
         retriever = CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
@@ -862,7 +864,7 @@ class TestWhichCallAnOrderingBelongsTo:
 
         both = RunnableParallel(one=first.with_fallbacks([RunnableLambda(lambda _: "none")]), two=late)
         (retriever | plain | both).invoke("abc: ?", watched(handler))
-        assert orderer.settled == [usage(2)]
+        assert orderer.finished == [usage(2)]
 
     def test_and_others_may_still_be_under_way_then(self, orderer: Recorder, handler: FeedbackHandler) -> None:
         retriever = CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
@@ -871,7 +873,7 @@ class TestWhichCallAnOrderingBelongsTo:
         def early(prompt: str, config: RunnableConfig) -> Any:
             assert second.started.wait(10)
             first.free.set()
-            while not orderer.settled[0]:
+            while not orderer.finished[0]:
                 time.sleep(0.001)
             second.free.set()
 
@@ -881,13 +883,13 @@ class TestWhichCallAnOrderingBelongsTo:
 
         calls = RunnableParallel(one=RunnableLambda(lambda prompt: f"{prompt} #1") | first, two=late, three=early)
         (retriever | plain | calls).invoke("abc: ?", watched(handler))
-        assert orderer.settled == [usage(1)]
+        assert orderer.finished == [usage(1)]
 
     def test_the_only_one_if_the_prompt_shows_the_documents_otherwise(
         self, orderer: Recorder, handler: FeedbackHandler
     ) -> None:
         rag(orderer, Model(), shouted).invoke("ab: #7", watched(handler))
-        assert orderer.settled == [usage(7)]
+        assert orderer.finished == [usage(7)]
 
     def test_not_one_with_its_documents_in_another_order(self, orderer: Recorder, handler: FeedbackHandler) -> None:
         retriever = CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
@@ -898,14 +900,14 @@ class TestWhichCallAnOrderingBelongsTo:
             Model().invoke(f"{plain(found)} #7", config)
 
         RunnableLambda(work).invoke("abc: ?", watched(handler))
-        assert orderer.settled == [usage(7)]
+        assert orderer.finished == [usage(7)]
 
     def test_not_one_that_is_anothers(self, orderer: Recorder, handler: FeedbackHandler) -> None:
         """Of what the other retriever found, the prompt shows nothing that could be recognised."""
         retriever = CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
         both = RunnableLambda(lambda question: plain(retriever.invoke("ab: ?")) + shouted(retriever.invoke("cd: ?")))
         (both | (lambda prompt: f"{prompt} #7") | Model()).invoke("go", watched(handler))
-        assert orderer.settled == [usage(7), NO_NUMBERS]
+        assert orderer.finished == [usage(7), NO_NUMBERS]
 
     def test_not_only_if_the_prompt_shows_them_to_the_last_blank(
         self, orderer: Recorder, handler: FeedbackHandler
@@ -915,18 +917,18 @@ class TestWhichCallAnOrderingBelongsTo:
         trimmed = RunnableLambda(lambda documents: "|".join(each.page_content.strip() for each in documents))
         chain = retriever | trimmed | (lambda prompt: f"{prompt} #7") | Model() | (lambda answer: "#99") | Model()
         chain.invoke("?", watched(handler))
-        assert orderer.settled == [usage(7)]
+        assert orderer.finished == [usage(7)]
 
     def test_none_if_several_might_be_it(self, orderer: Recorder, handler: FeedbackHandler) -> None:
         chain = rag(orderer, Model(), shouted) | (lambda answer: f"{answer} #8") | Model()
         chain.invoke("ab: #7", watched(handler))
-        assert orderer.settled == [NO_NUMBERS]
+        assert orderer.finished == [NO_NUMBERS]
 
     def test_none_if_one_call_might_be_that_of_two(self, orderer: Recorder, handler: FeedbackHandler) -> None:
         retriever = CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
         both = RunnableParallel(one=retriever, two=retriever) | (lambda found: f"{shouted(found['one'])} #7")
         (both | Model()).invoke("ab: ?", watched(handler))
-        assert orderer.settled == [NO_NUMBERS] * 2
+        assert orderer.finished == [NO_NUMBERS] * 2
 
     def test_none_if_one_of_several_is_the_only_one_of_another(
         self, orderer: Recorder, handler: FeedbackHandler
@@ -942,7 +944,7 @@ class TestWhichCallAnOrderingBelongsTo:
 
         calls = RunnableParallel(one=RunnableLambda(lambda prompt: f"{prompt} #1") | slow, two=late)
         (retriever | shouted | calls).invoke("ab: ?", watched(handler))
-        assert orderer.settled == [NO_NUMBERS, usage(2)]
+        assert orderer.finished == [NO_NUMBERS, usage(2)]
 
     def test_an_agent_retrieves_and_asks_again_and_again(self, orderer: Recorder, handler: FeedbackHandler) -> None:
         """Each prompt has all that was retrieved before; a tool retrieves."""
@@ -960,13 +962,13 @@ class TestWhichCallAnOrderingBelongsTo:
                 model.invoke(f"{history} #{number}", config)
 
         RunnableLambda(agent).invoke("go", watched(handler))
-        assert orderer.settled == [usage(0), usage(1), usage(2)]
+        assert orderer.finished == [usage(0), usage(1), usage(2)]
 
     def test_a_model_outside_of_any_run_is_nobodys(self, orderer: Recorder, handler: FeedbackHandler) -> None:
         retriever = CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
         found = retriever.invoke("ab: ?", watched(handler))
         Model().invoke(f"{plain(found)} #7", watched(handler))
-        assert orderer.settled == [NO_NUMBERS]
+        assert orderer.finished == [NO_NUMBERS]
 
 
 class Slow(Model):
@@ -1001,9 +1003,9 @@ class Unreadable:
 
 
 class TestErrors:
-    """Whatever goes wrong, the ordering is settled as is right, and nothing stays in the handler: its fixture looks."""
+    """After any error the ordering is finished rightly and the handler holds nothing: its fixture checks that."""
 
-    async def test_of_the_retriever_leave_nothing_to_settle(self, orderer: Recorder, handler: FeedbackHandler) -> None:
+    async def test_of_the_retriever_leave_nothing_to_finish(self, orderer: Recorder, handler: FeedbackHandler) -> None:
         chain = rag(orderer, Model())
         with pytest.raises(KeyError):
             chain.invoke("x: #7", watched(handler))
@@ -1021,7 +1023,7 @@ class TestErrors:
             list(chain.stream("ab: #7", watched(handler)))
         with pytest.raises(BoomError):
             [piece async for piece in chain.astream("ab: #7", watched(handler))]
-        assert orderer.settled == [DISCARDED] * 4
+        assert orderer.finished == [DISCARDED] * 4
 
     async def test_between_retrieval_and_model_discard(self, orderer: Recorder, handler: FeedbackHandler) -> None:
         retriever = CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
@@ -1031,7 +1033,7 @@ class TestErrors:
         with pytest.raises(BoomError):
             await chain.ainvoke("ab: #7", watched(handler))
         assert chain.batch(["ab: #7", "x: #7"], watched(handler), return_exceptions=True)
-        assert orderer.settled == [DISCARDED] * 3
+        assert orderer.finished == [DISCARDED] * 3
 
     @pytest.mark.parametrize("show", [plain, shouted])
     def test_behind_the_model_change_nothing(
@@ -1039,7 +1041,7 @@ class TestErrors:
     ) -> None:
         with pytest.raises(BoomError):
             (rag(orderer, Model(), show) | fails).invoke("ab: #7", watched(handler))
-        assert orderer.settled == [usage(7)]
+        assert orderer.finished == [usage(7)]
 
     @pytest.mark.parametrize("show", [plain, shouted])
     async def test_of_a_model_with_a_fallback_leave_it_to_the_fallback(
@@ -1048,14 +1050,14 @@ class TestErrors:
         chain = rag(orderer, Model(errors=[BoomError(), BoomError()]).with_fallbacks([Model()]), show)
         chain.invoke("ab: #7", watched(handler))
         await chain.ainvoke("ba: #8", watched(handler))
-        assert orderer.settled == [usage(7), usage(8)]
+        assert orderer.finished == [usage(7), usage(8)]
 
     def test_of_a_model_whose_fallback_knows_no_documents_discard(
         self, orderer: Recorder, handler: FeedbackHandler
     ) -> None:
         apology = RunnableLambda(lambda _: "Say that you are sorry. #99") | Model()
         rag(orderer, Model(errors=[BoomError()]).with_fallbacks([apology])).invoke("ab: #7", watched(handler))
-        assert orderer.settled == [DISCARDED]
+        assert orderer.finished == [DISCARDED]
 
     def test_of_a_model_that_tries_again_leave_it_to_the_last_attempt(
         self, orderer: Recorder, handler: FeedbackHandler
@@ -1064,7 +1066,7 @@ class TestErrors:
             retry_if_exception_type=(BoomError,), wait_exponential_jitter=False
         )
         rag(orderer, retries).invoke("ab: #7", watched(handler))
-        assert orderer.settled == [usage(7)]
+        assert orderer.finished == [usage(7)]
 
     def test_of_a_chain_with_a_fallback_discard_the_first_attempt(
         self, orderer: Recorder, handler: FeedbackHandler
@@ -1072,7 +1074,7 @@ class TestErrors:
         """The fallback retrieves the same documents once more: its model's numbers are those of its own ordering."""
         chain = rag(orderer, Model(errors=[BoomError()])).with_fallbacks([rag(orderer, Model())])
         chain.invoke("ab: #7", watched(handler))
-        assert orderer.settled == [DISCARDED, usage(7)]
+        assert orderer.finished == [DISCARDED, usage(7)]
 
     def test_that_the_application_catches_discard(self, orderer: Recorder, handler: FeedbackHandler) -> None:
         chain = rag(orderer, Model(errors=[BoomError()]))
@@ -1083,7 +1085,7 @@ class TestErrors:
             return "none"
 
         (RunnableLambda(work) | (lambda _: "What else? #99") | Model()).invoke("ab: #7", watched(handler))
-        assert orderer.settled == [DISCARDED]
+        assert orderer.finished == [DISCARDED]
 
     def test_that_the_application_catches_around_the_model_alone_discard(
         self, orderer: Recorder, handler: FeedbackHandler
@@ -1097,7 +1099,7 @@ class TestErrors:
             return "none"
 
         RunnableLambda(work).invoke("ab: #7", watched(handler))
-        assert orderer.settled == [DISCARDED]
+        assert orderer.finished == [DISCARDED]
 
     def test_of_a_first_attempt_leave_the_numbers_to_the_second_with_what_it_retrieved(
         self, orderer: Recorder, handler: FeedbackHandler
@@ -1111,7 +1113,7 @@ class TestErrors:
             model.invoke(f"{plain(retriever.invoke(question, config))} #7", config)
 
         RunnableLambda(work).invoke("ab: ?", watched(handler))
-        assert orderer.settled == [DISCARDED, usage(7)]
+        assert orderer.finished == [DISCARDED, usage(7)]
 
     def test_of_the_tool_that_retrieves_discard(self, orderer: Recorder, handler: FeedbackHandler) -> None:
         retriever = CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
@@ -1125,7 +1127,7 @@ class TestErrors:
         def agent(_: str, config: RunnableConfig) -> str:
             with pytest.raises(BoomError):
                 search.invoke({"question": "ab: ?"}, config)
-            assert orderer.settled == [DISCARDED]
+            assert orderer.finished == [DISCARDED]
             return "none"
 
         RunnableLambda(agent).invoke("go", watched(handler))
@@ -1143,8 +1145,8 @@ class TestErrors:
                 assert chain.invoke("ab: #7", watched(FeedbackHandler())) == "so it is"
         assert [record.levelname for record in caplog.records] == ["WARNING"] * 4
         assert "ValueError" in caplog.text and "Secret" not in caplog.text
-        # An ordering that could not be handed over counts as served; one that was is settled at the end of its run.
-        assert orderer.settled == [NO_NUMBERS] * 4
+        # An ordering that could not be handed over counts as served; one that was is finished at the end of its run.
+        assert orderer.finished == [NO_NUMBERS] * 4
 
     def test_in_what_was_reported_are_not_the_chains(self, orderer: Recorder, handler: FeedbackHandler) -> None:
         result = ChatResult(generations=[chat(AIMessage("a"))], llm_output={"token_usage": Unreadable()})
@@ -1152,14 +1154,14 @@ class TestErrors:
         chain.invoke("ab: #7", watched(handler))
         with pytest.raises(BoomError):
             (chain | fails).invoke("ab: #7", watched(handler))
-        assert orderer.settled == [NO_NUMBERS] * 2
+        assert orderer.finished == [NO_NUMBERS] * 2
 
 
-async def settling(orderer: Recorder) -> None:
+async def finishing(orderer: Recorder) -> None:
     """Asynchronous generators within one that was closed are closed by the event loop, in its own time."""
     for _ in range(200):
         gc.collect()
-        if None not in orderer.settled:
+        if None not in orderer.finished:
             break
         await asyncio.sleep(0.01)
 
@@ -1173,7 +1175,7 @@ class TestStreams:
             list(chain.stream("ab: #7", watched(handler)))
         with pytest.raises(ConnectionError):
             [piece async for piece in chain.astream("ab: #7", watched(handler))]
-        assert orderer.settled == [NO_NUMBERS] * 2
+        assert orderer.finished == [NO_NUMBERS] * 2
 
     @pytest.mark.parametrize("breaks_after", [0, 1])
     async def test_that_break_before_the_first_token_discard(
@@ -1185,7 +1187,7 @@ class TestStreams:
             list(chain.stream("ab: #7", watched(handler)))
         with pytest.raises(ConnectionError):
             [piece async for piece in chain.astream("ab: #7", watched(handler))]
-        assert orderer.settled == [DISCARDED] * 2
+        assert orderer.finished == [DISCARDED] * 2
 
     async def test_closed_early_count_without_numbers(self, orderer: Recorder, handler: FeedbackHandler) -> None:
         chain = rag(orderer, Model())
@@ -1195,8 +1197,8 @@ class TestStreams:
         pieces = chain.astream("ab: #7", watched(handler))
         assert [await anext(pieces), await anext(pieces)] == ["", "so "]
         await pieces.aclose()
-        await settling(orderer)
-        assert orderer.settled == [NO_NUMBERS] * 2
+        await finishing(orderer)
+        assert orderer.finished == [NO_NUMBERS] * 2
 
     async def test_dropped_early_do_not_stay_in_the_handler(self, orderer: Recorder, handler: FeedbackHandler) -> None:
         chain = rag(orderer, Model())
@@ -1206,8 +1208,8 @@ class TestStreams:
         async for piece in chain.astream("ab: #7", watched(handler)):
             if piece:
                 break
-        await settling(orderer)
-        assert orderer.settled == [NO_NUMBERS] * 2
+        await finishing(orderer)
+        assert orderer.finished == [NO_NUMBERS] * 2
 
     async def test_broken_with_a_fallback_count_without_numbers(
         self, orderer: Recorder, handler: FeedbackHandler
@@ -1216,7 +1218,7 @@ class TestStreams:
         chain = rag(orderer, Model(breaks_after=3).with_fallbacks([Model()]))
         with pytest.raises(ConnectionError):
             list(chain.stream("ab: #7", watched(handler)))
-        assert orderer.settled == [NO_NUMBERS]
+        assert orderer.finished == [NO_NUMBERS]
 
     async def test_d8_without_usage_degrade_the_orderer_and_say_what_to_set(
         self, orderer: Recorder, handler: FeedbackHandler
@@ -1224,7 +1226,7 @@ class TestStreams:
         chain = rag(orderer, Model(reports=False))
         list(chain.stream("ab: #7", config=watched(handler)))
         assert [piece async for piece in chain.astream("ba: #7", config=watched(handler))]
-        assert orderer.settled == [NO_NUMBERS, NO_NUMBERS]
+        assert orderer.finished == [NO_NUMBERS, NO_NUMBERS]
         assert len(orderer.degraded) == 1
         assert "streamed without usage" in orderer.degraded[0] and "stream_usage=True" in orderer.degraded[0]
 
@@ -1238,7 +1240,7 @@ class TestStreams:
         closed = rag(orderer, Model(reports=False)).stream("ab: #7", config=watched(handler))
         next(closed)
         closed.close()
-        assert orderer.settled == [usage(7), NO_NUMBERS, NO_NUMBERS, NO_NUMBERS]
+        assert orderer.finished == [usage(7), NO_NUMBERS, NO_NUMBERS, NO_NUMBERS]
         assert orderer.degraded == []
 
     def test_h1_dropped_in_a_cycle_wait_for_no_lock(self, orderer: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1274,7 +1276,7 @@ class TestStreams:
             assert not thread.is_alive(), "an event of a finaliser waits for the event that it interrupted"
         finally:
             gc.enable()
-        assert orderer.settled == [NO_NUMBERS, usage(2), usage(3)]
+        assert orderer.finished == [NO_NUMBERS, usage(2), usage(3)]
         assert (handler.waiting_orderings, handler.open_runs) == (0, 0)
 
     @pytest.mark.skipif(not hasattr(BaseChatModel, "stream_events"), reason="this version has no stream_events")
@@ -1291,7 +1293,7 @@ class TestStreams:
         for breaks_after in (2, 1):
             with pytest.raises(ConnectionError):
                 asks(Model(breaks_after=breaks_after)).invoke("ab: ?", watched(handler))
-        assert orderer.settled == [usage(7), NO_NUMBERS, DISCARDED]
+        assert orderer.finished == [usage(7), NO_NUMBERS, DISCARDED]
 
 
 class TestCancellation:
@@ -1307,7 +1309,7 @@ class TestCancellation:
     async def test_while_the_model_answers_discards(self, orderer: Recorder, handler: FeedbackHandler) -> None:
         started = asyncio.Event()
         await self.cancel(rag(orderer, Model(started=started, delay_s=10)).ainvoke("ab: #7", watched(handler)), started)
-        assert orderer.settled == [DISCARDED]
+        assert orderer.finished == [DISCARDED]
 
     async def test_of_a_stream_before_its_first_token_discards(
         self, orderer: Recorder, handler: FeedbackHandler
@@ -1318,7 +1320,7 @@ class TestCancellation:
 
         started = asyncio.Event()
         await self.cancel(work(), started)
-        assert orderer.settled == [DISCARDED]
+        assert orderer.finished == [DISCARDED]
 
     async def test_of_a_stream_after_its_first_token_counts(self, orderer: Recorder, handler: FeedbackHandler) -> None:
         async def work() -> None:
@@ -1329,8 +1331,8 @@ class TestCancellation:
 
         started = asyncio.Event()
         await self.cancel(work(), started)
-        await settling(orderer)
-        assert orderer.settled == [NO_NUMBERS]
+        await finishing(orderer)
+        assert orderer.finished == [NO_NUMBERS]
 
     @pytest.mark.parametrize("alone", [True, False])
     async def test_of_the_retrieval_leaves_nothing(
@@ -1363,8 +1365,8 @@ class TestCancellation:
                 task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.sleep(0)
-        assert None not in orderer.settled
-        assert {usage(number) for number in range(0, 40, 2)} <= set(orderer.settled)
+        assert None not in orderer.finished
+        assert {usage(number) for number in range(0, 40, 2)} <= set(orderer.finished)
 
 
 class TestBounds:
@@ -1379,8 +1381,8 @@ class TestBounds:
             next(stream)
             streams.append(stream)
             assert handler.open_runs <= 10
-        assert orderer.settled.count(None) == handler.waiting_orderings <= 10
-        assert set(orderer.settled) <= {NO_NUMBERS, None}
+        assert orderer.finished.count(None) == handler.waiting_orderings <= 10
+        assert set(orderer.finished) <= {NO_NUMBERS, None}
         for stream in streams:
             stream.close()
         assert (handler.waiting_orderings, handler.open_runs) == (0, 0)
@@ -1396,7 +1398,7 @@ class TestBounds:
 
         RunnableLambda(work).invoke("go", watched(handler))
         assert max(most) == 256
-        assert orderer.settled == [NO_NUMBERS] * 300
+        assert orderer.finished == [NO_NUMBERS] * 300
 
     def test_a_long_run_forgets_what_has_ended(self, orderer: Recorder, handler: FeedbackHandler) -> None:
         chain = rag(orderer, Model())
@@ -1445,7 +1447,7 @@ class TestLangGraph:
         assert list(graph.stream({"question": "ab: #3"}, watched(handler), stream_mode="messages"))
         assert [update async for update in graph.astream({"question": "ab: #4"}, watched(handler))]
         graph.batch([{"question": "ab: #5"}], watched(handler))
-        assert orderer.settled == [usage(number) for number in (1, 2, 3, 4, 5)]
+        assert orderer.finished == [usage(number) for number in (1, 2, 3, 4, 5)]
 
     async def test_hands_on_between_coroutines(self, orderer: Recorder, handler: FeedbackHandler) -> None:
         retriever = CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
@@ -1467,7 +1469,7 @@ class TestLangGraph:
         await asyncio.gather(
             *(compiled.ainvoke({"question": f"abc: #{number}"}, watched(handler)) for number in range(10))
         )
-        assert sorted(orderer.settled, key=str) == sorted(map(usage, range(10)), key=str)
+        assert sorted(orderer.finished, key=str) == sorted(map(usage, range(10)), key=str)
 
     def fan_out(self, orderer: Recorder, questions: list[str], model: Model) -> Any:
         graph = StateGraph(State)
@@ -1518,13 +1520,13 @@ class TestLangGraph:
             await graph.ainvoke({"question": "ab: #7"}, watched(handler))
         with pytest.raises(BoomError):
             list(graph.stream({"question": "ab: #7"}, watched(handler)))
-        assert orderer.settled == [DISCARDED] * 3
+        assert orderer.finished == [DISCARDED] * 3
 
-    def test_settles_a_stream_that_is_closed_early(self, orderer: Recorder, handler: FeedbackHandler) -> None:
+    def test_finishes_a_stream_that_is_closed_early(self, orderer: Recorder, handler: FeedbackHandler) -> None:
         stream = self.graph(orderer, Model()).stream({"question": "ab: #7"}, watched(handler), stream_mode="updates")
         assert "retrieve" in next(stream)
         stream.close()
-        assert orderer.settled == [DISCARDED]
+        assert orderer.finished == [DISCARDED]
 
     def test_takes_the_numbers_of_the_attempt_that_succeeded(self, orderer: Recorder, handler: FeedbackHandler) -> None:
         from langgraph.types import RetryPolicy
@@ -1540,7 +1542,7 @@ class TestLangGraph:
         graph.add_node("both", both, retry_policy=policy)
         graph.add_edge(START, "both")
         graph.compile().invoke({"question": "ab: #7"}, watched(handler))
-        assert orderer.settled == [DISCARDED, usage(7)]
+        assert orderer.finished == [DISCARDED, usage(7)]
 
     def test_does_not_take_a_way_out_of_a_subgraph_for_an_error(
         self, orderer: Recorder, handler: FeedbackHandler
@@ -1560,7 +1562,7 @@ class TestLangGraph:
         graph.add_node("ask", lambda state: self.ask(model, state))
         graph.add_edge(START, "inner")
         graph.compile().invoke({"question": "ab: #7"}, watched(handler))
-        assert orderer.settled == [usage(7)]
+        assert orderer.finished == [usage(7)]
 
 
 # ---------------------------------------------------------------- beside it
@@ -1589,10 +1591,10 @@ class TestOtherHandlers:
         assert others.heard == ["start", "end"] * 2
 
     def test_of_our_kind_one_is_enough(self, orderer: Recorder, handler: FeedbackHandler) -> None:
-        """One bound to the chain and another one given with the call: one of them settles, both forget."""
+        """One bound to the chain and another one given with the call: one of them finishes, both forget."""
         other = FeedbackHandler()
         rag(orderer, Model()).with_config(callbacks=[other]).invoke("ab: #7", watched(handler))
-        assert orderer.settled == [usage(7)]
+        assert orderer.finished == [usage(7)]
         assert (other.open_runs, other.waiting_orderings) == (0, 0)
 
 
@@ -1635,21 +1637,21 @@ class TestWithVLLM:
         assert "".join(chain.stream("badcfehg: #3", watched(handler))) is not None
         async for _ in chain.astream("aebfcgdh: #4", watched(handler)):
             pass
-        first, *later = orderer.settled
+        first, *later = orderer.finished
         assert first is not None and first.cached_tokens in (0, None) and first.prompt_tokens
-        for settled in later:
-            assert settled is not None and settled.served
+        for finished in later:
+            assert finished is not None and finished.served
             # The documents come in one order, so that all but the question is in the cache.
-            assert settled.cached_tokens is not None and settled.cached_tokens % vllm_server.block_size == 0
-            assert settled.prompt_tokens - 2 * vllm_server.block_size < settled.cached_tokens < settled.prompt_tokens
-            assert settled.total_tokens == settled.prompt_tokens + 4
+            assert finished.cached_tokens is not None and finished.cached_tokens % vllm_server.block_size == 0
+            assert finished.prompt_tokens - 2 * vllm_server.block_size < finished.cached_tokens < finished.prompt_tokens
+            assert finished.total_tokens == finished.prompt_tokens + 4
 
     def test_a_refused_request_is_discarded(self, vllm_server: Any, handler: FeedbackHandler) -> None:
         openai = pytest.importorskip("openai")
         orderer = Recorder(strict=True)
         with pytest.raises(openai.BadRequestError):
             self.chain(vllm_server, orderer, "not/a/salt").invoke("ab: #1", watched(handler))
-        assert orderer.settled == [DISCARDED]
+        assert orderer.finished == [DISCARDED]
 
     def test_the_example_shows_what_it_saves(self, vllm_server: Any, python: Any) -> None:
         done = python(ROOT / "examples" / "langchain_rag.py", f"{vllm_server.base_url}/v1", path=(ROOT,))

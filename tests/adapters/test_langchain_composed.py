@@ -41,13 +41,13 @@ class Recorder:
         self.orderer = Orderer(block_size=4, strict=True)
         self.settings = self.orderer.settings
         self.requests: list[str] = []
-        self.settled: list[Any] = []
+        self.finished: list[Any] = []
         self.degraded: list[str] = []
 
     def order(self, documents: Sequence[Any], **options: Any) -> Any:
         self.requests.append(names(documents))
         ordering = self.orderer.order(documents, **options)
-        ordering.add_done_callback(self.settled.append)
+        ordering.add_done_callback(self.finished.append)
         return ordering
 
     def fall_back(self, documents: Sequence[Any], error: Exception) -> Any:
@@ -137,7 +137,7 @@ class TestD10ACompressor:
         handler = FeedbackHandler()
         chain.invoke("?", config={"callbacks": [handler]})
         await chain.ainvoke("?", config={"callbacks": [handler]})
-        assert orderer.settled == [(True, 7, 12, 10)] * 2
+        assert orderer.finished == [(True, 7, 12, 10)] * 2
 
     async def test_d10_in_langchains_own_pipeline_and_compression_retriever(self, orderer: Recorder) -> None:
         pipeline = classic("retrievers.document_compressors").DocumentCompressorPipeline(
@@ -152,7 +152,7 @@ class TestD10ACompressor:
         assert len(orderer.requests) == 4
         handler = FeedbackHandler()
         answering(retriever).invoke("bac", config={"callbacks": [handler]})
-        assert orderer.settled[-1] == (True, 7, 12, 10)
+        assert orderer.finished[-1] == (True, 7, 12, 10)
 
 
 class Reporting(FakeListChatModel):
@@ -222,7 +222,7 @@ class TestD10InsideAnotherRetriever:
         retriever = CacheOrderedRetriever(retriever=outer(Finder()), orderer=orderer)
         answering(retriever).invoke("ab bc ca", config={"callbacks": [FeedbackHandler()]})
         assert len(orderer.requests) == 1
-        assert orderer.settled == [(True, 7, 12, 10)]
+        assert orderer.finished == [(True, 7, 12, 10)]
         assert orderer.degraded == []
 
     def test_d10_one_around_another_orders_once(self, orderer: Recorder) -> None:
@@ -342,4 +342,4 @@ class TestD10Copies:
         answering(CacheOrderedRetriever(retriever=Finder(), orderer=orderer)).invoke(
             "ab", config={"callbacks": [other]}
         )
-        assert orderer.settled == [(True, 7, 12, 10)]
+        assert orderer.finished == [(True, 7, 12, 10)]

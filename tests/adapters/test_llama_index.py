@@ -81,12 +81,12 @@ def feedback() -> Iterator[FeedbackHandler]:
 
 
 class Recorder:
-    """An orderer that remembers what it was given, and how each ordering was settled."""
+    """An orderer that remembers what it was given, and how each ordering was finished."""
 
     def __init__(self, orderer: Orderer) -> None:
         self.orderer, self.settings = orderer, orderer.settings
         self.documents: list[Any] = []
-        self.settled: list[Any] = []
+        self.finished: list[Any] = []
         self.degraded: list[str] = []
 
     def degrade(self, reason: str) -> None:
@@ -95,7 +95,7 @@ class Recorder:
     def order(self, documents: Sequence[Any], **options: Any) -> Any:
         self.documents += documents
         ordering = self.orderer.order(documents, **options)
-        ordering.add_done_callback(self.settled.append)
+        ordering.add_done_callback(self.finished.append)
         return ordering
 
     def fall_back(self, documents: Sequence[Any], error: Exception) -> Any:
@@ -529,7 +529,7 @@ class TestFeedback:
     def test_without_it_an_ordering_counts_as_served_at_once(self, recorder: Recorder) -> None:
         CacheOrderPostprocessor(recorder).postprocess_nodes(found("a"))
         self.engine(recorder).query("a")
-        assert recorder.settled == [(True, None, None, None)] * 2
+        assert recorder.finished == [(True, None, None, None)] * 2
 
     @pytest.mark.parametrize("wrapped", [False, True], ids=["postprocessor", "retriever"])
     async def test_the_tokens_that_the_engine_reports_reach_the_orderer(
@@ -541,7 +541,7 @@ class TestFeedback:
             engine = RetrieverQueryEngine.from_args(retriever, llm=Reporting())
         engine.query("a b")
         await engine.aquery("b a")
-        assert recorder.settled == [(True, 32, 57, 50)] * 2
+        assert recorder.finished == [(True, 32, 57, 50)] * 2
         assert not feedback.open_spans
 
     def test_a_chat_is_a_request_too(self, recorder: Recorder, feedback: FeedbackHandler) -> None:
@@ -550,7 +550,7 @@ class TestFeedback:
         ContextChatEngine.from_defaults(
             Fixed(), llm=Reporting(), memory=memory, node_postprocessors=postprocessors
         ).chat("a")
-        assert recorder.settled == [(True, 32, 57, 50)]
+        assert recorder.finished == [(True, 32, 57, 50)]
 
     def test_what_was_asked_before_there_were_documents_does_not_count(
         self, recorder: Recorder, feedback: FeedbackHandler
@@ -563,20 +563,20 @@ class TestFeedback:
 
         ask()
         TransformQueryEngine(self.engine(recorder), HyDEQueryTransform(llm=Reporting())).query("a")
-        assert recorder.settled == [(True, 32, 57, 50)] * 2
+        assert recorder.finished == [(True, 32, 57, 50)] * 2
 
     def test_several_prompts_for_one_ordering_have_no_numbers(
         self, recorder: Recorder, feedback: FeedbackHandler
     ) -> None:
         self.engine(recorder, response_mode="refine").query("a b")
-        assert recorder.settled == [(True, None, None, None)]
+        assert recorder.finished == [(True, None, None, None)]
 
     def test_several_orderings_in_one_request_have_none_either(
         self, recorder: Recorder, feedback: FeedbackHandler
     ) -> None:
         postprocessor = CacheOrderPostprocessor(recorder)
         self.engine(recorder, node_postprocessors=[postprocessor, postprocessor]).query("a b")
-        assert recorder.settled == [(True, None, None, None)] * 2
+        assert recorder.finished == [(True, None, None, None)] * 2
 
     @pytest.mark.parametrize("raw", [None, {}, SimpleNamespace(usage=None), SimpleNamespace(usage={"x": "y"})])
     def test_an_engine_that_reports_nothing_says_that_it_served(
@@ -588,7 +588,7 @@ class TestFeedback:
                 return CompletionResponse(text="", raw=raw)
 
         self.engine(recorder, llm=Silent()).query("a")
-        assert recorder.settled == [(True, None, None, None)]
+        assert recorder.finished == [(True, None, None, None)]
 
     async def test_a_request_that_failed_is_discarded(self, recorder: Recorder, feedback: FeedbackHandler) -> None:
         engine = self.engine(recorder)
@@ -596,7 +596,7 @@ class TestFeedback:
             engine.query("fail")
         with pytest.raises(LookupError, match="gone"):
             await engine.aquery("fail")
-        assert [outcome.served for outcome in recorder.settled] == [False, False]
+        assert [outcome.served for outcome in recorder.finished] == [False, False]
         assert not feedback.open_spans
 
     def test_a_request_that_failed_after_its_answer_was_served(
@@ -610,13 +610,13 @@ class TestFeedback:
 
         with pytest.raises(LookupError, match="nobody"):
             ask()
-        assert recorder.settled == [(True, 32, 57, 50)]
+        assert recorder.finished == [(True, 32, 57, 50)]
 
     def test_outside_any_request_an_ordering_counts_as_served_at_once(
         self, recorder: Recorder, feedback: FeedbackHandler
     ) -> None:
         CacheOrderedRetriever(Fixed(), recorder).retrieve("a")
-        assert recorder.settled == [(True, None, None, None)]
+        assert recorder.finished == [(True, None, None, None)]
 
     def test_a_chat_model_that_completes_counts_once(self, recorder: Recorder, feedback: FeedbackHandler) -> None:
         class Chatting(Reporting):
@@ -628,7 +628,7 @@ class TestFeedback:
                 return super().chat(messages, **kwargs)
 
         self.engine(recorder, llm=Chatting()).query("a")
-        assert recorder.settled == [(True, 32, 57, 50)]
+        assert recorder.finished == [(True, 32, 57, 50)]
 
     async def test_concurrent_requests_get_their_own_numbers(
         self, recorder: Recorder, feedback: FeedbackHandler
@@ -657,7 +657,7 @@ class TestFeedback:
 
 
 class TestD8StreamedAnswers:
-    """They are settled when they have been served, with what stands at their end."""
+    """They are finished when they have been served, with what stands at their end."""
 
     def engine(self, recorder: Recorder, **options: Any) -> RetrieverQueryEngine:
         postprocessors: Any = [CacheOrderPostprocessor(recorder)]
@@ -668,20 +668,20 @@ class TestD8StreamedAnswers:
 
     def test_d8_report_at_their_end_and_not_before(self, recorder: Recorder, feedback: FeedbackHandler) -> None:
         response: Any = self.engine(recorder).query("a b")
-        assert recorder.settled == []
+        assert recorder.finished == []
         pieces = iter(response.response_gen)
         text = next(pieces)
-        assert recorder.settled == []
+        assert recorder.finished == []
         assert shown(text + "".join(pieces)) == ["a", "b"]
-        assert recorder.settled == [(True, 32, 57, 50)]
+        assert recorder.finished == [(True, 32, 57, 50)]
         assert not feedback.open_spans and not feedback._streams
         assert recorder.degraded == []
 
     async def test_d8_report_to_coroutines_too(self, recorder: Recorder, feedback: FeedbackHandler) -> None:
         response: Any = await self.engine(recorder).aquery("a b")
-        assert recorder.settled == []
+        assert recorder.finished == []
         assert shown("".join([piece async for piece in response.response_gen])) == ["a", "b"]
-        assert recorder.settled == [(True, 32, 57, 50)]
+        assert recorder.finished == [(True, 32, 57, 50)]
         assert not feedback.open_spans and not feedback._streams
 
     def test_d8_of_a_chat_report_too(self, recorder: Recorder, feedback: FeedbackHandler) -> None:
@@ -692,14 +692,14 @@ class TestD8StreamedAnswers:
         )
         # A thread of LlamaIndex's reads it for the history meanwhile.
         assert "".join(chat.stream_chat("a b").response_gen)
-        assert recorder.settled == [(True, 32, 57, 50)]
+        assert recorder.finished == [(True, 32, 57, 50)]
 
     def test_d8_without_usage_count_and_degrade_the_orderer(
         self, recorder: Recorder, feedback: FeedbackHandler
     ) -> None:
         response: Any = self.engine(recorder, include_usage=False).query("a")
         assert "".join(response.response_gen)
-        assert recorder.settled == [(True, None, None, None)]
+        assert recorder.finished == [(True, None, None, None)]
         assert len(recorder.degraded) == 1 and "include_usage" in recorder.degraded[0]
 
     @pytest.mark.parametrize(("breaks_at", "served"), [(0, False), (1, True)])
@@ -713,7 +713,7 @@ class TestD8StreamedAnswers:
         response = await engine.aquery("a")
         with pytest.raises(LookupError, match="gone"):
             [piece async for piece in response.response_gen]
-        assert recorder.settled == [(served, None, None, None)] * 2
+        assert recorder.finished == [(served, None, None, None)] * 2
         assert not feedback._streams
         assert recorder.degraded == []
 
@@ -726,12 +726,12 @@ class TestD8StreamedAnswers:
         response = self.engine(recorder).query("a")
         for _ in range(read):
             next(response.response_gen)
-        assert len(recorder.settled) == 1
+        assert len(recorder.finished) == 1
         del response
         gc.collect()
-        # What the collector settles may wait for the next call of the orderer.
+        # What the collector finishes may wait for the next call of the orderer.
         recorder.orderer.order([])
-        assert recorder.settled[1:] == [(served, None, None, None)]
+        assert recorder.finished[1:] == [(served, None, None, None)]
         assert not feedback._streams and not feedback._unasked
 
     def test_d8_concurrent_streams_get_their_own_numbers(self, recorder: Recorder, feedback: FeedbackHandler) -> None:
@@ -775,7 +775,7 @@ class TestD8StreamedAnswers:
         )
         response: Any = engine.query("a b")
         list(response.response_gen)
-        assert recorder.settled == [(True, None, None, None)]
+        assert recorder.finished == [(True, None, None, None)]
 
     def test_d8_after_which_the_request_fails_count_for_nothing(
         self, recorder: Recorder, feedback: FeedbackHandler
@@ -790,7 +790,7 @@ class TestD8StreamedAnswers:
 
         with pytest.raises(LookupError, match="no use"):
             ask()
-        assert recorder.settled == [(False, None, None, None)]
+        assert recorder.finished == [(False, None, None, None)]
 
     def test_d8_that_a_request_reads_itself_report_when_it_ends(
         self, recorder: Recorder, feedback: FeedbackHandler
@@ -800,10 +800,10 @@ class TestD8StreamedAnswers:
             nodes = CacheOrderPostprocessor(recorder).postprocess_nodes(found("a"))
             response: Any = get_response_synthesizer(llm=Streaming(), streaming=True).synthesize("?", nodes)
             assert "".join(response.response_gen)
-            assert recorder.settled == []
+            assert recorder.finished == []
 
         ask()
-        assert recorder.settled == [(True, 32, 57, 50)]
+        assert recorder.finished == [(True, 32, 57, 50)]
 
     def test_d8_of_models_that_ask_their_base_count_once(self, recorder: Recorder, feedback: FeedbackHandler) -> None:
         class Chatting(Streaming):
@@ -817,7 +817,7 @@ class TestD8StreamedAnswers:
         )
         response: Any = engine.query("a")
         assert "".join(response.response_gen)
-        assert recorder.settled == [(True, 32, 57, 50)]
+        assert recorder.finished == [(True, 32, 57, 50)]
 
     def test_d8_one_listener_serves_all_handlers(self, recorder: Recorder, feedback: FeedbackHandler) -> None:
         before = len(get_dispatcher().event_handlers)
@@ -825,7 +825,7 @@ class TestD8StreamedAnswers:
             response: Any = self.engine(recorder).query("a")
             list(response.response_gen)
         assert len(get_dispatcher().event_handlers) <= before + 1
-        assert recorder.settled == [(True, 32, 57, 50)] * 3
+        assert recorder.finished == [(True, 32, 57, 50)] * 3
 
     @pytest.mark.parametrize("copied", [copy.deepcopy, lambda handler: pickle.loads(pickle.dumps(handler))])  # noqa: S301
     def test_d10_copies_of_the_handler_follow_nothing_yet(
@@ -890,7 +890,7 @@ class TestD8WithVLLM:
         for question in ("a b c", "c b a"):
             response: Any = engine.query(question)
             list(response.response_gen)
-        first, second = recorder.settled
+        first, second = recorder.finished
         assert first.cached_tokens == 0 and first.prompt_tokens > 0
         assert second.cached_tokens > 0 and second.total_tokens == second.prompt_tokens + 4
         assert recorder.degraded == []

@@ -27,10 +27,10 @@ import uvicorn
 from click.testing import CliRunner
 
 from ragorder.adapters.http_client import AddressError, Server, ServerError
+from ragorder.adapters.http_server.server import listen, server_config
 from ragorder.adapters.proxy import make_app
 from ragorder.adapters.proxy.access import THIS_MACHINE
 from ragorder.adapters.proxy.app import _Readiness
-from ragorder.adapters.http_server.server import listen, server_config
 from ragorder.cli.serve import serve as serve_command
 
 CHAT = "/v1/chat/completions"

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from ragorder import Orderer, PromptBuilder
+from ragorder import Orderer
 
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
@@ -26,16 +26,15 @@ pytest.importorskip("msgspec")
 
 import httpx
 import uvicorn
+from support.bodies import Bodies
 
-from ragorder.adapters.http_server.errors import HTTPError
-from ragorder.adapters.http_server.request_body import RequestBody
-from ragorder.adapters.http_server.memory import MemoryBudget
-from ragorder.adapters.proxy import Timeouts, AdmissionQueue, make_app
-from ragorder.adapters.proxy.token_counter import TokenCounter
-from ragorder.adapters.proxy.ordering import BodyOrderer
-from ragorder.adapters.proxy.workers import Workers
 from ragorder.adapters.http_server.connection import HEAD_LIMIT, TimedConnection
+from ragorder.adapters.http_server.errors import HTTPError
+from ragorder.adapters.http_server.memory import MemoryBudget
+from ragorder.adapters.http_server.request_body import RequestBody
 from ragorder.adapters.http_server.server import listen, server_config
+from ragorder.adapters.proxy import AdmissionQueue, Timeouts, make_app
+from ragorder.adapters.proxy.workers import Workers
 
 CHAT = "/v1/chat/completions"
 ANSWER = json.dumps({"choices": [{"message": {"content": "yes"}}]}).encode()
@@ -122,19 +121,19 @@ class Site:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.far_end = FarEnd()
-        self.rooms: list[Room] = []
+        self.budgets: list[MemoryBudget] = []
         self._served: list[Served] = []
-        make_room = Room.__init__
+        make_budget = MemoryBudget.__init__
 
-        def make(room: Room, limit: int) -> None:
-            make_room(room, limit)
-            self.rooms.append(room)
+        def make(budget: MemoryBudget, limit: int) -> None:
+            make_budget(budget, limit)
+            self.budgets.append(budget)
 
-        monkeypatch.setattr(Room, "__init__", make)
+        monkeypatch.setattr(MemoryBudget, "__init__", make)
 
     @property
-    def room(self) -> Room:
-        return self.rooms[0]
+    def memory(self) -> MemoryBudget:
+        return self.budgets[0]
 
     def start(self, *, client_s: float = 30.0, connections: int = 100, orderer: Any = None, **options: Any) -> Served:
         app = make_app(
@@ -246,7 +245,7 @@ class TestBodies:
         assert said.startswith(b"HTTP/1.1 408")
         assert b"body_too_slow" in said
         assert b"connection: close" in said
-        assert site.room.taken == 0
+        assert site.memory.used == 0
 
     async def test_m3_each_piece_has_the_time_again_and_each_byte_has_not(self) -> None:
         async def receive() -> dict[str, Any]:
@@ -268,14 +267,14 @@ class TestBodies:
         served = site.start(bodies_limit=1000)
         body = b"x" * 900
         first = served.connect(head(CHAT, 900) + body[:600])
-        assert eventually(lambda: site.room.taken == 600)
+        assert eventually(lambda: site.memory.used == 600)
         refused = rest(served.connect(head(CHAT, 900) + body[:600]))
         assert refused.startswith(b"HTTP/1.1 503")
         assert b"no_room_for_body" in refused
         assert b"retry-after: 1" in refused
         first.sendall(body[600:])
         assert answered(first)
-        assert site.room.taken == 0
+        assert site.memory.used == 0
         assert answered(served.connect(head(CHAT, 900) + body))
         assert site.far_end.bodies == [body, body]
 
@@ -286,15 +285,15 @@ class TestBodies:
     def test_m3_uploads_that_are_passed_on_count_too(self, site: Site) -> None:
         served = site.start(bodies_limit=1000)
         holder = served.connect(head(CHAT, 900) + b"x" * 600)
-        assert eventually(lambda: site.room.taken == 600)
+        assert eventually(lambda: site.memory.used == 600)
         assert rest(served.connect(head("/v1/files", 900) + b"x" * 500)).startswith(b"HTTP/1.1 503")
         holder.close()
-        assert eventually(lambda: site.room.taken == 0)
+        assert eventually(lambda: site.memory.used == 0)
 
     def test_m3_what_was_sent_upstream_is_not_kept_for_the_answer(self, site: Site) -> None:
         connection = site.start().connect(head("/v1/held", 900) + b"x" * 900)
         assert hears(connection, b"begun")
-        assert site.room.taken == 0
+        assert site.memory.used == 0
         site.far_end.held.set()
         assert hears(connection, b"ended")
 
@@ -305,9 +304,9 @@ class TestBodies:
         wide = json.dumps({"ragorder": {"documents": [{"id": "a", "text": "\u20ac" * 1000}], "query": "q"}})
         for body, copies in ((tagged("ab"), 2), (wide.encode(), 5)):
             waiting, count = served.connect(head(CHAT, len(body)) + body), copies * len(body)
-            assert eventually(lambda count=count: site.room.taken == count)  # type: ignore[misc]
+            assert eventually(lambda count=count: site.memory.used == count)  # type: ignore[misc]
             waiting.close()
-            assert eventually(lambda: site.room.taken == 0)
+            assert eventually(lambda: site.memory.used == 0)
 
     def test_l14_two_lengths_end_the_connection(self, site: Site) -> None:
         chunked = b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n"
@@ -391,7 +390,7 @@ class TestWorkers:
 
     async def test_m1_who_leaves_waits_no_longer_and_what_has_not_begun_is_dropped(self) -> None:
         workers, release, ended, did = Workers(), threading.Event(), threading.Event(), []
-        running = asyncio.create_task(workers.run(release.wait, 1 << 24, abandoned=ended.set))
+        running = asyncio.create_task(workers.run(release.wait, 1 << 24, abandoned=lambda _: ended.set()))
         waiting = asyncio.create_task(workers.run(lambda: did.append(1), 1 << 24))
         await asyncio.sleep(0.1)
         for task in (running, waiting):
@@ -422,14 +421,13 @@ class TestWorkers:
                 "messages": [{"role": "system", "content": f"{name} {number % 40}"}],
                 "ragorder": {"documents": [{"id": name, "text": f"{number % 40} {TEXTS[name][:3000]}"}], "query": name},
             }
-            read = bodies.read("chat", json.dumps(body).encode())
+            read = bodies.parse("chat", json.dumps(body).encode())
             assert read is not None
             assert read.error is None
             return read.prefix_tokens, read.suffix_tokens, [document.tokens for document in read.documents]
 
-        def make() -> BodyOrderer:
-            builder = PromptBuilder("", tokenizer=tokenizer)
-            return BodyOrderer(Orderer(block_size=16), builder, TokenCounter(builder, tokenizer), None)
+        def make() -> Bodies:
+            return Bodies(tokenizer=tokenizer)
 
         tokenizer = next(iter(tokenizers.values()))
         bodies = make()
@@ -446,24 +444,24 @@ class TestWorkers:
                 begun.set()
                 release.wait(30)
                 ordering = super().order(*arguments, **options)
-                ordering.add_done_callback(settled.append)
+                ordering.add_done_callback(finished.append)
                 return ordering
 
-        settled: list[Any] = []
+        finished: list[Any] = []
         body = tagged("abc")
         connection = site.start(orderer=Slow(block_size=16)).connect(head(CHAT, len(body)) + body)
         assert begun.wait(30)
         connection.close()
-        assert eventually(lambda: site.room.taken == 0), "the request waits for the thread"
+        assert eventually(lambda: site.memory.used == 0), "the request waits for the thread"
         release.set()
-        assert eventually(lambda: len(settled) == 1)
-        assert not settled[0].served
+        assert eventually(lambda: len(finished) == 1)
+        assert not finished[0].served
 
     def test_m1_the_process_ends_while_a_body_is_worked_on(self) -> None:
         code = (
-            "from ragorder.adapters.proxy.ordering import BodyOrderer\n"
+            "from ragorder.adapters.proxy.parsing import BodyParser\n"
             "def spin(*_):\n    while True: sum(range(1000))\n"
-            "BodyOrderer.read = spin\n"
+            "BodyParser.parse = spin\n"
             "from ragorder.cli import main; main()"
         )
         options = ["--upstream", "http://127.0.0.1:9", "--port", "0", "--capacity-tokens", "99", "--block-size", "9"]

@@ -19,11 +19,12 @@ pytest.importorskip("vllm")
 httpx = pytest.importorskip("httpx")
 openai = pytest.importorskip("openai")
 
+from support.chaos import Answer, ask, chunk_files, flip_bit, make_prompts
+from support.chaos.asking import DTYPE, body_of
+
 from ragorder.adapters.observing.tier_stats import Hits, TierFigures, TierStats, fetch_hits, fetch_tier_stats
 from ragorder.adapters.vllm_tiers import TierSettings
 from ragorder.cli.tiers import tiers
-from ragorder.eval.tiering.chaos import Answer, ask, chunk_files, flip_bit, make_prompts
-from ragorder.eval.tiering.chaos.asking import DTYPE, body_of
 from ragorder.eval.vllm_server import VLLMServer
 
 pytestmark = pytest.mark.vllm

@@ -16,6 +16,7 @@ import pytest
 from click.testing import CliRunner, Result
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.rings import examples
 
 from ragorder import Orderer, Settings
 from ragorder.cli import main
@@ -277,7 +278,7 @@ class TestOrder:
     def test_a_dash_is_standard_input(self) -> None:
         assert json.loads(invoke("order", "-", "-o", "-", input=lines(request("ab"))).stdout)["index"] == 0
 
-    @settings(max_examples=60)
+    @settings(max_examples=examples(60))
     @given(
         st.lists(
             st.lists(st.tuples(st.text(st.characters(exclude_categories=())), st.integers(0, 300)), max_size=8),

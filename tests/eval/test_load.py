@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import pytest
 from click.testing import CliRunner, Result
 from hypothesis import given
 from hypothesis import strategies as st
+from support.rings import grid
 
 from ragorder import Document
 from ragorder.cli import main
@@ -532,9 +533,9 @@ class TestPredicting:
 
 
 class TestNeverWorse:
-    @pytest.mark.parametrize("workload", WORKLOADS)
-    @pytest.mark.parametrize("percent", [2, 10, 100])
-    @pytest.mark.parametrize("concurrency", [1, 4, 16])
+    @pytest.mark.parametrize(
+        ("workload", "percent", "concurrency"), grid(list(product(WORKLOADS, [2, 10, 100], [1, 4, 16])), 10)
+    )
     def test_than_retrieval_order(self, workload: str, percent: int, concurrency: int) -> None:
         wanted = Bench(
             (workload,),

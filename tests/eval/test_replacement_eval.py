@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.rings import examples
 
 pytest.importorskip("numpy")
 
@@ -177,7 +178,7 @@ def paths_of(tiers: TwoTiers, requests: Sequence[Sequence[int]]) -> dict[Path_, 
 
 
 class TestTwoTiers:
-    @settings(max_examples=150)
+    @settings(max_examples=examples(150))
     @given(
         requests=requests_of_few,
         device=st.integers(0, 30),

@@ -23,6 +23,7 @@ import pytest
 from click.testing import CliRunner, Result
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.rings import examples
 
 from ragorder.cli.replay import replay as command
 from ragorder.eval.arrivals import Arrival, Arrivals, poisson_arrivals
@@ -387,7 +388,7 @@ class TestABadLog:
         with pytest.raises(LogError, match="Is a directory"):
             read_log(tmp_path)
 
-    @settings(max_examples=300)
+    @settings(max_examples=examples(300))
     @given(
         st.binary(max_size=60)
         | st.recursive(
@@ -432,7 +433,7 @@ def token_ids(prompt: PathPrompt, lengths: Sequence[int], prefixes: Sequence[int
 class TestTheEngine:
     """What it finds cached is what the simulated engine finds that hashes every block."""
 
-    @settings(max_examples=200)
+    @settings(max_examples=examples(200))
     @given(st.data())
     def test_equals_the_one_that_hashes_every_block(self, data: st.DataObject) -> None:
         lengths = data.draw(st.lists(st.integers(0, 60), min_size=1, max_size=10))

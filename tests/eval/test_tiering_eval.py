@@ -14,6 +14,10 @@ from click.testing import CliRunner
 
 pytest.importorskip("scipy")
 
+from support.chaos import Answer, chunk_files, damage, flip_bit, make_prompts, truncate
+from support.chaos.__main__ import main as chaos_command
+from support.fork_server import ForkServer
+
 from ragorder import Document
 from ragorder.cli.eval import eval as eval_command
 from ragorder.eval.harness import Suite, SuiteError, choose_suites
@@ -22,11 +26,8 @@ from ragorder.eval.prompts import NumberedPrompts
 from ragorder.eval.report import known_suites, make_report, read_results, render_html, render_markdown
 from ragorder.eval.report.suites import info_of
 from ragorder.eval.tiering import ARMS, ROOMS, Verdict, judge, make_sizes, make_stream
-from ragorder.eval.tiering.chaos import Answer, chunk_files, damage, flip_bit, make_prompts, truncate
-from ragorder.eval.tiering.chaos.__main__ import main as chaos_command
 from ragorder.eval.trace import Request, Trace
 from ragorder.eval.vllm_server import VLLMServer
-from ragorder.eval.vllm_zygote import Zygote
 from ragorder.kernels.store import ChunkStore
 
 JSON = dict[str, Any]
@@ -237,8 +238,8 @@ class TestOnRealServers:
         folder = tmp_path_factory.mktemp("tiering")
         (folder / "mine.toml").write_text(SUITE, "utf-8")
         make_corpus(folder / "corpora" / "small")
-        with Zygote() as zygote, pytest.MonkeyPatch.context() as patch:
-            patch.setattr("ragorder.eval.tiering.measuring.VLLMServer", partial(VLLMServer, launch=zygote.launch))
+        with ForkServer() as fork_server, pytest.MonkeyPatch.context() as patch:
+            patch.setattr("ragorder.eval.tiering.measuring.VLLMServer", partial(VLLMServer, launch=fork_server.launch))
             server = ["--engine", "openai", "--model", vllm_model, "--corpora", folder / "corpora"]
             yield ["run", folder / "mine.toml", "-o", folder, "--seeds", "1,2", *server]
 

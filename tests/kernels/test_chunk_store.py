@@ -22,6 +22,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from support.rings import examples
 
 from ragorder.kernels.policies import POLICIES, History, Tier, TierNode, make_policy
 from ragorder.kernels.store import ChunkStore, StoreRefusedError, survey
@@ -271,7 +272,7 @@ class Machine(RuleBasedStateMachine):
             shutil.rmtree(self.folder)
 
 
-Machine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+Machine.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=30, deadline=None)
 TestItEvictsLikeADictionaryWithThatTier = Machine.TestCase
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.rings import examples
 
 torch = pytest.importorskip("torch")
 
@@ -1269,4 +1270,4 @@ class Machine(RuleBasedStateMachine):
 
 
 TestWhateverHappens = Machine.TestCase
-TestWhateverHappens.settings = settings(max_examples=120, stateful_step_count=50, deadline=None)
+TestWhateverHappens.settings = settings(max_examples=examples(120), stateful_step_count=50, deadline=None)

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from support.rings import grid
 
 torch = pytest.importorskip("torch")
 
@@ -228,6 +229,9 @@ def attend_in_triton(case: Case, given: Inputs) -> Tensor:
     )
 
 
+CASES = grid(CASES, 10)
+
+
 def main() -> None:
     """In a process of its own: the error of each case, and of the first ones with a wrong block."""
     for number, case in enumerate(CASES):
@@ -253,6 +257,7 @@ def number(request: pytest.FixtureRequest) -> int:
     return int(request.param)
 
 
+@pytest.mark.merge
 class TestTheKernel:
     def test_is_as_exact_as_its_dtype(self, number: int, interpreted: list[dict[str, float]]) -> None:
         assert interpreted[number]["error"] < TOLERANCE[CASES[number].dtype]

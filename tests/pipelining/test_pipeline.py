@@ -11,7 +11,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragorder.pipelining import Chunk, Load, Odds, Pipeline, Provisional, SyncPipeline, Usage, WarmUp, plain_retrieval
+from ragorder.pipelining import (
+    Chunk,
+    Load,
+    Pipeline,
+    Provisional,
+    SpeculationGain,
+    SyncPipeline,
+    Usage,
+    WarmUp,
+    plain_retrieval,
+)
 from ragorder.pipelining.load import prefill_batch
 
 
@@ -62,20 +72,20 @@ class PlayedEngine:
 @dataclass
 class PlayedCommitment:
     request: Sent
-    settled: list[str]
+    finished: list[str]
 
     def confirm(self, usage: Usage | None, /) -> None:
-        self.settled.append("confirmed" if usage else "confirmed without usage")
+        self.finished.append("confirmed" if usage else "confirmed without usage")
 
     def discard(self) -> None:
-        self.settled.append("discarded")
+        self.finished.append("discarded")
 
 
 @dataclass
 class PlayedPrompts:
     """Documents in alphabetical order, or, once `turned`, the other way round."""
 
-    settled: list[str] = field(default_factory=list)
+    finished: list[str] = field(default_factory=list)
     turned: bool = False
     broken: bool = False
 
@@ -85,7 +95,7 @@ class PlayedPrompts:
         return Sent(question, tuple(sorted(documents, reverse=self.turned)))
 
     def commit(self, question: str, documents: Sequence[str], /) -> PlayedCommitment:
-        return PlayedCommitment(Sent(question, tuple(sorted(documents, reverse=self.turned))), self.settled)
+        return PlayedCommitment(Sent(question, tuple(sorted(documents, reverse=self.turned))), self.finished)
 
 
 class Search:
@@ -150,7 +160,7 @@ class TestSpeculation:
         assert not stream.trace.right and stream.trace.speculated_stage is None
         assert stream.trace.exposed_search_s == stream.trace.retrieval_s
         assert stream.trace.wasted_prompt_tokens == 200
-        assert prompts.settled == ["confirmed"]
+        assert prompts.finished == ["confirmed"]
         await no_tasks_left()
 
     async def test_documents_that_change_places_and_make_the_same_prompt_are_no_change(self) -> None:
@@ -269,40 +279,40 @@ class TestOdds:
     def test_weigh_what_is_saved_against_what_is_lost(
         self, right: float, left_s: float, prefill_s: float | None, favoured: bool
     ) -> None:
-        odds = Odds()
+        gain = SpeculationGain()
         for number in range(4):
-            odds.learn([(number < 4 * right, left_s)])
-        assert odds.favour(1, prefill_s) is favoured
+            gain.learn([(number < 4 * right, left_s)])
+        assert gain.worthwhile(1, prefill_s) is favoured
 
     def test_of_a_stage_that_nobody_has_seen_are_good(self) -> None:
-        odds = Odds()
-        odds.learn([(False, 0.0)])
-        assert not odds.favour(1, 1.0) and odds.favour(2, 1.0)
+        gain = SpeculationGain()
+        gain.learn([(False, 0.0)])
+        assert not gain.worthwhile(1, 1.0) and gain.worthwhile(2, 1.0)
 
     def test_change_with_the_searches(self) -> None:
-        odds = Odds()
+        gain = SpeculationGain()
         for _ in range(100):
-            odds.learn([(False, 0.1)])
+            gain.learn([(False, 0.1)])
         needed = 0
-        while not odds.favour(1, 1.0):
-            odds.learn([(True, 0.1)])
+        while not gain.worthwhile(1, 1.0):
+            gain.learn([(True, 0.1)])
             needed += 1
         assert 10 < needed < 60
 
     async def test_are_learnt_from_searches_without_speculation_too(self) -> None:
-        engine, load, odds = PlayedEngine(), Load(1), Odds()
-        one = Pipeline(Search("A", "B", "B"), PlayedPrompts(), engine, load=load, odds=odds, key=str)
+        engine, load, gain = PlayedEngine(), Load(1), SpeculationGain()
+        one = Pipeline(Search("A", "B", "B"), PlayedPrompts(), engine, load=load, gain=gain, key=str)
         with load.prefilling():
             for _ in range(3):
                 await one.answer("q")
-        assert not odds.favour(1, 60.0) and odds.favour(2, 60.0)
+        assert not gain.worthwhile(1, 60.0) and gain.worthwhile(2, 60.0)
 
     async def test_against_it_are_asked_again_after_the_next_stage(self) -> None:
-        engine, load, odds = PlayedEngine(), Load(1), Odds()
+        engine, load, gain = PlayedEngine(), Load(1), SpeculationGain()
         with load.prefilling() as started:
             started()
-        odds.learn([(False, 0.0), (True, 1.0)])
-        stream = await Pipeline(Search("A", "A", "A"), PlayedPrompts(), engine, load=load, odds=odds, key=str).answer(
+        gain.learn([(False, 0.0), (True, 1.0)])
+        stream = await Pipeline(Search("A", "A", "A"), PlayedPrompts(), engine, load=load, gain=gain, key=str).answer(
             "q"
         )
         trace = stream.trace
@@ -332,7 +342,7 @@ class TestFaults:
         with pytest.raises(TimeoutError, match="index"):
             await pipeline(search, engine, prompts).answer("q")
         assert engine.aborted == [Sent("q", ("A",))] and not engine.running and search.closed == 1
-        assert prompts.settled == []
+        assert prompts.finished == []
         await no_tasks_left()
 
     async def test_an_engine_that_dies_during_a_speculation_is_asked_again(self) -> None:
@@ -340,14 +350,14 @@ class TestFaults:
         engine.broken = ConnectionError("gone")
         search = Search("A", "A", "A", after={2: lambda: setattr(engine, "broken", None)})
         stream = await pipeline(search, engine, prompts).answer("q")
-        assert stream.text == "A " and not stream.trace.right and prompts.settled == ["confirmed"]
+        assert stream.text == "A " and not stream.trace.right and prompts.finished == ["confirmed"]
 
     async def test_an_engine_that_stays_dead_raises_as_without_speculation(self) -> None:
         engine, prompts = PlayedEngine(), PlayedPrompts()
         engine.broken = ConnectionError("gone")
         with pytest.raises(ConnectionError, match="gone"):
             await pipeline(Search("A", "A"), engine, prompts).answer("q")
-        assert prompts.settled == ["discarded"]
+        assert prompts.finished == ["discarded"]
         await no_tasks_left()
 
     async def test_a_speculation_that_breaks_once_it_was_taken_is_sent_again(self) -> None:
@@ -375,7 +385,7 @@ class TestFaults:
 
         with pytest.raises(ConnectionError):
             await pipeline(Search("A", "A"), Breaking(), prompts).answer("q")
-        assert prompts.settled == ["confirmed without usage"]
+        assert prompts.finished == ["confirmed without usage"]
 
     @pytest.mark.parametrize("pauses", [0, 1, 5, 25, 60, 100])
     async def test_a_caller_that_cancels_leaves_nothing_behind(self, pauses: int) -> None:
@@ -388,14 +398,14 @@ class TestFaults:
         with pytest.raises(asyncio.CancelledError):
             await task
         assert not engine.running and one.load is not None and one.load.pending == 0
-        assert prompts.settled in ([], ["discarded"])
+        assert prompts.finished in ([], ["discarded"])
         await no_tasks_left()
 
     async def test_closing_a_stream_early_aborts_the_request(self) -> None:
         engine, prompts = PlayedEngine(), PlayedPrompts()
         async with pipeline(Search("ABC"), engine, prompts).stream("q") as stream:
             assert await anext(stream) == "A "
-        assert engine.aborted == [Sent("q", ("A", "B", "C"))] and prompts.settled == ["confirmed without usage"]
+        assert engine.aborted == [Sent("q", ("A", "B", "C"))] and prompts.finished == ["confirmed without usage"]
 
     async def test_no_documents_found_is_a_question_without_documents(self) -> None:
         engine = PlayedEngine()

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.fork_server import ForkServer
 
 from ragorder.eval.engines.base import EngineError
 from ragorder.eval.own_folder import OwnFolder
 from ragorder.eval.vllm_server import Process, VLLMServer
-from ragorder.eval.vllm_zygote import Zygote
 
 ANSWERS = """
 import http.server, sys
@@ -114,20 +114,20 @@ class TestAnOwnFolder:
         assert owned.path.exists()
 
 
-class TestTheZygote:
+class TestForkServer:
     def test_says_why_it_does_not_come_up(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         complaint = tmp_path / "python"
         complaint.write_text("#!/bin/sh\necho vllm is not here >&2\nexit 1\n")
         complaint.chmod(0o755)
         monkeypatch.setattr(sys, "executable", str(complaint))
-        with pytest.raises(EngineError, match="could not be imported to be forked:\nvllm is not here"), Zygote():
+        with pytest.raises(EngineError, match="could not be imported to be forked:\nvllm is not here"), ForkServer():
             pass
 
     @pytest.mark.vllm
     def test_its_servers_are_real_ones_each_on_its_own(self, vllm_model: Path) -> None:
         httpx = pytest.importorskip("httpx")
-        with Zygote() as zygote:
-            server = VLLMServer(vllm_model, blocks=64, launch=zygote.launch)
+        with ForkServer() as fork_server:
+            server = VLLMServer(vllm_model, blocks=64, launch=fork_server.launch)
             answers, pids = [], []
             for ending in (server.kill, server.stop):
                 server.start()

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from ragorder.adapters.http_client import ServerError
 from ragorder.adapters.observing.tier_stats import TierFigures, TierStats, fetch_tier_stats
-from ragorder.eval.tiering.chaos.damage import chunk_files, damage
-from ragorder.eval.tiering.chaos.load import Load
-from ragorder.eval.tiering.chaos.site import Site
 from ragorder.eval.vllm_server import VLLMServer, launch_process
+from support.chaos.damage import chunk_files, damage
+from support.chaos.load import Load
+from support.chaos.site import Site
 
 __all__ = ["Cycle", "latest_stats", "run_cycles"]
 

@@ -10,12 +10,12 @@ from typing import Generic, TypeVar
 
 from ragorder import _fork
 
-__all__ = ["Kept"]
+__all__ = ["LRUCache"]
 
 V = TypeVar("V")
 
 
-class Kept(Generic[V]):
+class LRUCache(Generic[V]):
     """Values by key, at most `entries` of them, and at most `size` bytes as `put` is told; the least recently used go
     first. Thread-safe.
 

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
-from ragorder.eval.tiering.chaos.asking import Answer, ask
-from ragorder.eval.tiering.chaos.prompts import Prompts
 from ragorder.eval.vllm_server import VLLMServer
+from support.chaos.asking import Answer, ask
+from support.chaos.prompts import Prompts
 
 __all__ = ["Load"]
 

@@ -1,4 +1,4 @@
-"""Being told to end."""
+"""Signals that end a process."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ __all__ = ["end_on_sigterm"]
 
 
 def end_on_sigterm() -> None:
-    """A process that is told to end ends what it has started, as after Ctrl-C: the stack unwinds, contexts close.
+    """Let SIGTERM unwind the stack as Ctrl-C does, so that contexts close and child processes end.
 
-    Left alone where somebody else listens for it already, or outside the main thread, where nobody can.
+    Without effect outside the main thread, or where SIGTERM has a handler already.
     """
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from ragorder.adapters.observing.tier_stats import TierStats
-from ragorder.eval.tiering.chaos.cycles import latest_stats
-from ragorder.eval.tiering.chaos.damage import chunk_files
-from ragorder.eval.tiering.chaos.load import Load
-from ragorder.eval.tiering.chaos.site import Site, make_site
 from ragorder.eval.vllm_server import VLLMServer
+from support.chaos.cycles import latest_stats
+from support.chaos.damage import chunk_files
+from support.chaos.load import Load
+from support.chaos.site import Site, make_site
 
 __all__ = ["SCENARIOS", "ScenarioError", "run_scenario"]
 
@@ -139,7 +139,7 @@ def _unwritable(folder: Path) -> Iterator[tuple[Path, str]]:
         finally:
             disk.chmod(0o700)
         return
-    mounted = subprocess.run(  # noqa: S603
+    mounted = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", "ro,size=1m", "ragorder-chaos", str(disk)],  # noqa: S607
         capture_output=True,
         check=False,
@@ -152,7 +152,7 @@ def _unwritable(folder: Path) -> Iterator[tuple[Path, str]]:
     try:
         yield disk, "mounted read-only"
     finally:
-        subprocess.run(["umount", str(disk)], check=False)  # noqa: S603, S607
+        subprocess.run(["umount", str(disk)], check=False)  # noqa: S607
 
 
 @contextmanager

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import ragorder.neutralise as module
-from ragorder.neutralise import make_escape
+import ragorder.escaping as module
+from ragorder.escaping import special_token_escaper
 
 PIECES = [
     "<",
@@ -33,7 +33,7 @@ OWN = ["ab", "aba", "b", "<s>"]
 
 
 def at_once(pattern: re.Pattern[str], text: str) -> str:
-    """What a neutraliser does, by `sub` alone."""
+    """Escaping of special tokens, by `sub` alone."""
     for _ in range(module._PASSES):
         text = pattern.sub(module._break, text)
     while pattern.search(text):
@@ -45,11 +45,11 @@ def at_once(pattern: re.Pattern[str], text: str) -> str:
 @given(texts=st.lists(st.sampled_from(PIECES), max_size=40), window=st.integers(1, 30))
 def test_m3_windows_change_nothing(own: list[str] | None, texts: list[str], window: int) -> None:
     longest_first = sorted(OWN, key=lambda token: (-len(token), token))
-    pattern = module._COMMON_CONTROL_TOKENS if own is None else re.compile("|".join(map(re.escape, longest_first)))
+    pattern = module._COMMON_SPECIAL_TOKENS if own is None else re.compile("|".join(map(re.escape, longest_first)))
     text = "".join(texts)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_WINDOW", window)
-        assert make_escape(own)(text) == at_once(pattern, text)
+        assert special_token_escaper(own)(text) == at_once(pattern, text)
 
 
 def test_m3_a_search_goes_no_further_than_a_window() -> None:

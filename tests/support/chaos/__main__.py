@@ -1,4 +1,4 @@
-"""`python -m ragorder.eval.tiering.chaos`: kill, damage, restart; and what may be wrong with a disk."""
+"""The command behind `make chaos`: kills, damage, restarts, and faults of the disk."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from ragorder.eval.ending import end_on_sigterm
+from ragorder._signals import end_on_sigterm
 from ragorder.eval.engines.base import EngineError
 from ragorder.eval.environment import describe_environment
-from ragorder.eval.tiering.chaos.cycles import Cycle, run_cycles
-from ragorder.eval.tiering.chaos.scenarios import SCENARIOS, ScenarioError, run_scenario
-from ragorder.eval.tiering.chaos.site import make_site
 from ragorder.eval.vllm_server import launch_process
-from ragorder.eval.vllm_zygote import Zygote
+from support.chaos.cycles import Cycle, run_cycles
+from support.chaos.scenarios import SCENARIOS, ScenarioError, run_scenario
+from support.chaos.site import make_site
+from support.fork_server import ForkServer
 
 __all__ = ["main"]
 
@@ -90,7 +90,7 @@ def main(
         asked = {"cycles": cycles, "seed": seed, "load_s": load_s, "fresh_every": 1 if fresh_process else fresh_every}
         lines.write({"type": "session", **asked, "environment": describe_environment()})
         try:
-            launch = launch_process if fresh_process else stack.enter_context(Zygote()).launch
+            launch = launch_process if fresh_process else stack.enter_context(ForkServer()).launch
             site = make_site(folder / "model", launch=launch)
             bar.advance(task)
             for name in wanted:

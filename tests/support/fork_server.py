@@ -1,7 +1,7 @@
-"""vLLM servers that are there in seconds: a process that has imported all of vLLM once forks for each of them.
+"""vLLM servers that start in seconds, forked from one process that has imported vLLM.
 
-`python -m ragorder.eval.vllm_zygote` is that process: it takes JSON lines (options, environment, log) and answers each
-with the server's process id.
+`python -m support.fork_server` is that process: it reads JSON lines (options, environment, log) and answers each with
+the process id of a server.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import IO, Any, Self
 from ragorder.eval.engines.base import EngineError
 from ragorder.eval.vllm_server import API_SERVER, ENVIRONMENT, Process
 
-__all__ = ["Zygote", "main"]
+__all__ = ["ForkServer", "main"]
 
 _MODULES = (
     "vllm.v1.engine.async_llm",
@@ -44,11 +44,13 @@ _MODULES = (
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 """A process that is forked has none of the threads that its parent's libraries believe to have."""
 
+_BINDING = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+
 _IMPORTS_S = 240.0
 _FORK_S = 30.0
 
 
-class Zygote:
+class ForkServer:
     """Launches servers for `VLLMServer`. Use it in a `with` block, and end them before it ends.
 
     A server of it is the real one, in a session of its own: vLLM's main function from its first line, with an engine
@@ -65,8 +67,14 @@ class Zygote:
     def __enter__(self) -> Self:
         self._said = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "ragorder.eval.vllm_zygote"],
-            env={**os.environ, **ENVIRONMENT, **_ONE_THREAD, "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
+            [sys.executable, "-m", "support.fork_server"],
+            env={
+                **os.environ,
+                **ENVIRONMENT,
+                **_ONE_THREAD,
+                "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+                "PYTHONPATH": _path(),
+            },
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._said,
@@ -91,7 +99,7 @@ class Zygote:
     def launch(self, options: Sequence[str], environment: Mapping[str, str], log: Path) -> Process:
         """A server, as `launch_process` starts one."""
         assert self._process is not None
-        assert self._process.stdin is not None, "use the zygote in a `with` block"
+        assert self._process.stdin is not None, "use the fork server in a `with` block"
         request = {"options": list(options), "environment": dict(environment), "log": str(log)}
         with suppress(BrokenPipeError):
             self._process.stdin.write(json.dumps(request) + "\n")
@@ -138,6 +146,10 @@ class _Forked:
     def __del__(self) -> None:
         with suppress(OSError):
             os.close(self._file)
+
+
+def _path() -> str:
+    return os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
 
 
 def main() -> None:

@@ -1,5 +1,4 @@
-"""How exact the simulated engine is: vLLM serves token sequences, the simulated engine the same ones after it, and what
-each finds cached is compared request by request."""
+"""Exactness of the simulated engine: its cached tokens against those of vLLM, request by request."""
 
 from __future__ import annotations
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from ragorder.adapters.vllm_tiers import TierSettings
-from ragorder.eval.tiering.chaos.asking import DTYPE, Answer, ask
-from ragorder.eval.tiering.chaos.prompts import Prompts, make_prompts
 from ragorder.eval.tiny_model import make_model
 from ragorder.eval.vllm_server import Launch, VLLMServer, launch_process
+from support.chaos.asking import DTYPE, Answer, ask
+from support.chaos.prompts import Prompts, make_prompts
 
 __all__ = ["Site", "make_site"]
 

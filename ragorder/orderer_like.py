@@ -9,12 +9,12 @@ from ragorder.batch import Batch
 from ragorder.ordering import Ordering
 from ragorder.settings import Settings
 
-__all__ = ["Orders"]
+__all__ = ["OrdererLike"]
 
 D = TypeVar("D")
 
 
-class Orders(Protocol):
+class OrdererLike(Protocol):
     """What adapters need of an orderer: `Orderer`, or a wrapper around it. Its methods are described there."""
 
     @property

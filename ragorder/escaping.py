@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 
-__all__ = ["make_escape", "repair_unicode"]
+__all__ = ["repair_unicode", "special_token_escaper"]
 
 # The control tokens of the common chat templates, for when the served model's tokenizer is not at hand.
-_COMMON_CONTROL_TOKENS = re.compile(
+_COMMON_SPECIAL_TOKENS = re.compile(
     r"<\|[^|<>\s]{1,64}\|>|<｜[^｜<>\s]{1,64}｜>|</?s>|<(?:bos|eos|pad|unk|mask|cls|sep)>"
     r"|\[/?(?:INST|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_CALLS|TOOL_RESULTS)\]|<</?SYS>>"
     r"|<(?:start|end)_of_(?:turn|image)>|</?(?:tool_call|tool_response|think)>",
@@ -30,20 +30,20 @@ def repair_unicode(text: str) -> str:
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-def make_escape(control_tokens: Iterable[str] | None = None) -> Callable[[str], str]:
+def special_token_escaper(special_tokens: Iterable[str] | None = None) -> Callable[[str], str]:
     """A function that breaks control tokens in a text by a space after their first character, or else removes them.
 
-    `control_tokens` are those of the served model's tokenizer; None stands for the common ones.
+    `special_tokens` are those of the served model's tokenizer; None stands for the common ones.
     """
-    pattern, longest = _COMMON_CONTROL_TOKENS, _LONGEST
-    if control_tokens is not None:
-        longest_first = sorted({token for token in control_tokens if token.strip()}, key=lambda t: (-len(t), t))
+    pattern, longest = _COMMON_SPECIAL_TOKENS, _LONGEST
+    if special_tokens is not None:
+        longest_first = sorted({token for token in special_tokens if token.strip()}, key=lambda t: (-len(t), t))
         if not longest_first:
             return repair_unicode
         pattern = re.compile("|".join(re.escape(token) for token in longest_first))
         longest = len(longest_first[0])
 
-    def neutralise(text: str) -> str:
+    def escape_special_tokens(text: str) -> str:
         text = repair_unicode(text)
         # A broken token can leave another one behind that overlapped it, or make one up with the space.
         for _ in range(_PASSES):
@@ -55,7 +55,7 @@ def make_escape(control_tokens: Iterable[str] | None = None) -> Callable[[str], 
             text = without
         return text
 
-    return neutralise
+    return escape_special_tokens
 
 
 def _break(match: re.Match[str]) -> str:

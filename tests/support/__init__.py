@@ -1,0 +1,1 @@
+"""Fakes, contracts and tools of the tests: `tests` is on the path of every test (pyproject.toml)."""
