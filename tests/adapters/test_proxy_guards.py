@@ -379,12 +379,12 @@ class TestCommand:
     def test_m3_the_limits_reach_their_place(self, serve: Callable[..., Command]) -> None:
         command = serve("--client-timeout", "7", "--max-connections", "9", "--bodies-limit", "1.5")
         assert command.config is not None
-        assert (command.config.http.client_s, command.config.http.most) == (7.0, 9)  # type: ignore[union-attr]
+        assert (command.config.http.client_s, command.config.http.limit) == (7.0, 9)  # type: ignore[union-attr]
         assert command.app["timeouts"].client_s == 7.0
         assert command.app["bodies_limit"] == 3 << 19
         command = serve()
         assert command.config is not None
-        assert (command.config.http.client_s, command.config.http.most) == (30.0, 1024)  # type: ignore[union-attr]
+        assert (command.config.http.client_s, command.config.http.limit) == (30.0, 1024)  # type: ignore[union-attr]
         assert command.app["bodies_limit"] == 256 << 20
 
     @pytest.mark.parametrize("name", ["RAGORDER_PROXY_API_KEY", "RAGORDER_UPSTREAM_API_KEY"])

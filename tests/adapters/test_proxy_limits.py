@@ -34,6 +34,7 @@ from ragorder.adapters.http_server.memory import MemoryBudget
 from ragorder.adapters.http_server.request_body import RequestBody
 from ragorder.adapters.http_server.server import listen, server_config
 from ragorder.adapters.proxy import AdmissionQueue, Timeouts, make_app
+from ragorder.adapters.proxy.app import PROBES
 from ragorder.adapters.proxy.workers import Workers
 
 CHAT = "/v1/chat/completions"
@@ -97,7 +98,9 @@ class Served:
     def __init__(self, app: Any, client_s: float, connections: int) -> None:
         self._listening = listen("127.0.0.1", 0)
         self.port = self._listening.getsockname()[1]
-        self._server = uvicorn.Server(server_config(app, grace_s=1, client_s=client_s, connections=connections))
+        self._server = uvicorn.Server(
+            server_config(app, grace_s=1, client_s=client_s, connections=connections, probes=PROBES)
+        )
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._listening]}, daemon=True)
         self._thread.start()
         assert eventually(lambda: self._server.started)
