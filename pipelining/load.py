@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from ragorder.pipelining.running_mean import RunningMean
 
-__all__ = ["Load", "prefill_batch"]
+__all__ = ["EngineLoad", "prefill_batch"]
 
 
 def prefill_batch(token_budget: int, prompt_tokens: int) -> int:
@@ -17,7 +17,7 @@ def prefill_batch(token_budget: int, prompt_tokens: int) -> int:
     return max(1, token_budget // max(1, prompt_tokens))
 
 
-class Load:
+class EngineLoad:
     """Counts the requests that wait for their first token (the queue of RAGCache Algorithm 2).
 
     There is room for a speculation while fewer than `max_prefill_bs` are pending. `reported` may say how many the

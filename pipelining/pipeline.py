@@ -7,46 +7,29 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Hashable, Sequence
 from contextlib import aclosing
 from operator import attrgetter
-from typing import Any, Generic, Protocol, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
-from ragorder.pipelining.engine import Chunk, Engine, Request, Usage
-from ragorder.pipelining.load import Load
+from ragorder.pipelining.load import EngineLoad
+from ragorder.pipelining.protocols import (
+    AnswerChunk,
+    EngineRequest,
+    PipelineTrace,
+    RequestBuilder,
+    StreamingEngine,
+    Usage,
+)
 from ragorder.pipelining.retrieval import Retrieval
 from ragorder.pipelining.speculation import Speculation, SpeculationGain, counted
-from ragorder.pipelining.trace import Trace
 from ragorder.pipelining.warmup import WarmUp
 
-__all__ = ["Committed", "Pipeline", "PipelinedStream", "Prompts"]
+__all__ = ["Pipeline", "PipelinedStream"]
 
 Q = TypeVar("Q")
 D = TypeVar("D")
-R = TypeVar("R", bound=Request)
-R_co = TypeVar("R_co", bound=Request, covariant=True)
-Q_contra = TypeVar("Q_contra", contravariant=True)
-D_contra = TypeVar("D_contra", contravariant=True)
+R = TypeVar("R", bound=EngineRequest)
 
 _logger = logging.getLogger("ragorder")
 _own_key: Callable[[Any], Hashable] = attrgetter("key")
-
-
-class Committed(Protocol[R_co]):
-    """A request that is sent for good. It is either confirmed, with what the engine reports, or discarded."""
-
-    @property
-    def request(self) -> R_co: ...
-
-    def confirm(self, usage: Usage | None, /) -> None: ...
-
-    def discard(self) -> None: ...
-
-
-class Prompts(Protocol[Q_contra, D_contra, R_co]):
-    """How a question and its documents, in retrieval order, become a request."""
-
-    def predict_cached_tokens(self, question: Q_contra, documents: Sequence[D_contra], /) -> R_co:
-        """The request that `commit` would make now. Nothing is recorded."""
-
-    def commit(self, question: Q_contra, documents: Sequence[D_contra], /) -> Committed[R_co]: ...
 
 
 class Pipeline(Generic[Q, D, R]):
@@ -66,11 +49,11 @@ class Pipeline(Generic[Q, D, R]):
     def __init__(
         self,
         retrieval: Retrieval[Q, D],
-        prompts: Prompts[Q, D, R],
-        engine: Engine[R],
+        prompts: RequestBuilder[Q, D, R],
+        engine: StreamingEngine[R],
         *,
         warm_up: WarmUp[Q] | None = None,
-        load: Load | None = None,
+        load: EngineLoad | None = None,
         gain: SpeculationGain | None = None,
         key: Callable[[D], Hashable] = _own_key,
         clock: Callable[[], float] = time.perf_counter,
@@ -89,7 +72,7 @@ class Pipeline(Generic[Q, D, R]):
 
         Raises what retrieval and the engine raise, and nothing of its own.
         """
-        trace = Trace()
+        trace = PipelineTrace()
         return PipelinedStream(_QuestionRun(self, question, trace).run(), trace)
 
     async def answer(self, question: Q) -> PipelinedStream:
@@ -111,7 +94,7 @@ class PipelinedStream(AsyncIterator[str]):
     `text` is what has come so far, `usage` what the engine reported at the end, `trace` how it went.
     """
 
-    def __init__(self, chunks: AsyncGenerator[Chunk, None], trace: Trace) -> None:
+    def __init__(self, chunks: AsyncGenerator[AnswerChunk, None], trace: PipelineTrace) -> None:
         self.trace = trace
         self.usage: Usage | None = None
         self._pieces: list[str] = []
@@ -143,7 +126,7 @@ class PipelinedStream(AsyncIterator[str]):
 class _QuestionRun(Generic[Q, D, R]):
     """The way of one question."""
 
-    def __init__(self, pipeline: Pipeline[Q, D, R], question: Q, trace: Trace) -> None:
+    def __init__(self, pipeline: Pipeline[Q, D, R], question: Q, trace: PipelineTrace) -> None:
         self._pipeline = pipeline
         self._question = question
         self._trace = trace
@@ -151,7 +134,7 @@ class _QuestionRun(Generic[Q, D, R]):
         self._keys: tuple[Hashable, ...] | None = None
         self._speculation: Speculation[R] | None = None
 
-    async def run(self) -> AsyncGenerator[Chunk, None]:
+    async def run(self) -> AsyncGenerator[AnswerChunk, None]:
         self._start_s = self._pipeline._clock()
         try:
             documents = await self._retrieve()
@@ -193,14 +176,14 @@ class _QuestionRun(Generic[Q, D, R]):
     def _keys_of(self, documents: Sequence[D]) -> tuple[Hashable, ...]:
         return tuple(map(self._pipeline._key, documents))
 
-    async def _speculate(self, documents: Sequence[D], load: Load) -> None:
+    async def _speculate(self, documents: Sequence[D], load: EngineLoad) -> None:
         """RAGCache Algorithm 2, lines 6-10. Documents that make the same request are no change; what was refused or
         declined is tried again after the next stage."""
         keys, gain = self._keys_of(documents), self._pipeline.gain
         if keys == self._keys:
             return
         try:
-            request = self._pipeline._prompts.predict_cached_tokens(self._question, documents)
+            request = self._pipeline._prompts.preview(self._question, documents)
         except Exception as error:
             _logger.warning("no speculation: %s", type(error).__name__)
             await self._abort()
@@ -225,7 +208,7 @@ class _QuestionRun(Generic[Q, D, R]):
             speculation.cancel()
             await speculation.ended()
 
-    async def _answer(self, documents: Sequence[D]) -> AsyncGenerator[Chunk, None]:
+    async def _answer(self, documents: Sequence[D]) -> AsyncGenerator[AnswerChunk, None]:
         committed = self._pipeline._prompts.commit(self._question, documents)
         usage, began = None, False
         try:
@@ -245,7 +228,7 @@ class _QuestionRun(Generic[Q, D, R]):
             raise
         committed.confirm(usage)
 
-    async def _generate(self, request: R) -> AsyncGenerator[Chunk, None]:
+    async def _generate(self, request: R) -> AsyncGenerator[AnswerChunk, None]:
         speculation = self._speculation
         if speculation is not None and not speculation.failed and speculation.request == request:
             self._speculation = None

@@ -7,8 +7,8 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Generic, TypeVar
 
-from ragorder.pipelining.engine import Chunk, Engine
-from ragorder.pipelining.load import Load
+from ragorder.pipelining.load import EngineLoad
+from ragorder.pipelining.protocols import AnswerChunk, StreamingEngine
 from ragorder.pipelining.running_mean import RunningMean
 
 __all__ = ["Speculation", "SpeculationGain", "counted"]
@@ -16,7 +16,7 @@ __all__ = ["Speculation", "SpeculationGain", "counted"]
 R = TypeVar("R")
 
 
-async def counted(engine: Engine[R], request: R, load: Load | None) -> AsyncGenerator[Chunk, None]:
+async def counted(engine: StreamingEngine[R], request: R, load: EngineLoad | None) -> AsyncGenerator[AnswerChunk, None]:
     """The engine's stream; the request counts as pending until its first chunk."""
     async with aclosing(engine.stream(request)) as stream:
         if load is None:
@@ -32,10 +32,10 @@ async def counted(engine: Engine[R], request: R, load: Load | None) -> AsyncGene
 class Speculation(Generic[R]):
     """Generates in a task of its own and keeps what comes. In the end it is either taken (`chunks`) or aborted."""
 
-    def __init__(self, engine: Engine[R], request: R, load: Load, *, at_s: float) -> None:
+    def __init__(self, engine: StreamingEngine[R], request: R, load: EngineLoad, *, at_s: float) -> None:
         self.request = request
         self.at_s = at_s
-        self._chunks: asyncio.Queue[Chunk | None] = asyncio.Queue()
+        self._chunks: asyncio.Queue[AnswerChunk | None] = asyncio.Queue()
         self._error: Exception | None = None
         self._task = asyncio.create_task(self._generate(engine, load))
 
@@ -52,7 +52,7 @@ class Speculation(Generic[R]):
         """Wait until the request is over, however it ended."""
         await asyncio.wait((self._task,))
 
-    async def chunks(self) -> AsyncGenerator[Chunk, None]:
+    async def chunks(self) -> AsyncGenerator[AnswerChunk, None]:
         """What was generated so far, and what is to come. Closing it early aborts the request."""
         try:
             while (chunk := await self._chunks.get()) is not None:
@@ -63,7 +63,7 @@ class Speculation(Generic[R]):
             self.cancel()
             await self.ended()
 
-    async def _generate(self, engine: Engine[R], load: Load) -> None:
+    async def _generate(self, engine: StreamingEngine[R], load: EngineLoad) -> None:
         try:
             async with aclosing(counted(engine, self.request, load)) as stream:
                 async for chunk in stream:

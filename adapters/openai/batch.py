@@ -15,7 +15,7 @@ from ragorder.adapters.openai.call import Call, Setup
 from ragorder.adapters.openai.reply import Answer
 from ragorder.adapters.openai.request import checked_options
 from ragorder.adapters.openai.stream import OrderedStream, generate_async
-from ragorder.pipelining.reordering import CacheAwareQueue, Lengths
+from ragorder.pipelining.reordering import CacheAwareQueue, CachedLengths
 
 __all__ = ["Backlog", "Outcome", "Question", "answer_many", "answer_many_async"]
 
@@ -84,16 +84,16 @@ class Backlog:
         except (TypeError, ValueError) as error:
             return taken.index, error
 
-    def _lengths(self, waiting: _Waiting) -> Callable[[], Lengths]:
+    def _lengths(self, waiting: _Waiting) -> Callable[[], CachedLengths]:
         setup = self._setup
         question_tokens: int | None = None
 
-        def lengths() -> Lengths:
+        def lengths() -> CachedLengths:
             nonlocal question_tokens
             if question_tokens is None:
                 question_tokens = setup.builder.suffix_tokens(waiting.query)
             cached_tokens, documents_end = setup.orderer.predict_cached_tokens(waiting.documents, scope=waiting.scope)
-            return Lengths(cached_tokens, documents_end + question_tokens - cached_tokens)
+            return CachedLengths(cached_tokens, documents_end + question_tokens - cached_tokens)
 
         return lengths
 

@@ -12,7 +12,7 @@ from ragorder.adapters.openai.prompts import PromptRequest, TimedUsage
 from ragorder.adapters.openai.reply import Reply
 from ragorder.adapters.openai.request import checked_options
 from ragorder.adapters.request_facts import with_facts
-from ragorder.pipelining import Chunk
+from ragorder.pipelining import AnswerChunk
 
 __all__ = ["OpenAIStreams"]
 
@@ -41,7 +41,7 @@ class OpenAIStreams:
         self._send_facts = send_facts
         self._reports_usage = True
 
-    async def stream(self, request: PromptRequest, /) -> AsyncGenerator[Chunk, None]:
+    async def stream(self, request: PromptRequest, /) -> AsyncGenerator[AnswerChunk, None]:
         """The answer, as it arrives; the last chunk has the usage. Raises what the openai client raises, and
         openai.APIConnectionError for an answer that ends too early; TypeError or ValueError, before anything is sent,
         for options that are not the caller's to set and for a scope that cannot be a salt."""
@@ -58,10 +58,10 @@ class OpenAIStreams:
                 text = reply.read(chunk)
                 if text or (reply.ttft_s is not None and not began):
                     began = True
-                    yield Chunk(text)
+                    yield AnswerChunk(text)
             answer = reply.answer()
         usage = answer.prompt_tokens, answer.cached_tokens, answer.completion_tokens, answer.finish_reason
-        yield Chunk("", TimedUsage(*usage, sent_s=reply.sent_s))
+        yield AnswerChunk("", TimedUsage(*usage, sent_s=reply.sent_s))
 
     async def _create(self, request: PromptRequest, options: dict[str, Any]) -> Any:
         if self._reports_usage:

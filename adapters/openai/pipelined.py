@@ -14,11 +14,11 @@ from ragorder.adapters.openai.server_load import MetricsPoll, PromptLoad
 from ragorder.adapters.openai.system_prefix import SystemPrefix, WatchedEngine
 from ragorder.orderer_like import OrdererLike
 from ragorder.pipelining import (
-    Engine,
     Pipeline,
     PipelinedStream,
     Retrieval,
     SpeculationGain,
+    StreamingEngine,
     SyncPipeline,
     SyncStream,
     WarmUp,
@@ -52,7 +52,7 @@ class _Pipeline(Pipeline[Question, Document, PromptRequest]):
 
 
 def ordered_pipeline(
-    engine: Engine[PromptRequest],
+    engine: StreamingEngine[PromptRequest],
     *,
     orderer: OrdererLike,
     builder: PromptBuilder,

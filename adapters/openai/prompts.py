@@ -94,7 +94,7 @@ class OrderedPrompts:
         self._form = checked_form(prompts, builder)
         self._learn = learn
 
-    def predict_cached_tokens(self, question: Question, documents: Sequence[Document], /) -> PromptRequest:
+    def preview(self, question: Question, documents: Sequence[Document], /) -> PromptRequest:
         """The request that `commit` would make now. Nothing is recorded."""
         ordered = self._orderer.preview(documents, scope=question.scope)
         return self._request(question, Ordering(ordered, _permutation(documents, ordered)))

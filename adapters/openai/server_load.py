@@ -11,7 +11,7 @@ from contextlib import aclosing
 from typing import Any, TypeVar
 
 from ragorder.adapters.openai.system_prefix import WatchedEngine
-from ragorder.pipelining import Load, Provisional, Retrieval, prefill_batch
+from ragorder.pipelining import EngineLoad, Provisional, Retrieval, prefill_batch
 from ragorder.pipelining.running_mean import RunningMean
 
 __all__ = ["MetricsPoll", "PromptLoad"]
@@ -30,7 +30,7 @@ _REQUESTS = re.compile(r"^vllm:num_requests_(?:waiting|running)(?:\{[^}\n]*\})? 
 _logger = logging.getLogger("ragorder")
 
 
-class PromptLoad(Load):
+class PromptLoad(EngineLoad):
     """The load of an engine that others may use as well. `requests` says how many it has, of everybody (None: it does
     not say): those of others count as pending, since nobody says which of them have their first token.
 

@@ -10,7 +10,7 @@ from typing import Any
 from ragorder import Document, Ordering, PromptBuilder
 from ragorder.adapters.openai.prompts import PromptForm, PromptRequest, Question, checked_form, finish
 from ragorder.orderer_like import OrdererLike
-from ragorder.pipelining import Chunk, Engine, Usage
+from ragorder.pipelining import AnswerChunk, StreamingEngine, Usage
 
 __all__ = ["SystemPrefix", "WatchedEngine"]
 
@@ -23,7 +23,7 @@ _MAX_SCOPES = 4096
 class WatchedEngine:
     """An engine, with an eye on what becomes of its requests, `running` of which have not ended."""
 
-    def __init__(self, engine: Engine[PromptRequest]) -> None:
+    def __init__(self, engine: StreamingEngine[PromptRequest]) -> None:
         self.running = 0
         self._engine = engine
         self._answered: set[Hashable] | None = None
@@ -33,7 +33,7 @@ class WatchedEngine:
         started anew, and hold nothing."""
         return self._answered is None or scope in self._answered
 
-    async def stream(self, request: PromptRequest, /) -> AsyncGenerator[Chunk, None]:
+    async def stream(self, request: PromptRequest, /) -> AsyncGenerator[AnswerChunk, None]:
         """The engine's stream."""
         self.running += 1
         began = False
@@ -73,7 +73,7 @@ class SystemPrefix:
         self,
         orderer: OrdererLike,
         builder: PromptBuilder,
-        engine: Engine[PromptRequest],
+        engine: StreamingEngine[PromptRequest],
         prompts: PromptForm = "messages",
     ) -> None:
         self.engine = engine if isinstance(engine, WatchedEngine) else WatchedEngine(engine)

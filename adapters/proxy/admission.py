@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ragorder.adapters.http_server.errors import HTTPError
 from ragorder.adapters.proxy.parsing import ParsedBody
-from ragorder.pipelining.reordering import CacheAwareQueue, Lengths, QueueFullError, ReorderingGate
+from ragorder.pipelining.reordering import CacheAwareQueue, CachedLengths, ConcurrencyLimiter, QueueFullError
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -42,7 +42,7 @@ class AdmissionQueue:
         registry: CollectorRegistry | None = None,
     ) -> None:
         queue: CacheAwareQueue[ParsedBody | None] = CacheAwareQueue(reorder_window)
-        self._gate = ReorderingGate(max_in_flight, queue, max_waiting=max_waiting)
+        self._limiter = ConcurrencyLimiter(max_in_flight, queue, max_waiting=max_waiting)
         self._max_waiting = max_waiting
         self._turned_away = 0
         self._admitted = 0
@@ -58,7 +58,7 @@ class AdmissionQueue:
 
     @asynccontextmanager
     async def admit(
-        self, parsed: ParsedBody | None, predict: Callable[[], Lengths] | None
+        self, parsed: ParsedBody | None, predict: Callable[[], CachedLengths] | None
     ) -> AsyncIterator[list[ParsedBody]]:
         """Wait for admission, which lasts until the block ends; gives the requests that will probably be next.
 
@@ -66,12 +66,12 @@ class AdmissionQueue:
         """
         start = time.perf_counter()
         try:
-            async with self._gate.turn(parsed, predict):
+            async with self._limiter.slot(parsed, predict):
                 wait_s = time.perf_counter() - start
                 self._admitted += 1
                 self._waited_s += wait_s
                 self._observe(wait_s)
-                yield [each for each in self._gate.queue.upcoming(_UPCOMING) if each is not None]
+                yield [each for each in self._limiter.queue.upcoming(_UPCOMING) if each is not None]
         except QueueFullError:
             self._turned_away += 1
             message = f"{self._max_waiting:,} requests wait already (--max-waiting): try again later."
@@ -81,9 +81,9 @@ class AdmissionQueue:
     def as_json(self) -> dict[str, Any]:
         """The figures since the start of the process."""
         return {
-            "max_in_flight": self._gate.limit,
-            "in_flight": self._gate.in_flight,
-            "waiting": len(self._gate.queue),
+            "max_in_flight": self._limiter.limit,
+            "in_flight": self._limiter.in_flight,
+            "waiting": len(self._limiter.queue),
             "turned_away": self._turned_away,
             "wait_mean_ms": round(1e3 * self._waited_s / self._admitted, 2) if self._admitted else 0.0,
         }
@@ -92,7 +92,7 @@ class AdmissionQueue:
         """The metrics, for a Prometheus registry."""
         from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
 
-        waiting, in_flight = len(self._gate.queue), self._gate.in_flight
+        waiting, in_flight = len(self._limiter.queue), self._limiter.in_flight
         yield GaugeMetricFamily("ragorder_waiting_requests", "Requests that wait for their turn.", value=waiting)
         yield GaugeMetricFamily("ragorder_in_flight_requests", "Requests whose turn it is.", value=in_flight)
         says = "Requests refused because too many were waiting."

@@ -16,7 +16,7 @@ from ragorder.adapters.proxy.usage import AnswerReader, reader_for
 from ragorder.document import Document
 from ragorder.orderer_like import OrdererLike
 from ragorder.ordering import Ordering
-from ragorder.pipelining.reordering import Lengths
+from ragorder.pipelining.reordering import CachedLengths
 
 __all__ = ["OrderedRequest", "RequestOrderer"]
 
@@ -100,14 +100,14 @@ class RequestOrderer:
         self._exact = exact
         self._answer_length = AnswerLength()
 
-    def predict_cached_tokens(self, parsed: ParsedBody) -> Lengths:
+    def predict_cached_tokens(self, parsed: ParsedBody) -> CachedLengths:
         """The prompt's tokens that are in the server's cache now, and those that it would compute."""
         if parsed.error is not None:
-            return Lengths(0, 1)
+            return CachedLengths(0, 1)
         cached_tokens, documents_end = self._orderer.predict_cached_tokens(
             parsed.documents, scope=parsed.scope, prefix_tokens=parsed.prefix_tokens
         )
-        return Lengths(cached_tokens, documents_end + parsed.suffix_tokens - cached_tokens)
+        return CachedLengths(cached_tokens, documents_end + parsed.suffix_tokens - cached_tokens)
 
     def order(self, parsed: ParsedBody, upcoming: Sequence[ParsedBody] = ()) -> OrderedRequest:
         """Order the documents with regard to `upcoming` requests; those of other scopes are ignored."""

@@ -654,11 +654,11 @@ class TestPrompts:
         for number in range(100):
             found = [rng.choice(DOCUMENTS) for _ in range(4)]
             question = Question(f"What is {number}?")
-            predicted = prompts.predict_cached_tokens(question, found)
-            assert prompts.predict_cached_tokens(question, found) == predicted
+            predicted = prompts.preview(question, found)
+            assert prompts.preview(question, found) == predicted
             committed = prompts.commit(question, found)
             assert committed.request == predicted
-            assert predicted != prompts.predict_cached_tokens(Question("Else?"), found)
+            assert predicted != prompts.preview(Question("Else?"), found)
             moved += list(committed._ordering.permutation) != list(range(4))
             committed.confirm(None)
         assert moved > 20

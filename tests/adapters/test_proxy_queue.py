@@ -378,7 +378,7 @@ class TestTheOptions:
         ):
             result, admission = run(*options)
             assert result.exit_code == 0, result.output
-            gate = admission._gate
+            gate = admission._limiter
             assert (gate.limit, gate.queue.window, gate.max_waiting) == expected
 
     @pytest.mark.parametrize("option", ["--reorder-window", "--max-waiting"])

@@ -93,7 +93,9 @@ class TestH1TheOrderer:
         ends(lambda: orderer.order(DOCUMENTS[:3]))
         assert sum(found) and not lease.open, "finished as soon as the order was done"
 
-    @pytest.mark.parametrize("call", ["order", "preview", "predict", "holds_prefix", "order_batch", "tree_size"])
+    @pytest.mark.parametrize(
+        "call", ["order", "preview", "predict_cached_tokens", "holds_prefix", "order_batch", "tree_size"]
+    )
     def test_h1_the_next_call_finds_it_finished(self, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
         orderer = Orderer(strict=True, prefix_tokens=64)
         dropped = orderer.order(DOCUMENTS[:3])

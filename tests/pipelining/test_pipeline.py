@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragorder.pipelining import (
-    Chunk,
-    Load,
+    AnswerChunk,
+    EngineLoad,
     Pipeline,
     Provisional,
     SpeculationGain,
@@ -50,7 +50,7 @@ class PlayedEngine:
         if free:
             self.gate.set()
 
-    async def stream(self, request: Sent, /) -> AsyncGenerator[Chunk, None]:
+    async def stream(self, request: Sent, /) -> AsyncGenerator[AnswerChunk, None]:
         self.sent.append(request)
         if self.broken is not None:
             raise self.broken
@@ -60,9 +60,9 @@ class PlayedEngine:
             for document in request.documents:
                 await self.gate.wait()
                 await asyncio.sleep(0)
-                yield Chunk(f"{document} ")
+                yield AnswerChunk(f"{document} ")
             await self.gate.wait()
-            yield Chunk("", Usage(request.prompt_tokens, 0, len(request.documents)))
+            yield AnswerChunk("", Usage(request.prompt_tokens, 0, len(request.documents)))
             whole = True
         finally:
             self.running.remove(request)
@@ -89,7 +89,7 @@ class PlayedPrompts:
     turned: bool = False
     broken: bool = False
 
-    def predict_cached_tokens(self, question: str, documents: Sequence[str], /) -> Sent:
+    def preview(self, question: str, documents: Sequence[str], /) -> Sent:
         if self.broken:
             raise RuntimeError("no prompt")
         return Sent(question, tuple(sorted(documents, reverse=self.turned)))
@@ -123,7 +123,7 @@ class Search:
 
 
 def pipeline(search: Search, engine: PlayedEngine, prompts: PlayedPrompts | None = None, room: int = 4) -> Pipeline:
-    load = Load(room) if room else None
+    load = EngineLoad(room) if room else None
     return Pipeline(search, prompts or PlayedPrompts(), engine, load=load, key=str)
 
 
@@ -219,7 +219,7 @@ class TestSpeculation:
 
 class TestLoad:
     async def test_no_speculation_without_room(self) -> None:
-        engine, load = PlayedEngine(), Load(1)
+        engine, load = PlayedEngine(), EngineLoad(1)
         with load.prefilling():
             stream = await Pipeline(Search("A", "B", "B"), PlayedPrompts(), engine, load=load, key=str).answer("q")
         assert stream.text == "B " and engine.sent == [Sent("q", ("B",))]
@@ -227,13 +227,13 @@ class TestLoad:
 
     async def test_a_refused_one_is_tried_again_after_the_next_stage(self) -> None:
         engine, others = PlayedEngine(), [1]
-        load = Load(1, reported=lambda: len(others))
+        load = EngineLoad(1, reported=lambda: len(others))
         search = Search("A", "A", "A", after={1: others.clear})
         stream = await Pipeline(search, PlayedPrompts(), engine, load=load, key=str).answer("q")
         assert stream.trace.refused == 1 and stream.trace.right and stream.trace.speculated_stage == 2
 
     async def test_pending_are_those_without_a_first_token(self) -> None:
-        engine, load = PlayedEngine(free=False), Load(2)
+        engine, load = PlayedEngine(free=False), EngineLoad(2)
         one = Pipeline(Search("A"), PlayedPrompts(), engine, load=load, key=str)
         task = asyncio.create_task(one.answer("q"))
         for _ in range(50):
@@ -244,22 +244,22 @@ class TestLoad:
         assert load.pending == 0
 
     async def test_an_aborted_speculation_leaves_its_place(self) -> None:
-        engine, load = PlayedEngine(free=False), Load(1)
+        engine, load = PlayedEngine(free=False), EngineLoad(1)
         search = Search("A", "B", "C", "D")
         asyncio.get_running_loop().call_later(0.01, engine.gate.set)
         stream = await Pipeline(search, PlayedPrompts(), engine, load=load, key=str).answer("q")
         assert stream.trace.speculations == 3 and stream.trace.refused == 0 and load.pending == 0
 
     def test_the_larger_of_our_count_and_the_engines_counts(self) -> None:
-        assert Load(3, reported=lambda: 2).pending == 2
-        assert Load(3, reported=lambda: None).pending == 0
+        assert EngineLoad(3, reported=lambda: 2).pending == 2
+        assert EngineLoad(3, reported=lambda: None).pending == 0
 
     def test_as_many_as_one_iteration_takes(self) -> None:
         assert prefill_batch(8192, 1500) == 5 and prefill_batch(512, 4000) == 1
 
     def test_room_for_none_is_refused(self) -> None:
         with pytest.raises(ValueError, match="max_prefill_bs"):
-            Load(0)
+            EngineLoad(0)
 
 
 class TestOdds:
@@ -300,7 +300,7 @@ class TestOdds:
         assert 10 < needed < 60
 
     async def test_are_learnt_from_searches_without_speculation_too(self) -> None:
-        engine, load, gain = PlayedEngine(), Load(1), SpeculationGain()
+        engine, load, gain = PlayedEngine(), EngineLoad(1), SpeculationGain()
         one = Pipeline(Search("A", "B", "B"), PlayedPrompts(), engine, load=load, gain=gain, key=str)
         with load.prefilling():
             for _ in range(3):
@@ -308,7 +308,7 @@ class TestOdds:
         assert not gain.worthwhile(1, 60.0) and gain.worthwhile(2, 60.0)
 
     async def test_against_it_are_asked_again_after_the_next_stage(self) -> None:
-        engine, load, gain = PlayedEngine(), Load(1), SpeculationGain()
+        engine, load, gain = PlayedEngine(), EngineLoad(1), SpeculationGain()
         with load.prefilling() as started:
             started()
         gain.learn([(False, 0.0), (True, 1.0)])
@@ -321,7 +321,7 @@ class TestOdds:
 
     def test_know_how_long_a_first_token_takes(self) -> None:
         now_s = [0.0]
-        load = Load(4, clock=lambda: now_s[0])
+        load = EngineLoad(4, clock=lambda: now_s[0])
         assert load.prefill_s is None
         for seconds in (1.0, 3.0, 5.0):
             with load.prefilling() as started:
@@ -363,12 +363,12 @@ class TestFaults:
     async def test_a_speculation_that_breaks_once_it_was_taken_is_sent_again(self) -> None:
         engine = PlayedEngine(free=False)
 
-        async def stream(request: Sent, /) -> AsyncGenerator[Chunk, None]:
+        async def stream(request: Sent, /) -> AsyncGenerator[AnswerChunk, None]:
             engine.sent.append(request)
             await engine.gate.wait()
             if len(engine.sent) == 1:
                 raise ConnectionError("gone")
-            yield Chunk("whole")
+            yield AnswerChunk("whole")
 
         engine.stream = stream  # type: ignore[method-assign]
         asyncio.get_running_loop().call_later(0.01, engine.gate.set)
@@ -379,8 +379,8 @@ class TestFaults:
         prompts = PlayedPrompts()
 
         class Breaking(PlayedEngine):
-            async def stream(self, request: Sent, /) -> AsyncGenerator[Chunk, None]:
-                yield Chunk("half")
+            async def stream(self, request: Sent, /) -> AsyncGenerator[AnswerChunk, None]:
+                yield AnswerChunk("half")
                 raise ConnectionError("gone")
 
         with pytest.raises(ConnectionError):

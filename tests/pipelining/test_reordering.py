@@ -25,11 +25,11 @@ from ragorder.eval.queueing import DISCIPLINES, simulate
 from ragorder.eval.reordering import main as measure
 from ragorder.eval.trace import trace_of_workload
 from ragorder.eval.workloads import make_workload
-from ragorder.pipelining.reordering import CacheAwareQueue, Lengths, QueueFullError, ReorderingGate, Ticket
+from ragorder.pipelining.reordering import CacheAwareQueue, CachedLengths, ConcurrencyLimiter, QueueFullError, Ticket
 
 
-def priority(value: float) -> Callable[[], Lengths]:
-    return lambda: Lengths(value, 1)
+def priority(value: float) -> Callable[[], CachedLengths]:
+    return lambda: CachedLengths(value, 1)
 
 
 def drain(queue: CacheAwareQueue[Any]) -> list[Any]:
@@ -39,18 +39,18 @@ def drain(queue: CacheAwareQueue[Any]) -> list[Any]:
 class TestWhoIsNext:
     def test_the_largest_cached_length_in_relation_to_the_computation_length(self) -> None:
         queue: CacheAwareQueue[str] = CacheAwareQueue()
-        queue.enter("none of 10", lambda: Lengths(0, 10))
-        queue.enter("half of 400", lambda: Lengths(200, 200))
-        queue.enter("most of 100", lambda: Lengths(90, 10))
-        queue.enter("most of 100, too", lambda: Lengths(90, 10))
-        queue.enter("all", lambda: Lengths(50, 0))
+        queue.enter("none of 10", lambda: CachedLengths(0, 10))
+        queue.enter("half of 400", lambda: CachedLengths(200, 200))
+        queue.enter("most of 100", lambda: CachedLengths(90, 10))
+        queue.enter("most of 100, too", lambda: CachedLengths(90, 10))
+        queue.enter("all", lambda: CachedLengths(50, 0))
         assert drain(queue) == ["all", "most of 100", "most of 100, too", "half of 400", "none of 10"]
 
     def test_it_is_asked_for_when_somebody_is_chosen(self) -> None:
         queue: CacheAwareQueue[str] = CacheAwareQueue()
         cached = {"a": 1.0, "b": 2.0, "c": 3.0}
         for name in cached:
-            queue.enter(name, lambda name=name: Lengths(cached[name], 1))  # type: ignore[misc]
+            queue.enter(name, lambda name=name: CachedLengths(cached[name], 1))  # type: ignore[misc]
         cached["a"] = 9
         assert queue.take().item == "a"
         cached["b"] = 9
@@ -65,8 +65,8 @@ class TestWhoIsNext:
     def test_who_has_no_lengths_or_bad_ones_counts_as_not_cached(self, caplog: pytest.LogCaptureFixture) -> None:
         queue: CacheAwareQueue[str] = CacheAwareQueue()
         queue.enter("plain")
-        queue.enter("broken", lambda: Lengths(1, 1 // 0))
-        queue.enter("broken, too", lambda: Lengths(1, 1 // 0))
+        queue.enter("broken", lambda: CachedLengths(1, 1 // 0))
+        queue.enter("broken, too", lambda: CachedLengths(1, 1 // 0))
         queue.enter("cached", priority(1))
         assert drain(queue) == ["cached", "plain", "broken", "broken, too"]
         assert [record.getMessage() for record in caplog.records] == [
@@ -77,7 +77,7 @@ class TestWhoIsNext:
         queue: CacheAwareQueue[int] = CacheAwareQueue(window=5)
         asked = []
         for number in range(500):
-            queue.enter(number, lambda number=number: asked.append(number) or Lengths(0, 1))  # type: ignore
+            queue.enter(number, lambda number=number: asked.append(number) or CachedLengths(0, 1))  # type: ignore
         queue.take()
         assert asked == [0, 1, 2, 3, 4, 5]
 
@@ -109,9 +109,9 @@ class TestWhoIsNext:
             queue: CacheAwareQueue[int] = CacheAwareQueue(window)
             documents = [Document(name, name, tokens=64) for name in "ab"]
 
-            def lengths(number: int) -> Lengths:
+            def lengths(number: int) -> CachedLengths:
                 cached_tokens, end = orderer.predict_cached_tokens([documents[number % 2]])
-                return Lengths(cached_tokens, end + 16 - cached_tokens)
+                return CachedLengths(cached_tokens, end + 16 - cached_tokens)
 
             for number in range(12):
                 queue.enter(number, lambda number=number: lengths(number))  # type: ignore[misc]
@@ -182,14 +182,14 @@ class Stage:
     """A gate, and requests that hold their place until they are told to end."""
 
     def __init__(self, limit: int, window: int = 32, max_waiting: int | None = None) -> None:
-        self.gate: ReorderingGate[str] = ReorderingGate(limit, CacheAwareQueue(window), max_waiting=max_waiting)
+        self.gate: ConcurrencyLimiter[str] = ConcurrencyLimiter(limit, CacheAwareQueue(window), max_waiting=max_waiting)
         self.begun: list[str] = []
         self.ends: dict[str, asyncio.Event] = {}
         self.tasks: dict[str, asyncio.Task[None]] = {}
 
-    async def send(self, name: str, lengths: Callable[[], Lengths] | None = None) -> None:
+    async def send(self, name: str, lengths: Callable[[], CachedLengths] | None = None) -> None:
         async def hold() -> None:
-            async with self.gate.turn(name, lengths):
+            async with self.gate.slot(name, lengths):
                 self.begun.append(name)
                 assert self.gate.in_flight <= self.gate.limit
                 await self.ends[name].wait()
@@ -276,7 +276,7 @@ class TestTheGate:
     async def test_a_request_that_fails_gives_its_place_back(self) -> None:
         stage = Stage(1)
         with pytest.raises(ZeroDivisionError):
-            async with stage.gate.turn("a"):
+            async with stage.gate.slot("a"):
                 raise ZeroDivisionError
         stage.assert_idle()
 
@@ -287,7 +287,7 @@ class TestTheGate:
             await stage.send(name)
         await stage.send("first", priority(5))
         await stage.send("other", priority(1))
-        await stage.send("follower", lambda: Lengths(4.0 if "first" in stage.begun else 0.0, 1))
+        await stage.send("follower", lambda: CachedLengths(4.0 if "first" in stage.begun else 0.0, 1))
         await stage.end("a", "b")
         assert stage.begun == ["a", "b", "first", "follower"]
         await stage.end("first", "follower", "other")
@@ -298,7 +298,7 @@ class TestTheGate:
         await stage.send("a")
         await stage.send("b")
         with pytest.raises(QueueFullError, match="1 requests wait already"):
-            async with stage.gate.turn("c"):
+            async with stage.gate.slot("c"):
                 pass
         await stage.end("a", "b")
         stage.assert_idle()
@@ -306,7 +306,7 @@ class TestTheGate:
     @pytest.mark.parametrize(("limit", "max_waiting"), [(0, None), (1, -1)])
     def test_numbers_that_cannot_be_are_refused(self, limit: int, max_waiting: int | None) -> None:
         with pytest.raises(ValueError, match="must"):
-            ReorderingGate(limit, CacheAwareQueue(), max_waiting=max_waiting)
+            ConcurrencyLimiter(limit, CacheAwareQueue(), max_waiting=max_waiting)
 
     @settings(max_examples=examples(40))
     @given(limit=st.integers(1, 3), seed=st.integers(0, 1 << 20))
