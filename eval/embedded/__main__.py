@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from ragorder._signals import end_on_sigterm
+from ragorder.cli.signals import end_on_sigterm
 from ragorder.eval.embedded.clocks import threads
 from ragorder.eval.embedded.prefill import MEASURES, Layout, prefill_experiments
 from ragorder.eval.embedded.running import Advance, Experiment, read_lines, run

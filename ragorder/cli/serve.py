@@ -13,7 +13,7 @@ import click
 from pydantic import ValidationError
 
 from ragorder.cli.complaint import complaint
-from ragorder.cli.param_type import ParamType
+from ragorder.cli.options import ParamType
 from ragorder.cli.serve_engine import ENGINE_OPTIONS, Behind, check_engine, embedded, engine_options
 from ragorder.cli.serve_limits import check_keys, limit_options
 from ragorder.cli.serve_start import announce, settings_of_server, warn
@@ -175,7 +175,7 @@ def serve(
     grace: int,
     **options: Any,
 ) -> None:
-    """Stand in front of an OpenAI-compatible server and order the documents of the requests that pass.
+    """Order documents in front of an OpenAI-compatible server.
 
     Documents are tagged in the body of a request to /v1/chat/completions or /v1/completions, {"ragorder":
     {"documents": [{"id", "text", "title", "tokens"}, …], "query", "scope"}}, best document first, which an OpenAI
@@ -298,7 +298,7 @@ def _builder(tokenizer: Any, **templates: str | None) -> PromptBuilder:
 
 
 def _load(tokenizer: str) -> Any:
-    from ragorder.eval.serving import load_tokenizer
+    from ragorder.adapters.tokenizer import load_tokenizer
 
     try:
         return load_tokenizer(tokenizer)

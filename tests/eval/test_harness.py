@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from ragorder.cli.eval import eval as evaluate
 from ragorder.eval.bench import Bench, run_traces
+from ragorder.eval.cli.eval import eval as evaluate
 from ragorder.eval.engines.base import EngineError
 from ragorder.eval.engines.sim import SimEngine
 from ragorder.eval.harness import (

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 pytest.importorskip("numpy")
 
 from ragorder import Document, PromptBuilder
-from ragorder.cli.bench import bench as bench_command
-from ragorder.cli.eval import eval as eval_command
 from ragorder.eval.bench import Bench
+from ragorder.eval.cli.bench import bench as bench_command
+from ragorder.eval.cli.eval import eval as eval_command
 from ragorder.eval.engines.base import EngineError
 from ragorder.eval.harness import Suite, SuiteError, choose_suites, load_suites
 from ragorder.eval.harness.suite import read_suite

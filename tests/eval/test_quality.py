@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 pytest.importorskip("scipy")
 
 from ragorder import Document
-from ragorder.cli.eval import eval as evaluate
-from ragorder.cli.eval_quality import quality as command
 from ragorder.eval.capacity import Capacity
+from ragorder.eval.cli.eval import eval as evaluate
+from ragorder.eval.cli.quality import quality as command
 from ragorder.eval.corpora import CorpusError
 from ragorder.eval.engines.base import EngineError
 from ragorder.eval.quality import (

@@ -17,7 +17,7 @@ from support.rings import examples
 
 pytest.importorskip("numpy")
 
-from ragorder.cli.eval import eval as eval_command
+from ragorder.eval.cli.eval import eval as eval_command
 from ragorder.eval.harness import Suite, SuiteError, choose_suites, load_suites
 from ragorder.eval.harness.suite import read_suite
 from ragorder.eval.replacement import (

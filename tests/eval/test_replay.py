@@ -25,9 +25,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.rings import examples
 
-from ragorder.cli.replay import replay as command
 from ragorder.eval.arrivals import Arrival, Arrivals, poisson_arrivals
 from ragorder.eval.bench import Bench, Capacity, run_bench
+from ragorder.eval.cli.replay import replay as command
 from ragorder.eval.engines.sim import SimEngine
 from ragorder.eval.load import ServiceTimes
 from ragorder.eval.policies import PolicyError
@@ -50,7 +50,7 @@ from ragorder.eval.replay.runs import Figures, Setup
 from ragorder.eval.workloads import Workload, make_workload
 
 CORPUS = Path(__file__).resolve().parents[3] / "shared" / "data" / "bing_covid_cord"
-COMMAND = ("-c", "from ragorder.cli.replay import replay; replay(prog_name='ragorder replay')")
+COMMAND = ("-c", "from ragorder.eval.cli.replay import replay; replay(prog_name='ragorder replay')")
 
 Line = dict[str, Any]
 

@@ -20,9 +20,9 @@ pytest.importorskip("jinja2")
 from click.testing import CliRunner
 
 from ragorder.cli import main
-from ragorder.cli.eval_report import report as report_command
 from ragorder.eval.bench import Bench, run_traces
 from ragorder.eval.capacity import Capacity
+from ragorder.eval.cli.report import report as report_command
 from ragorder.eval.harness.suite import read_suite
 from ragorder.eval.quality import summarise
 from ragorder.eval.report import (

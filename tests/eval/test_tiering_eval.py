@@ -19,7 +19,7 @@ from support.chaos.__main__ import main as chaos_command
 from support.fork_server import ForkServer
 
 from ragorder import Document
-from ragorder.cli.eval import eval as eval_command
+from ragorder.eval.cli.eval import eval as eval_command
 from ragorder.eval.harness import Suite, SuiteError, choose_suites
 from ragorder.eval.harness.suite import read_suite
 from ragorder.eval.prompts import NumberedPrompts

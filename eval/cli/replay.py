@@ -9,8 +9,8 @@ from typing import IO
 
 import click
 
-from ragorder.cli.progress import progress_bar
-from ragorder.cli.stream import Stream
+from ragorder.cli.output import Stream
+from ragorder.eval.cli.progress import progress_bar
 
 __all__ = ["replay"]
 
@@ -122,10 +122,12 @@ def replay(
     output: IO[str] | None,
     plot: Path | None,
 ) -> None:
-    """Would ordering help? Replay LOG, a log of past requests, on a simulated cache, exact to the block: cached tokens
-    by policy and by capacity, what that saves, and why. It takes no engine, no model and no text.
+    """Replay a log of past requests on a simulated cache.
 
-    LOG (or - for standard input) holds JSON lines, plain or gzipped. An application writes one where it has retrieved:
+    Would ordering help? The report gives the cached tokens by policy and by capacity, exact to the block, what that
+    saves, and why. No engine, model or text is needed.
+
+    LOG (or - for standard input) holds JSON lines, plain or gzipped. An application writes one after each retrieval:
 
     \b
       log.write(json.dumps({"time": time.time(), "tenant": customer, "documents": [d.id for d in documents],

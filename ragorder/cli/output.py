@@ -1,21 +1,33 @@
-"""Figures shown once, or again and again."""
+"""Input and output of the commands: files, figures, repeated figures."""
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from time import sleep
-from typing import Any, Protocol
+from typing import IO, TYPE_CHECKING, Any, Protocol
 
 import click
-from rich.console import Console, RenderableType
-from rich.live import Live
 
-__all__ = ["Figures", "show_figures", "watch_options"]
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+__all__ = ["Figures", "Stream", "show_figures", "watch_options"]
+
+
+class Stream(click.File):
+    """click's file, which refuses a standard stream that was closed before the program started."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> IO[Any]:
+        name, stream = ("input", sys.stdin) if "r" in self.mode else ("output", sys.stdout)
+        if value == "-" and stream is None:
+            self.fail(f"standard {name} is closed: name a file", param, ctx)
+        return super().convert(value, param, ctx)
 
 
 class Figures(Protocol):
-    """What was read at one moment."""
+    """A reading that can be shown."""
 
     def show(self) -> RenderableType: ...
 
@@ -29,7 +41,7 @@ def watch_options(command: Callable[..., Any]) -> Callable[..., Any]:
         "interval_s",
         type=click.FloatRange(min=0.1),
         metavar="SECONDS",
-        help="Ask again every so many seconds, until interrupted.",
+        help="Repeat every so many seconds, until interrupted.",
     )
     as_json = click.option(
         "--json", "as_json", is_flag=True, help="Write the figures as JSON; with --watch a line each time."
@@ -38,7 +50,10 @@ def watch_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def show_figures(read: Callable[[], Figures], interval_s: float | None, as_json: bool) -> None:
-    """Once, or every `interval_s` seconds until somebody interrupts. Raises as `read` does."""
+    """Show them once, or every `interval_s` seconds until interrupted. Raises as `read` does."""
+    from rich.console import Console
+    from rich.live import Live
+
     try:
         figures = read()
         if interval_s is None:

@@ -9,8 +9,8 @@ from typing import Any
 
 import click
 
-from ragorder.cli.measuring import embedding_model, server_options
-from ragorder.cli.progress import progress_bar
+from ragorder.eval.cli.options import embedding_model, server_options
+from ragorder.eval.cli.progress import progress_bar
 
 __all__ = ["quality"]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from ragorder.cli.progress import progress_bar
+from ragorder.eval.cli.progress import progress_bar
 
 __all__ = ["demo"]
 
@@ -33,9 +33,10 @@ __all__ = ["demo"]
     help="So many of the next requests already wait when one is ordered.",
 )
 def demo(engine: str, model: Path | None, limit: int, waiting: int) -> None:
-    """Ask the documentation of Python's standard library, with documents in retrieval order and in ours.
+    """Serve Python's documentation with and without ordering.
 
-    Each question is served twice, on two engines that are alike, and who is first takes turns.
+    Each question about the standard library is served twice, on two equal engines that take turns in being first: with
+    documents in retrieval order, and in ragorder's order.
     """
     from ragorder.eval.demo import run_demo
     from ragorder.eval.engines.base import EngineError

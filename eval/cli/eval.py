@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ragorder.cli.eval_quality import quality
-from ragorder.cli.eval_report import report
-from ragorder.cli.measuring import Seeds, events_options, server_options
-from ragorder.cli.progress import progress_bar
+from ragorder.eval.cli.options import Seeds, events_options, server_options
+from ragorder.eval.cli.progress import progress_bar
+from ragorder.eval.cli.quality import quality
+from ragorder.eval.cli.report import report
 
 if TYPE_CHECKING:
     from ragorder.eval.harness import Options, Suite
@@ -22,7 +22,7 @@ _HELP = {"help_option_names": ["-h", "--help"]}
 
 @click.group(context_settings=_HELP)
 def eval() -> None:
-    """Every table and figure of the evaluation: what there is, run it, and report on it."""
+    """Run the evaluation's tables and figures, and report on them."""
 
 
 @eval.command(name="list", context_settings=_HELP)

@@ -8,10 +8,10 @@ from typing import IO, Any
 
 import click
 
-from ragorder.cli.measuring import Seeds, embedding_model, events_options, server_options
-from ragorder.cli.param_type import ParamType
-from ragorder.cli.progress import progress_bar
-from ragorder.cli.stream import Stream
+from ragorder.cli.options import ParamType
+from ragorder.cli.output import Stream
+from ragorder.eval.cli.options import Seeds, embedding_model, events_options, server_options
+from ragorder.eval.cli.progress import progress_bar
 
 __all__ = ["bench"]
 
@@ -223,8 +223,10 @@ def bench(
     output: IO[str] | None,
     **options: Any,
 ) -> None:
-    """Serve a trace under several ordering policies, interleaved, each on a fresh engine, and compare what the prefix
-    cache saved. Policy auto is ragorder's default.
+    """Compare ordering policies on a trace of requests.
+
+    The policies take turns, request by request, each on a fresh engine, and what the prefix cache saved is compared.
+    Policy auto is ragorder's default.
 
     The simulated engine counts cached tokens exactly and has no clock; the others measure time to first token as
     well. With --concurrency or --arrivals a second table shows how the run went along, tenth by tenth.

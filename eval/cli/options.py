@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from ragorder.cli.param_type import ParamType
+from ragorder.cli.options import ParamType
 
 __all__ = ["Seeds", "embedding_model", "events_options", "only_server_options", "server_options"]
 

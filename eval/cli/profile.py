@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ragorder.cli.measuring import Seeds, only_server_options
-from ragorder.cli.progress import progress_bar
+from ragorder.eval.cli.options import Seeds, only_server_options
+from ragorder.eval.cli.progress import progress_bar
 
 if TYPE_CHECKING:
     from ragorder.kernels.profile import PrefillProfile
@@ -85,12 +85,12 @@ def profile(
     seed: int,
     output: Path,
 ) -> None:
-    """Measure what a prefill takes on an engine, by how many tokens of the prompt its cache holds and how many it has
-    to compute. The replacement policy PGDSF weighs documents by it.
+    """Measure how long a prefill takes on an engine.
 
-    Of each cell a prefix of random tokens is sent first, so that it is cached, and then with new tokens behind it;
-    whether the prefix was cached, and nothing else, is taken from the server's answer. Times that fall though tokens
-    are added, which is noise, are evened out, and it is said by how much. It takes minutes.
+    Times are measured by the number of cached tokens and of new tokens in the prompt; the replacement policy PGDSF
+    weighs documents by them. For each cell a prefix of random tokens is sent first, so that it is cached, and then
+    again with new tokens behind it; the server's answer says whether the prefix was cached. Times that fall although
+    tokens are added are noise: they are evened out, and the report says by how much. It takes minutes.
     """
     from ragorder.eval.engines.base import EngineError
     from ragorder.eval.profiling import find_profiled, measure_profile, own_server, plan_grid

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from ragorder.cli.progress import progress_bar
+from ragorder.eval.cli.progress import progress_bar
 
 __all__ = ["report"]
 
