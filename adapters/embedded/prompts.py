@@ -18,8 +18,7 @@ from ragorder.adapters.embedded.bodies import (
 )
 from ragorder.adapters.http_server.errors import HTTPError
 from ragorder.adapters.openai.request import checked_salt
-from ragorder.adapters.request_facts import FACTS, PREFIX
-from ragorder.adapters.vllm_tiers.facts import RequestFacts, read_facts
+from ragorder.adapters.request_facts import FACTS, PREFIX, RequestFacts, read_facts
 from ragorder.kernels.engine import Request, Sampling
 
 __all__ = ["Asked", "Prompts"]

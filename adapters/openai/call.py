@@ -12,10 +12,10 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal
 
 from ragorder import Document, Ordering, PromptBuilder
-from ragorder.adapters.answer_length import AnswerLength
 from ragorder.adapters.openai.reply import Answer, Reply
 from ragorder.adapters.openai.request import checked_options
 from ragorder.adapters.request_facts import with_facts
+from ragorder.adapters.usage import AnswerLength
 from ragorder.orderer_like import OrdererLike
 
 __all__ = ["Call", "Setup", "refuses_stream_options"]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ragorder import Document, Ordering, PromptBuilder
-from ragorder.adapters.answer_length import AnswerLength
+from ragorder.adapters.usage import AnswerLength
 from ragorder.document import estimate_tokens
 from ragorder.orderer_like import OrdererLike
 from ragorder.pipelining import Usage

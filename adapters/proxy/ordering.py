@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from itertools import accumulate
 from operator import add
 
-from ragorder.adapters.answer_length import AnswerLength
 from ragorder.adapters.http_server.headers import Headers
-from ragorder.adapters.proxy.facts import add_facts
 from ragorder.adapters.proxy.parsing import ParsedBody
 from ragorder.adapters.proxy.schema import PERMUTATION, PREDICTED
 from ragorder.adapters.proxy.usage import AnswerReader, reader_for
+from ragorder.adapters.request_facts import add_facts
+from ragorder.adapters.usage import AnswerLength
 from ragorder.document import Document
 from ragorder.orderer_like import OrdererLike
 from ragorder.ordering import Ordering

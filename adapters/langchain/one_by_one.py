@@ -1,4 +1,4 @@
-"""Calls from any thread, and from finalisers, run one at a time without ever waiting for a lock."""
+"""Serialised calls that never wait for a lock."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ __all__ = ["OneByOne"]
 
 
 class OneByOne:
-    """Runs calls one at a time, in the order of their arrival. Never blocks.
+    """Runs calls one at a time, in order of arrival. Never blocks: a call that arrives during another one is left to
+    the thread of that one.
 
-    A call that arrives while another one runs is left to the thread that runs that one. A lock that waits would not
-    do: the collector may run a finaliser (of a stream that was dropped, say) in the middle of a call, in the very
-    thread that holds the lock.
+    A waiting lock would not do: the garbage collector may run a finaliser (of a dropped stream, say) in the middle of a
+    call, in the thread that holds the lock.
     """
 
     def __init__(self) -> None:
@@ -22,10 +22,10 @@ class OneByOne:
         self._running = Lock()
 
     def __call__(self, call: Callable[[], object]) -> None:
-        """Run `call` now, or leave it to the thread that is at it. Raises what a call raised, once the others ran."""
+        """Run `call`, or leave it to the running thread. Raises what a call raised, after the others."""
         self._calls.append(call)
         failure: Exception | None = None
-        # Looked at again after the release: what arrived meanwhile was left to this thread.
+        # Checked again after the release: what arrived meanwhile was left to this thread.
         while self._calls and self._running.acquire(blocking=False):
             try:
                 while self._calls:

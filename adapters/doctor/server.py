@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from ragorder.adapters.doctor.events import Events, check_events
-from ragorder.adapters.doctor.finding import Finding, Verdict
+from ragorder.adapters.doctor.finding import Finding
 from ragorder.adapters.doctor.kind import Kind, for_kind, kind_of
 from ragorder.adapters.doctor.prompts import PromptSample, check_samples
-from ragorder.adapters.http_client import AddressError, Server, ServerError, printable
+from ragorder.adapters.http_client import Server, ServerError, printable
 from ragorder.adapters.vllm.cache_config import CacheConfig, cache_config
 
-__all__ = ["AddressError", "Events", "Finding", "PromptSample", "ServerError", "Verdict", "examine"]
+__all__ = ["examine"]
 
 T = TypeVar("T")
 
