@@ -20,12 +20,12 @@ from ragorder.adapters.http_server.errors import HTTPError
 from ragorder.adapters.openai.request import checked_salt
 from ragorder.adapters.request_facts import FACTS, PREFIX, RequestFacts, read_facts
 from ragorder.kernels.engine import Request, Sampling
+from ragorder.tokens import PLACEHOLDER
 
 __all__ = ["Asked", "Prompts"]
 
 B = TypeVar("B", bound=CommonBody)
 
-_SLOT = "@@ragorder-documents@@"
 _LONGEST_COMPLAINT = 200
 
 
@@ -130,8 +130,8 @@ class Prompts:
     def _front(self, body: ChatBody, token_ids: Sequence[int]) -> int:
         """In how many tokens all chats begin that differ in the last message alone."""
         *before, last = body.messages
-        text = self._template([*before, Message(last.role, _SLOT)], body)
-        head, slot, _ = text.rpartition(_SLOT)
+        text = self._template([*before, Message(last.role, PLACEHOLDER)], body)
+        head, slot, _ = text.rpartition(PLACEHOLDER)
         if not slot:
             return 0
         front = self._encode(head, body.add_special_tokens, "messages")

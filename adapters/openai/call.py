@@ -16,7 +16,7 @@ from ragorder.adapters.openai.reply import Answer, Reply
 from ragorder.adapters.openai.request import checked_options
 from ragorder.adapters.request_facts import with_facts
 from ragorder.adapters.usage import AnswerLength
-from ragorder.orderer_like import OrdererLike
+from ragorder.orderer import OrdererLike
 
 __all__ = ["Call", "Setup", "refuses_stream_options"]
 

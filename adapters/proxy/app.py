@@ -26,7 +26,7 @@ from ragorder.adapters.proxy.template import DocumentTemplate, TemplateError
 from ragorder.adapters.proxy.token_counter import TokenCounter
 from ragorder.adapters.proxy.upstream import Timeouts, Upstream
 from ragorder.adapters.proxy.workers import Workers
-from ragorder.orderer_like import OrdererLike
+from ragorder.orderer import OrdererLike
 from ragorder.prompt import PromptBuilder
 
 __all__ = ["BODIES_LIMIT", "BODY_LIMIT", "PROBES", "make_app"]

@@ -19,12 +19,11 @@ from ragorder.adapters.proxy.body import (
 )
 from ragorder.document import Document, estimate_tokens
 from ragorder.lru_cache import LRUCache
-from ragorder.pieces import pieces
 from ragorder.prompt import PromptBuilder
+from ragorder.tokens import PLACEHOLDER, split_text
 
 __all__ = ["TokenCounter"]
 
-_SLOT = "@@ragorder-documents@@"
 _REMEMBERED = 16384
 _NULL = Raw(b"null")
 # What a chat template puts around a text is unknown: at least two characters.
@@ -97,11 +96,11 @@ class TokenCounter:
     def _rendered(self, body: Body, prefix: PromptPrefix) -> int:
         messages = [message for raw in prefix.messages if (message := decode(raw, dict[str, Any])) is not None]
         tools = decode(body.fields["tools"], list[Any]) if "tools" in body.fields else None
-        turn = {"role": prefix.role, "content": prefix.text + _SLOT}
+        turn = {"role": prefix.role, "content": prefix.text + PLACEHOLDER}
         rendered = self._tokenizer.apply_chat_template(
             [*messages, turn], tools=tools, tokenize=False, add_generation_prompt=True
         )
-        before, slot, _ = rendered.rpartition(_SLOT)
+        before, slot, _ = rendered.rpartition(PLACEHOLDER)
         if not slot:
             raise ValueError("the chat template does not show the message")
         return self._encode(before)
@@ -116,7 +115,7 @@ class TokenCounter:
 
     def _encode(self, text: str) -> int:
         encode = self._tokenizer.encode
-        return sum(len(encode(piece, add_special_tokens=False, verbose=False)) for piece in pieces(text))
+        return sum(len(encode(piece, add_special_tokens=False, verbose=False)) for piece in split_text(text))
 
 
 def _characters(raw: Raw, around: int = _AROUND) -> int:
