@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
-from ragorder._scope import Request, Scope
+from ragorder._request import OrderRequest
+from ragorder._scope import Scope
 from ragorder.trie.backlog import plan_backlog
 
 __all__ = ["Step", "plan_batch"]
@@ -28,7 +29,7 @@ class Step(NamedTuple):
     permutation: list[int] | None = None
 
 
-_Requests = Sequence[Request[Any]]
+_Requests = Sequence[OrderRequest[Any]]
 _Plan = Callable[["_Stage", _Requests], None]
 
 
@@ -65,11 +66,11 @@ class _Stage:
         self.cached_tokens = 0
         self._suffix_tokens = suffix_tokens
 
-    def order(self, number: int, request: Request[Any], waiting: Sequence[frozenset[Any]] = ()) -> None:
+    def order(self, number: int, request: OrderRequest[Any], waiting: Sequence[frozenset[Any]] = ()) -> None:
         """Serve the request as `Orderer.order` would."""
         self._serve(number, self.scope.order(request, waiting, self._suffix_tokens))
 
-    def start(self, number: int, request: Request[Any], permutation: list[int]) -> None:
+    def start(self, number: int, request: OrderRequest[Any], permutation: list[int]) -> None:
         """Serve the request in a planned order."""
         self._serve(number, self.scope.start(request, permutation, self._suffix_tokens))
 
@@ -105,7 +106,7 @@ def _in_windows(stage: _Stage, requests: _Requests, window: int) -> None:
 def _nearest_first(stage: _Stage, requests: _Requests, window: int) -> None:
     """Next comes the request, of those that may, of which the cache holds most; its documents are laid out for the
     others."""
-    coming: Iterator[tuple[int, Request[Any], frozenset[Any]]] = (
+    coming: Iterator[tuple[int, OrderRequest[Any], frozenset[Any]]] = (
         (number, request, frozenset(request.keys)) for number, request in enumerate(requests)
     )
     candidates = list(islice(coming, min(window, _MOST_CANDIDATES)))

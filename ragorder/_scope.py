@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from copy import copy as shallow_copy
 from functools import partial
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 from ragorder._deferred import run_or_defer
+from ragorder._request import OrderRequest
 from ragorder.ordering import Ordering, RequestOutcome
 from ragorder.settings import Settings
 from ragorder.trie.backlog import CachedPath
@@ -27,44 +28,19 @@ from ragorder.trie.search import BestPathSearch, GreedySearch, PrefixSearch, ran
 from ragorder.trie.tail import AutoTail, FrequencyTail, QueueTail, RankTail, Tail, Waiting
 from ragorder.trie.tree import Key, KnowledgeTree
 
-__all__ = ["Contents", "Request", "Scope"]
+__all__ = ["EngineContents", "Scope", "ScopeOwner"]
 
 D = TypeVar("D")
 
 
-class Request(Generic[D]):
-    """A request's documents in rank order, with what the tree must know of each. Keys are distinct. `estimated`: their
-    lengths are, at so many characters a token."""
-
-    __slots__ = ("documents", "estimated", "groups", "keys", "ranks", "token_ids", "tokens")
-
-    def __init__(
-        self,
-        documents: list[D],
-        keys: Sequence[Key],
-        ranks: Mapping[Key, int],
-        tokens: Sequence[int],
-        groups: Sequence[Hashable | None],
-        token_ids: Sequence[TokenIds] = (),
-        estimated: bool = False,
-    ) -> None:
-        self.documents = documents
-        self.estimated = estimated
-        self.keys = keys
-        self.ranks = ranks
-        self.tokens = tokens
-        self.groups = groups
-        self.token_ids = token_ids
-
-
-class Contents(NamedTuple):
+class EngineContents(NamedTuple):
     """What the engine holds, block by block, and how this orderer's prompts begin."""
 
     blocks: EngineBlocks
     prefix_ids: TokenIds
 
 
-class Owner(Protocol):
+class ScopeOwner(Protocol):
     """What a scope asks of its orderer."""
 
     clock: Iterator[int]
@@ -87,8 +63,8 @@ class Scope:
         self,
         name: Hashable,
         settings: Settings,
-        owner: Owner,
-        contents: Contents | None = None,
+        owner: ScopeOwner,
+        contents: EngineContents | None = None,
         lengths: ScopeLengths | None = None,
     ) -> None:
         self.name = name
@@ -109,7 +85,7 @@ class Scope:
         self.search = _make_search(settings)
         self.tail = _make_tail(settings)
 
-    def order(self, request: Request[D], waiting: Waiting, suffix_tokens: int | None) -> Ordering[D]:
+    def order(self, request: OrderRequest[D], waiting: Waiting, suffix_tokens: int | None) -> Ordering[D]:
         """Order one request and count it as in flight."""
         self.residency.refresh(request)
         self.tail.observe(request.keys)
@@ -127,13 +103,13 @@ class Scope:
         copy.tail = self.tail.copy()
         return copy
 
-    def preview(self, request: Request[D], waiting: Waiting) -> list[int]:
+    def preview(self, request: OrderRequest[D], waiting: Waiting) -> list[int]:
         """The permutation that `order` would give now. Nothing is recorded."""
         self.residency.refresh(request)
         with self.tail.observing(request.keys):
             return self._arrange(request, waiting)[0]
 
-    def predict_cached_tokens(self, request: Request[D]) -> tuple[int, int]:
+    def predict_cached_tokens(self, request: OrderRequest[D]) -> tuple[int, int]:
         """(cached tokens, tokens up to the end of the documents) of the request if it were ordered now. Nothing is
         recorded."""
         self.residency.refresh(request)
@@ -146,7 +122,7 @@ class Scope:
         self.residency.refresh()
         return self.mirror.holds(self.tree.root)
 
-    def cached_path(self, request: Request[D]) -> CachedPath:
+    def cached_path(self, request: OrderRequest[D]) -> CachedPath:
         """The best cached path of a request."""
         tree = self.tree
         self.residency.refresh(request)
@@ -154,7 +130,7 @@ class Scope:
         keys = tuple(request.keys[rank] for rank in ranks_on_path(node, request.ranks))
         return CachedPath(keys, max(0, tree.cached_tokens(node) - tree.root.end), node.stamp)
 
-    def start(self, request: Request[D], planned: list[int], suffix_tokens: int | None) -> Ordering[D]:
+    def start(self, request: OrderRequest[D], planned: list[int], suffix_tokens: int | None) -> Ordering[D]:
         """Count a planned request as in flight."""
         self.residency.refresh()
         self.tail.observe(request.keys)
@@ -195,11 +171,11 @@ class Scope:
         if isinstance(self.mirror, EventsResidency):
             self.mirror.close()
 
-    def _tokens(self, request: Request[D]) -> Sequence[int]:
+    def _tokens(self, request: OrderRequest[D]) -> Sequence[int]:
         """The lengths of the documents, estimates as they turned out to be."""
         return self._lengths.scale(request.tokens) if request.estimated else request.tokens
 
-    def _arrange(self, request: Request[D], waiting: Waiting) -> tuple[list[int], int]:
+    def _arrange(self, request: OrderRequest[D], waiting: Waiting) -> tuple[list[int], int]:
         """The permutation, and the cached tokens that guards cost."""
         tree, keys, ranks = self.tree, request.keys, request.ranks
         node = self.search.find(tree, ranks)
@@ -219,7 +195,7 @@ class Scope:
         return prefix + self.tail.arrange(keys, prefix, rest, waiting)
 
     def _begin(
-        self, request: Request[D], permutation: list[int], guard_cost_tokens: int, suffix_tokens: int | None
+        self, request: OrderRequest[D], permutation: list[int], guard_cost_tokens: int, suffix_tokens: int | None
     ) -> Ordering[D]:
         path = self.tree.insert(request.keys, self._tokens(request), permutation)
         suffix_tokens = self._suffix_tokens if suffix_tokens is None else suffix_tokens
@@ -261,7 +237,7 @@ def _raise(error: Exception) -> None:
 
 
 def _make_mirror(
-    name: Hashable, settings: Settings, tree: KnowledgeTree, contents: Contents | None, clock: Iterator[int]
+    name: Hashable, settings: Settings, tree: KnowledgeTree, contents: EngineContents | None, clock: Iterator[int]
 ) -> LRUResidency:
     if settings.residency == "none":
         return NoResidency(tree, settings.max_nodes, clock)

@@ -8,13 +8,13 @@ from heapq import heapify, heappop, heappush, heapreplace
 from itertools import count
 from sys import maxsize
 
-from ragorder._scope import Owner, Scope
+from ragorder._scope import Scope, ScopeOwner
 from ragorder.settings import Settings
 
 __all__ = ["Scopes"]
 
 
-class Scopes(OrderedDict[Hashable, Scope], Owner):
+class Scopes(OrderedDict[Hashable, Scope], ScopeOwner):
     """By name, least recently used first.
 
     There are at most `max_scopes` of them, with `max_nodes` nodes together, and with as many blocks together as the

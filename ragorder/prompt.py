@@ -10,11 +10,9 @@ from string import Formatter
 from typing import Any, NamedTuple
 
 from ragorder.document import Document, content_key, estimate_tokens
-from ragorder.escaping import special_token_escaper
 from ragorder.lru_cache import LRUCache
 from ragorder.ordering import Ordering
-from ragorder.pieces import pieces
-from ragorder.tokens import Frame, SegmentTokenizer
+from ragorder.tokens import PromptFrame, SegmentTokenizer, special_token_escaper, split_text
 
 __all__ = ["Prompt", "PromptBuilder", "Span"]
 
@@ -103,7 +101,9 @@ class PromptBuilder:
         self._align_to = align_to
         self._tokenizer = SegmentTokenizer(tokenizer) if tokenizer is not None else None
         self._escape = special_token_escaper(self._tokenizer.special_tokens() if self._tokenizer else None)
-        frame = self._tokenizer.frame(system) if self._tokenizer else Frame(f"{system}\n\n", "\n", system_role=True)
+        frame = (
+            self._tokenizer.frame(system) if self._tokenizer else PromptFrame(f"{system}\n\n", "\n", system_role=True)
+        )
         self._head, self._tail, self._system_role = frame
         self.shown = frozenset(_fields(document_template))
         self._kept: LRUCache[_Segment] = LRUCache(cached_documents, _KEPT_BYTES)
@@ -134,7 +134,7 @@ class PromptBuilder:
         text = self._render(document)
         if self._tokenizer is None:
             return estimate_tokens(text)
-        tokens = sum(len(self._tokenizer.encode(piece)) for piece in pieces(text))
+        tokens = sum(len(self._tokenizer.encode(piece)) for piece in split_text(text))
         return tokens + (-tokens % self._align_to if self._align_to else 0)
 
     @property

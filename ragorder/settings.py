@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Literal, Self, TypedDict
 
 from pydantic import Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -10,7 +10,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from ragorder.counts import parse_count
 from ragorder.guards import Guards
 
-__all__ = ["Settings"]
+__all__ = ["OrdererOptions", "Settings"]
 
 
 class Settings(BaseSettings):
@@ -75,3 +75,28 @@ class Settings(BaseSettings):
     def guards(self) -> Guards:
         """The quality guards that the settings ask for."""
         return Guards(self.keep_first, self.keep_last, self.max_displacement, self.keep_groups)
+
+
+class OrdererOptions(TypedDict, total=False):
+    """The fields of `Settings` as keyword arguments."""
+
+    capacity_tokens: int | None
+    block_size: int
+    prefix_tokens: int
+    suffix_tokens: int
+    search: Literal["best", "greedy"]
+    tail: Literal["auto", "rank", "frequency", "queue"]
+    residency: Literal["lru", "none"]
+    feedback: bool
+    partial_blocks_first: bool
+    search_budget: int
+    keep_first: int
+    keep_last: int
+    max_displacement: int | None
+    keep_groups: bool
+    events_endpoint: str | None
+    replay_endpoint: str | None
+    events_topic: str
+    max_nodes: int
+    max_scopes: int
+    strict: bool

@@ -17,7 +17,7 @@ from ragorder.adapters.openai.prompts import PromptForm, checked_form, expected_
 from ragorder.adapters.openai.reply import Answer, Reply
 from ragorder.adapters.openai.request import checked_options
 from ragorder.adapters.usage import AnswerLength
-from ragorder.orderer_like import OrdererLike
+from ragorder.orderer import OrdererLike
 
 __all__ = ["Call", "CallSetup"]
 

@@ -12,7 +12,7 @@ from ragorder.adapters.openai.prompts import OrderedPrompts, PromptForm, PromptR
 from ragorder.adapters.openai.request import checked_options
 from ragorder.adapters.openai.server_load import MetricsPoll, PromptLoad
 from ragorder.adapters.openai.system_prefix import SystemPrefix, WatchedEngine
-from ragorder.orderer_like import OrdererLike
+from ragorder.orderer import OrdererLike
 from ragorder.pipelining import (
     Pipeline,
     PipelinedStream,

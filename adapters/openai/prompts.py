@@ -12,7 +12,7 @@ from typing import Any, Literal
 from ragorder import Document, Ordering, PromptBuilder
 from ragorder.adapters.usage import AnswerLength
 from ragorder.document import estimate_tokens
-from ragorder.orderer_like import OrdererLike
+from ragorder.orderer import OrdererLike
 from ragorder.pipelining import Usage
 
 __all__ = [

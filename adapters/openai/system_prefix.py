@@ -9,7 +9,7 @@ from typing import Any
 
 from ragorder import Document, Ordering, PromptBuilder
 from ragorder.adapters.openai.prompts import PromptForm, PromptRequest, Question, checked_form, finish
-from ragorder.orderer_like import OrdererLike
+from ragorder.orderer import OrdererLike
 from ragorder.pipelining import AnswerChunk, StreamingEngine, Usage
 
 __all__ = ["SystemPrefix", "WatchedEngine"]

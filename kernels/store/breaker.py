@@ -1,17 +1,16 @@
-"""Leaving a disk alone that fails."""
+"""Circuit breaker for a failing disk."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 
-__all__ = ["BackOff"]
+__all__ = ["CircuitBreaker"]
 
 
-class BackOff:
-    """Counts failures in a row. After `failures` of them there is a pause of `first_seconds`; whatever fails first
-    after a pause brings the next one, twice as long, up to `longest_seconds`. A success ends it all. Not
-    thread-safe."""
+class CircuitBreaker:
+    """Opens for `first_seconds` after `failures` failures in a row. The first failure after that opens it again for
+    twice as long, up to `longest_seconds`; a success resets it. Not thread-safe."""
 
     def __init__(
         self,
@@ -28,18 +27,18 @@ class BackOff:
         self._until = 0.0
 
     @property
-    def pausing(self) -> bool:
-        """Whether to leave it alone now."""
+    def open(self) -> bool:
+        """Whether to make no attempt now."""
         return self._in_a_row >= self._failures and self._clock() < self._until
 
     @property
-    def trying(self) -> bool:
-        """Whether what comes next finds out how it is: nothing has failed since the last success or pause."""
+    def probing(self) -> bool:
+        """Whether the next attempt is the first since a success or since the breaker opened."""
         return self._in_a_row == 0 or self._in_a_row >= self._failures
 
     def failed(self) -> float:
-        """Something failed: the seconds of the pause that begins, 0 if none does."""
-        if self.pausing:
+        """Record a failure; the seconds for which this opens the breaker, or 0."""
+        if self.open:
             return 0.0
         self._in_a_row += 1
         if self._in_a_row < self._failures:
@@ -50,8 +49,8 @@ class BackOff:
         return seconds
 
     def succeeded(self) -> bool:
-        """Something worked: whether that ends a time of failures with pauses."""
-        ends = self._in_a_row >= self._failures
+        """Record a success; whether the breaker had opened before it."""
+        reset = self._in_a_row >= self._failures
         self._in_a_row = 0
         self._next_seconds = self._first_seconds
-        return ends
+        return reset
