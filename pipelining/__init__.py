@@ -1,4 +1,4 @@
-"""Retrieval overlapped with prefill (RAGCache++ section 3.6, RAGCache section 5.3)."""
+"""Overlap of retrieval and prefill (RAGCache++ section 3.6, RAGCache section 5.3)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Plans of a batch, each dry-run on a copy of its scope before one is served.
+"""Plans of a batch, each dry-run on a copy of its scope.
 
-A good plan may still hit less than ordering each request as it comes: that depends on what the engine holds, which
-changes with every request. So each plan is played through on a copy of tree and mirror, and the one with most cached
-tokens is taken. Ordering one by one is always a candidate: as far as the mirror can tell, no batch does worse.
+A good plan may still hit less than ordering one by one, depending on what the engine holds. So each plan is played
+through on a copy of tree and mirror, one by one included, and the one with most cached tokens is taken.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _MOST_CANDIDATES = 64
 
 
 class Step(NamedTuple):
-    """A request of the batch and the permutation of its ranks (None: as `order` finds it when its turn comes)."""
+    """A request of the batch and the permutation of its ranks (None: from `order`)."""
 
     number: int
     permutation: list[int] | None = None
@@ -33,11 +32,8 @@ _Plan = Callable[["_DryRun", _Requests], None]
 
 
 def plan_batch(scope: Scope, requests: _Requests, max_wait: int | None, suffix_tokens: int | None = None) -> list[Step]:
-    """The steps of the best plan, in serving order. No request is more than `max_wait` places late (None: no bound).
-
-    `scope` is a copy of the batch's own; each plan gets another. Time is near-linear in the number of requests, and
-    proportional to `max_wait` up to 64.
-    """
+    """The steps of the best plan, in serving order, none more than `max_wait` places late. `scope` is a copy of the
+    batch's own. Time is near-linear in the number of requests, and proportional to `max_wait` up to 64."""
     as_they_come = [Step(number) for number in range(len(requests))]
     if max_wait == 0 or not requests:
         return as_they_come
@@ -57,8 +53,6 @@ def plan_batch(scope: Scope, requests: _Requests, max_wait: int | None, suffix_t
 
 
 class _DryRun:
-    """A copy of a scope, in which every request is answered at once."""
-
     def __init__(self, scope: Scope, suffix_tokens: int | None) -> None:
         self.scope = scope
         self.steps: list[Step] = []

@@ -34,8 +34,6 @@ D = TypeVar("D")
 
 
 class EngineContents(NamedTuple):
-    """The engine's blocks, and the first tokens of this orderer's prompts."""
-
     blocks: EngineBlocks
     prefix_ids: TokenIds
 
@@ -108,15 +106,13 @@ class Scope:
             return self._arrange(request, waiting)[0]
 
     def predict_cached_tokens(self, request: OrderRequest[D]) -> tuple[int, int]:
-        """(cached tokens, tokens up to the end of the documents) if the request were ordered now. Nothing is
-        recorded."""
+        """(cached tokens, tokens up to the documents' end) if the request were ordered now. Nothing is recorded."""
         self.residency.refresh(request)
         permits = None if self._guards is None else self._guards.for_request(len(request.keys), request.groups).permits
         node = self.search.find(self.tree, request.ranks, permits)
         return max(0, self.tree.cached_tokens(node)), self.tree.root.end + sum(self._tokens(request))
 
     def holds_prefix(self) -> bool:
-        """Whether the tokens before the documents are held, or being computed, or fill no block."""
         self.residency.refresh()
         return self.mirror.holds(self.tree.root)
 

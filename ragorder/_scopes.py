@@ -17,8 +17,8 @@ __all__ = ["Scopes"]
 class Scopes(OrderedDict[Hashable, Scope], ScopeOwner):
     """Scopes by name, least recently used first.
 
-    At most `max_scopes`, with `max_nodes` nodes together and together no more blocks than the engine holds: the least
-    recently used blocks go first, whichever scope they belong to.
+    At most `max_scopes`, together with at most `max_nodes` nodes and the engine's capacity in blocks: the least
+    recently used blocks go first, whichever scope has them.
     """
 
     def __init__(
@@ -46,8 +46,7 @@ class Scopes(OrderedDict[Hashable, Scope], ScopeOwner):
         return self._evicted_blocks + sum(scope.mirror.evicted_blocks for scope in dict.values(self))
 
     def add(self, scope: Scope) -> Scope:
-        """Add a scope in place of one that was left half changed, or of the least recently used one if there are too
-        many."""
+        """Add a scope, replacing a damaged one of this name, or the least recently used one beyond `max_scopes`."""
         if (former := self.get(scope.name)) is not None:
             self.forget(former)
         if len(self) >= self._max_scopes and (first := self._first()) is not None:

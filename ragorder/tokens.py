@@ -35,8 +35,8 @@ _WINDOW = 1 << 15
 
 
 class PromptFrame(NamedTuple):
-    """What the chat template puts before and after the user's turn, system prompt included. Without `system_role` the
-    system prompt opens the user's turn."""
+    """The chat template's text before and after the user's turn. Without `system_role` the system prompt opens that
+    turn."""
 
     before: str
     after: str
@@ -73,8 +73,7 @@ class SegmentTokenizer:
                 yield text
 
     def frame(self, system: str) -> PromptFrame:
-        """The frame of a prompt; without a chat template, the begin-of-sequence token. Raises ValueError if the
-        template does not show the user's text exactly once."""
+        """The frame of a prompt. Raises ValueError if the chat template does not show the user's text exactly once."""
         if not getattr(self._tokenizer, "chat_template", None):
             bos = getattr(self._tokenizer, "bos_token", None) or ""
             return PromptFrame(f"{bos}{system}\n\n", "\n", system_role=True)
@@ -105,9 +104,7 @@ def repair_unicode(text: str) -> str:
 
 def special_token_escaper(special_tokens: Iterable[str] | None = None) -> Callable[[str], str]:
     """A function that breaks special tokens in a text by a space after their first character, or else removes them.
-
-    `special_tokens` are those of the served model's tokenizer (None: those of common chat templates).
-    """
+    `special_tokens` are the served model's (None: those of common chat templates)."""
     pattern, longest = _COMMON_SPECIAL_TOKENS, _LONGEST
     if special_tokens is not None:
         longest_first = sorted({token for token in special_tokens if token.strip()}, key=lambda t: (-len(t), t))
@@ -157,10 +154,8 @@ def _replace(pattern: re.Pattern[str], longest: int, text: str, by: Callable[[re
 
 
 def split_text(text: str) -> Iterator[str]:
-    """Split a long text into pieces of at most 32,768 characters, in front of white space where possible.
-
-    A cut changes the number of tokens by two at most.
-    """
+    """Split a text into pieces of at most 32,768 characters, before white space if possible. A cut changes the number
+    of tokens by two at most."""
     start = 0
     while len(text) - start > _PIECE_CHARACTERS:
         end = start + _PIECE_CHARACTERS

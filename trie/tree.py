@@ -13,9 +13,8 @@ class Node:
     """One document after a particular sequence of documents.
 
     `end` is the prompt position in tokens where the document ends. A KV block belongs to the node in which its last
-    token lies: `blocks` in all, of which the last `missing` are not held by the engine, and `provisional` are held only
-    for requests in flight. `stamp` is the time of the last use, `leases` the number of requests in flight that use the
-    node. A residency maintains these four.
+    token lies: of its `blocks` the engine lacks the last `missing`, and holds `provisional` only for requests in
+    flight. `stamp` is the time of the last use, `leases` counts requests in flight. A residency maintains these four.
     """
 
     __slots__ = ("blocks", "children", "end", "key", "leases", "missing", "parent", "provisional", "stamp")

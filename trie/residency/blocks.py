@@ -29,8 +29,7 @@ def chain_root(salt: str | None = None) -> Content:
 
 
 def pack_tokens(token_ids: Sequence[int]) -> bytes:
-    """Token ids as the bytes of contents. Raises TypeError for no token id, OverflowError for one of more than 63
-    bits."""
+    """Token ids as bytes. Raises TypeError for no token id, OverflowError beyond 63 bits."""
     return array("q", token_ids).tobytes()
 
 
@@ -49,8 +48,8 @@ def _keyed(extra_keys: Iterable[Any] | None) -> Content:
 
 
 class PathContents:
-    """What the last part of a path fills: the contents of its `blocks`, the content of the `last` block before its end,
-    and the packed tokens after it, `rest`, whose block is shared with what follows."""
+    """Contents of the `blocks` that the last part of a path fills, of the `last` block before its end, and the packed
+    tokens after it, `rest`."""
 
     __slots__ = ("blocks", "last", "rest")
 
@@ -60,7 +59,7 @@ class PathContents:
         self.rest = rest
 
     def first_block(self, tokens: bytes, block_size: int) -> Content | None:
-        """The content of the first block that these tokens would fill after the path (None: they fill no block)."""
+        """The content of the first block that these tokens would fill after the path, if they fill one."""
         missing = block_size * _TOKEN_BYTES - len(self.rest)
         return _digest(self.last, self.rest + tokens[:missing]) if len(tokens) >= missing else None
 
@@ -76,8 +75,6 @@ class PathContents:
 
 
 class _Held(NamedTuple):
-    """The hash under which a block was stored last, and the tiers that hold it."""
-
     hash: Hashable
     media: tuple[Hashable, ...]
 
@@ -85,9 +82,9 @@ class _Held(NamedTuple):
 class EngineBlocks:
     """The blocks of one engine's cache. One thread writes, any thread reads.
 
-    `generation` changes when blocks may have gone without an event each, `epoch` when the engine is another one. At
-    most `max_blocks` blocks are remembered, held or not, oldest evicted first: choose some multiple of the engine's
-    capacity. `orphans` counts blocks whose parent was never seen.
+    `generation` changes when blocks may have gone without an event each, `epoch` with the engine. At most `max_blocks`
+    are remembered, held or not, oldest evicted first: choose a multiple of the engine's capacity. `orphans` counts
+    blocks with unknown parents.
     """
 
     def __init__(self, block_size: int, max_blocks: int = 1 << 18) -> None:
@@ -111,7 +108,7 @@ class EngineBlocks:
         return content in self._held
 
     def watch(self, content: Content, watcher: BlockWatcher) -> None:
-        """Notify the watcher when the block is stored or removed. A block has one watcher, the last one."""
+        """Notify the watcher of changes. A block has one watcher, the last one."""
         self._watchers[content] = watcher
 
     def unwatch(self, content: Content, watcher: BlockWatcher) -> None:
@@ -128,9 +125,8 @@ class EngineBlocks:
     ) -> None:
         """The engine filled consecutive blocks after the block `parent` (None: at the start of a prompt).
 
-        `token_ids` are those of all these blocks; `extra_keys` list for each what its hash covers besides tokens.
-        `medium` is the tier that holds them; a block is held as long as any tier holds it. Raises ValueError if the
-        tokens do not fill the blocks, TypeError or OverflowError for no token id.
+        `extra_keys` list for each what its hash covers besides tokens; a block is held as long as any `medium` (tier)
+        holds it. Raises ValueError if the tokens do not fill the blocks, TypeError or OverflowError for no token id.
         """
         size = self.block_size
         if len(token_ids) != size * len(hashes) or (extra_keys and len(extra_keys) != len(hashes)):
@@ -179,7 +175,7 @@ class EngineBlocks:
             self.generation += 1
 
     def replace(self, other: EngineBlocks, *, same_engine: bool) -> None:
-        """Take over the state of `other`, which must not be used afterwards, in one step."""
+        """Take over the state of `other`, which must not be used afterwards."""
         with self._lock:
             self._contents, self._held = other._contents, other._held
             self.orphans += other.orphans
@@ -187,7 +183,7 @@ class EngineBlocks:
             self.epoch += not same_engine
 
     def make_successor(self, *, same_engine: bool) -> EngineBlocks:
-        """An empty object for `replace`; it keeps the hashes of blocks if the engine is the same."""
+        """An empty object for `replace`, with known hashes if the engine is the same."""
         successor = EngineBlocks(self.block_size, self.max_blocks)
         if same_engine:
             with self._lock:

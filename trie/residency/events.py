@@ -18,7 +18,7 @@ _MAX_PENDING = 1024
 
 
 class _Pending(NamedTuple):
-    """What a request in flight will displace; `marker` is the content of a block that it will fill."""
+    """Expected evictions for a request in flight; `marker` is the content of a block that it will fill."""
 
     lease: Lease
     marker: Content | None
@@ -28,11 +28,9 @@ class _Pending(NamedTuple):
 class EventsResidency(LRUResidency):
     """The mirror of the block pool, corrected block by block by the engine's events.
 
-    Events come late: for requests that the engine has not begun, the mirror predicts what they will fill and displace.
-    Everything else follows the events, whoever else uses the engine.
-
-    `prefix_ids` are the tokens before the documents, `salt` is the `cache_salt` of the tenant's requests: blocks with
-    another salt have other contents. Documents with unknown tokens are followed by the mirror alone.
+    Events come late: the mirror predicts what requests that the engine has not begun will fill and displace. All else
+    follows the events. `prefix_ids` are the tokens before the documents, `salt` is the tenant's `cache_salt`. Documents
+    with unknown tokens are followed by the mirror alone.
     """
 
     def __init__(
@@ -134,7 +132,6 @@ class EventsResidency(LRUResidency):
                     self.changed.update(dict.fromkeys(self._contents[node].blocks))
 
     def _expect_events(self, lease: Lease, marker: Content | None) -> None:
-        """Wait for the events that tell whether the engine evicted for a request what the mirror did."""
         if self._log and self._log[0].node.missing:
             self._displaced.append(self._log[0].node)
         displaced = [
@@ -223,7 +220,7 @@ class EventsResidency(LRUResidency):
                 self._append(node, node.stamp, 0)
 
     def _doom(self, node: Node) -> None:
-        """The mirror evicts a node. Whether the engine does is known once it has begun the request in flight."""
+        """Evict a node in the mirror. Whether the engine does is known once it has begun the request."""
         in_doubt = node.children or (node in self._contents and self._held_blocks(node))
         if in_doubt and self.tree.size <= self.max_nodes:
             self._doomed[node] = node.stamp
@@ -243,7 +240,6 @@ class EventsResidency(LRUResidency):
         return super()._overflow()
 
     def _resolve(self) -> None:
-        """Check the expected displacements of requests that the engine has begun."""
         self._closed = False
         heard = [pending.marker is not None and self._blocks.holds(pending.marker) for pending in self._pending]
         # An answer may be here before its events; the events of a request that began later came after them.
@@ -262,7 +258,7 @@ class EventsResidency(LRUResidency):
         self._pending = waiting
 
     def _reconsider(self, node: Node) -> None:
-        """Put a doomed node back if the engine still holds it: it has more room than the mirror assumed."""
+        """Put a doomed node back if the engine still holds it."""
         if node not in self._contents or node.leases or (node.parent is not None and node.parent.missing):
             return
         held = self._held_blocks(node)
@@ -286,7 +282,6 @@ class EventsResidency(LRUResidency):
         self._pending.clear()
 
     def _resynchronise(self) -> None:
-        """Check every block: some may have gone without an event."""
         blocks = self._blocks
         self._generation = blocks.generation
         if self._epoch != blocks.epoch:

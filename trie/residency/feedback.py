@@ -19,12 +19,10 @@ _MAX_TOKENS = 1 << 32
 class FeedbackResidency:
     """Corrects another residency from the engine's reports.
 
-    An engine evicts in order of use: if a request found a block gone, everything used before it is gone as well. A
-    difference of less than a block says nothing, nor does a block that another request was about to fill; for estimated
-    lengths only a clear contradiction counts.
-
-    From the same reports `lengths` learns the lengths of prefix and documents, and the mirror follows. Several
-    residencies that share `lengths` (one for each order of the same requests) are corrected by the reports of one.
+    Engines evict in order of use: if a request found a block gone, everything used before it is gone as well.
+    Differences of less than a block are ignored, and for estimated lengths all but clear ones. `lengths` learns the
+    lengths of prefix and documents, which the mirror follows; residencies of different orders of the same requests may
+    share it.
     """
 
     def __init__(self, mirror: LRUResidency, lengths: ScopeLengths | None = None) -> None:
