@@ -56,7 +56,7 @@ __all__ = [
     "staged_retrieval",
 ]
 
-# Loaded when first asked for: numpy and FAISS are no part of the core.
+# Loaded on first use: numpy and FAISS are not part of the core.
 _LAZY = dict.fromkeys(("Stage", "StagedHNSW", "StagedIVF", "StagedSearch"), "ragorder.pipelining.staged")
 
 

@@ -40,7 +40,6 @@ class EngineLoad:
 
     @property
     def prefill_s(self) -> float | None:
-        """Running mean of the time to the first token; None before the first."""
         return self._prefill_s.value
 
     @property

@@ -73,14 +73,12 @@ class Pipeline(Generic[Q, D, R]):
         return PipelinedStream(_QuestionRun(self, question, trace).run(), trace)
 
     async def answer(self, question: Q) -> PipelinedStream:
-        """The finished stream. Raises what `stream` does."""
         async with self.stream(question) as stream:
             async for _ in stream:
                 pass
         return stream
 
     async def close(self) -> None:
-        """Cancel running warm-ups."""
         if self.warm_up is not None:
             await self.warm_up.close()
 
@@ -213,7 +211,7 @@ class _QuestionRun(Generic[Q, D, R]):
                     usage = chunk.usage or usage
                     yield chunk
         except BaseException:
-            # A prompt that was computed stays in the cache, whatever became of the answer.
+            # A computed prompt stays in the cache, even if the answer failed.
             if began:
                 committed.confirm(usage)
             else:
@@ -235,11 +233,11 @@ class _QuestionRun(Generic[Q, D, R]):
                         yield chunk
                 return
             except Exception:
-                # Sent now, as it would have been without speculation, the request may well succeed.
+                # Sent again, as without speculation, the request may succeed.
                 if began:
                     raise
         elif speculation is not None:
-            # It ends while the final request is on its way already.
+            # It ends while the final request is already running.
             speculation.cancel()
         self._trace.speculated_stage = None
         async with aclosing(counted(self._pipeline._engine, request, self._pipeline.load)) as chunks:

@@ -49,8 +49,6 @@ D_contra = TypeVar("D_contra", contravariant=True)
 
 
 class StreamingEngine(Protocol[R_contra]):
-    """An engine that generates: vLLM in this process, or a server."""
-
     def stream(self, request: R_contra, /) -> AsyncGenerator[AnswerChunk, None]:
         """Send the request at the first `__anext__`; the first chunk comes with the first token. Closing the generator
         early aborts the request."""
@@ -68,8 +66,6 @@ class CommittedRequest(Protocol[R_co]):
 
 
 class RequestBuilder(Protocol[Q_contra, D_contra, R_co]):
-    """Makes a request from a question and its documents, given in retrieval order."""
-
     def preview(self, question: Q_contra, documents: Sequence[D_contra], /) -> R_co:
         """The request that `commit` would make now. Nothing is recorded."""
 

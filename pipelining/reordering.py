@@ -27,7 +27,6 @@ class CachedLengths(NamedTuple):
 
     @property
     def priority(self) -> float:
-        """OrderPriority of RAGCache section 5.2."""
         return self.cached_tokens / max(1.0, self.computed_tokens)
 
 
@@ -83,13 +82,13 @@ class CacheAwareQueue(Generic[T]):
     def take(self) -> Ticket[T]:
         """The next item's ticket. Raises IndexError if the queue is empty."""
         if not self._waiting:
-            raise IndexError("nobody waits in this queue")
+            raise IndexError("the queue is empty")
         candidates = list(islice(self._waiting.values(), self.window + 1))
         chosen = candidates[0]
         if len(candidates) > 1 and chosen.overtaken < self.window:
             for ticket in candidates:
                 ticket._priority = self._priority_of(ticket)
-            # The first of equal ones, which is the oldest.
+            # Among equals the oldest.
             chosen = max(candidates, key=attrgetter("_priority"))
         for ticket in candidates:
             if ticket is chosen:
@@ -112,7 +111,7 @@ class CacheAwareQueue(Generic[T]):
         except Exception as error:
             if not self._failed:
                 self._failed = True
-                _logger.warning("a request counts as not cached: %s; later ones are not told", type(error).__name__)
+                _logger.warning("a request counts as not cached: %s; later ones are not logged", type(error).__name__)
             return 0.0
 
 
@@ -153,7 +152,7 @@ class ConcurrencyLimiter(Generic[T]):
 
     async def _wait(self, item: T, lengths: Callable[[], CachedLengths] | None) -> None:
         if self.max_waiting is not None and len(self.queue) >= self.max_waiting:
-            raise QueueFullError(f"{len(self.queue)} requests wait already")
+            raise QueueFullError(f"{len(self.queue)} requests are already waiting")
         ticket = self.queue.enter(item, lengths)
         place = self._places[ticket] = asyncio.get_running_loop().create_future()
         try:
@@ -162,7 +161,7 @@ class ConcurrencyLimiter(Generic[T]):
             if self._places.pop(ticket, None) is not None:
                 self.queue.leave(ticket)
             else:
-                # It was let through at the very moment at which it gave up.
+                # Admitted at the very moment of its cancellation.
                 self._release()
             raise
 
@@ -178,7 +177,7 @@ class ConcurrencyLimiter(Generic[T]):
         while self.queue and self.in_flight < self.limit:
             ticket = self.queue.take()
             if self._places[ticket].done():
-                # Cancelled, and not yet awake to leave.
+                # Cancelled, but still in the queue.
                 continue
             self.in_flight += 1
             self._places.pop(ticket).set_result(None)

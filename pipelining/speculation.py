@@ -17,7 +17,6 @@ R = TypeVar("R")
 
 
 async def counted(engine: StreamingEngine[R], request: R, load: EngineLoad | None) -> AsyncGenerator[AnswerChunk, None]:
-    """The engine's stream; the request is pending until its first chunk."""
     async with aclosing(engine.stream(request)) as stream:
         if load is None:
             async for chunk in stream:
@@ -30,8 +29,6 @@ async def counted(engine: StreamingEngine[R], request: R, load: EngineLoad | Non
 
 
 class Speculation(Generic[R]):
-    """A generation in a task of its own, finally either used (`chunks`) or aborted."""
-
     def __init__(self, engine: StreamingEngine[R], request: R, load: EngineLoad, *, at_s: float) -> None:
         self.request = request
         self.at_s = at_s
@@ -84,7 +81,6 @@ class SpeculationGain:
         self._stages: list[tuple[RunningMean, RunningMean]] = []
 
     def learn(self, stages: Sequence[tuple[bool, float]]) -> None:
-        """Record a search: for each stage, whether its documents were final, and the seconds left."""
         for number, seen in enumerate(stages):
             if number == len(self._stages):
                 self._stages.append((RunningMean(arithmetic_start=True), RunningMean(arithmetic_start=True)))

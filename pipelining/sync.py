@@ -37,18 +37,15 @@ class SyncPipeline(Generic[Q]):
             raise
 
     def stream(self, question: Q) -> SyncStream:
-        """The answer as it arrives. Raises what retrieval and the engine raise; RuntimeError once closed."""
         return SyncStream(self._run(_call(lambda: self._pipeline.stream(question))), self._run)
 
     def answer(self, question: Q) -> SyncStream:
-        """The finished stream. Raises what `stream` does."""
         with self.stream(question) as stream:
             for _ in stream:
                 pass
         return stream
 
     def close(self) -> None:
-        """End everything that still runs. Idempotent."""
         if self._closed:
             return
         self._closed = True

@@ -28,8 +28,6 @@ class Prefix(Protocol[Q_contra]):
 
 
 class Warming:
-    """A running warm-up, and the number of retrievals that overlap with it."""
-
     def __init__(self, task: asyncio.Task[None]) -> None:
         self._task = task
         self._users = 1
@@ -78,7 +76,6 @@ class WarmUp(Generic[Q]):
         return warming
 
     async def close(self) -> None:
-        """Cancel running warm-ups and wait for their end."""
         for task in self._tasks:
             task.cancel()
         if self._tasks:

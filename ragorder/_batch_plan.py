@@ -1,8 +1,5 @@
-"""Plans of a batch, each dry-run on a copy of its scope.
-
-A good plan may still hit less than ordering one by one, depending on what the engine holds. So each plan is played
-through on a copy of tree and mirror, one by one included, and the one with most cached tokens is taken.
-"""
+"""Plans of a batch: each is dry-run on a copy of its scope, and the one with most cached tokens is taken. Ordering one
+by one is among them."""
 
 from __future__ import annotations
 
@@ -46,9 +43,9 @@ def plan_batch(scope: Scope, requests: _Requests, max_wait: int | None, suffix_t
     window = len(requests) if max_wait is None else min(max_wait + 1, len(requests))
     best = dry_run(lambda run, requests: _in_windows(run, requests, window))
     if window < len(requests):
-        # Where all requests may be served in any order, the plan of all of them together is the better one.
+        # With a single window its plan is the better one.
         best = max(best, dry_run(lambda run, requests: _nearest_first(run, requests, window)), key=_cached_tokens)
-    # With equal hits the plan is better: what shares follows at once, whatever else the engine has to hold.
+    # With equal hits the plan is better: shared prefixes follow at once, whatever else fills the cache.
     return best.steps if best.cached_tokens >= dry_run(_one_by_one).cached_tokens else as_they_come
 
 
@@ -81,13 +78,12 @@ def _one_by_one(run: _DryRun, requests: _Requests) -> None:
 
 
 def _in_windows(run: _DryRun, requests: _Requests, window: int) -> None:
-    """Plan window after window, each from what the cache holds after the one before."""
     scope = run.scope
     for first in range(0, len(requests), window):
         batch = requests[first : first + window]
         cached = [scope.cached_path(request) for request in batch]
         tokens = {key: length for request in batch for key, length in zip(request.keys, request.tokens, strict=True)}
-        # What a request shares with no other is placed as if it came alone.
+        # Documents that are not shared are placed as if the request came alone.
         alone = [[request.keys[rank] for rank in scope.preview(request, ())] for request in batch]
         for number, order in plan_backlog(alone, tokens, cached):
             request = batch[number]

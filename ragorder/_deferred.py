@@ -34,7 +34,6 @@ if hasattr(os, "register_at_fork"):
 
 
 def is_collecting() -> bool:
-    """Whether the garbage collector is running, in any thread."""
     phase: str = next(reversed(_phases))
     return phase == "start"
 
@@ -82,7 +81,6 @@ class DeferringLock:
         self._errors: deque[Exception] = deque()
 
     def run(self, work: Callable[[*Arguments], T], *arguments: *Arguments) -> T:
-        """Run the deferred work, then `work`. Raises ReentryError within other work."""
         if self._lock._is_owned():
             raise ReentryError("the orderer is already in use further up this call stack")
         if deferred:

@@ -18,7 +18,6 @@ _followed: WeakSet[Forked] = WeakSet()
 
 
 def follow(each: Forked) -> None:
-    """Call `after_fork` in child processes, as long as the object lives."""
     _followed.add(each)
 
 

@@ -20,8 +20,6 @@ _document_tokens = attrgetter("token_count")
 
 
 class OrderRequest(Generic[D]):
-    """A request's documents in rank order, with distinct keys. `estimated`: their lengths are estimates."""
-
     __slots__ = ("documents", "estimated", "groups", "keys", "ranks", "token_ids", "tokens")
 
     def __init__(

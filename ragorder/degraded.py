@@ -31,7 +31,6 @@ class Degradations:
 
 
 def _distance_to_caller() -> int:
-    """The stack level of the innermost frame outside this package."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "ragorder":
         level, frame = level + 1, frame.f_back

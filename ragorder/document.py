@@ -18,12 +18,10 @@ class Estimate(int):
 
 
 def estimate_tokens(text: str) -> Estimate:
-    """The length of a text at four characters a token."""
     return Estimate(-(-len(text) // _CHARACTERS_PER_TOKEN))
 
 
 def content_key(id: str, text: str) -> str:
-    """A short printable digest of a document's id and text; the same in every process."""
     name = id.encode("utf-8", "surrogatepass")
     digest = blake2b(len(name).to_bytes(8, "big"), digest_size=9)
     digest.update(name)

@@ -27,7 +27,6 @@ class Guards:
         return bool(self.keep_first or self.keep_last or self.keep_groups or self.max_displacement is not None)
 
     def for_request(self, count: int, groups: Sequence[Hashable | None]) -> RequestGuards:
-        """The guards for `count` documents; `groups[rank]` is a document's group or None."""
         return RequestGuards(self, count, groups)
 
 
@@ -54,7 +53,6 @@ class RequestGuards:
         return previous
 
     def permits(self, ranks: Sequence[int]) -> bool:
-        """Whether an allowed order begins with these ranks."""
         first, middle = len(self._first), len(self._middle)
         if any(rank != place for place, rank in enumerate(ranks[:first])):
             return False

@@ -37,7 +37,6 @@ class LRUCache(Generic[V]):
 
     @property
     def used(self) -> int:
-        """The bytes of the values."""
         return self._used
 
     def get(self, key: Hashable) -> V | None:

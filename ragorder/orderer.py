@@ -180,7 +180,6 @@ class Orderer:
 
     @property
     def evicted_blocks(self) -> int:
-        """KV blocks counted as evicted so far, in all scopes."""
         return self._lock.run(lambda: self._scopes.evicted_blocks)
 
     def close(self) -> None:
@@ -336,7 +335,6 @@ class Orderer:
             self.degrade("a copy follows no KV events: its residency is a mirror (Orderer.for_vllm follows them)")
 
     def _copy_of(self, name: Hashable, requests: Iterable[OrderRequest[D]]) -> Scope:
-        """A copy of a scope for planning, so that the lock is not held meanwhile."""
         if self._contents is not None:
             # Discovery of what other processes had computed works on one request at a time.
             for request in requests:
@@ -344,11 +342,9 @@ class Orderer:
         return self._look(name, Scope.copy)
 
     def _enter(self, name: Hashable, work: Callable[[Scope], T], prefix_tokens: int | None = None) -> T:
-        """The result of `work` in the scope, which is made if need be."""
         return self._lock.run(self._work_in, name, work, prefix_tokens)
 
     def _look(self, name: Hashable, work: Callable[[Scope], T], prefix_tokens: int | None = None) -> T:
-        """The result of `work` in the scope; a new scope is not kept."""
         return self._lock.run(self._look_at, name, work, prefix_tokens)
 
     def _work_in(self, name: Hashable, work: Callable[[Scope], T], prefix_tokens: int | None) -> T:

@@ -18,7 +18,7 @@ __all__ = ["Prompt", "PromptBuilder", "Span"]
 
 _FIELDS = {"document_template": {"id", "text", "title"}, "question_template": {"query"}}
 _KEPT_BYTES = 64 << 20
-# Of an entry, besides its tokens: key, value and their places.
+# Overhead of an entry besides its tokens.
 _ENTRY_BYTES = 400
 
 
@@ -46,8 +46,6 @@ class Prompt:
 
 
 class _Segment(NamedTuple):
-    """A document's tokens in the prompt, their number, and how many of them are padding."""
-
     tokens: int
     ids: bytes = b""
     padding: int = 0
@@ -139,11 +137,9 @@ class PromptBuilder:
 
     @property
     def prefix_ids(self) -> Sequence[int]:
-        """The tokens before the first document (none without a tokenizer)."""
         return self._head_ids
 
     def document_ids(self, document: Document) -> Sequence[int]:
-        """The document's tokens in the prompt (none without a tokenizer): for `Orderer(token_ids=…)`."""
         return array("q", self._segment(document).ids)
 
     def build(self, query: str, documents: Ordering[Document] | Sequence[Document]) -> Prompt:
@@ -167,7 +163,7 @@ class PromptBuilder:
         if self._align_to is not None:
             segments = map(self._segment, documents)
             texts = [text + "\n" * segment.padding for text, segment in zip(texts, segments, strict=True)]
-        # Once more as a whole: two documents must not make up a control token between them.
+        # Again as a whole: two documents must not form a special token between them.
         return self._escape("".join(texts) + self._question(query, documents, ranking))
 
     def _messages(self, turn: str) -> list[dict[str, str]]:
@@ -212,7 +208,6 @@ class PromptBuilder:
         return self._escape(question).rstrip()
 
     def _encode(self, text: str) -> tuple[list[int], int]:
-        """(tokens, padded under `align_to`; number of padding tokens)."""
         if self._tokenizer is None:
             return [], 0
         ids = self._tokenizer.encode(text)

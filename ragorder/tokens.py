@@ -19,7 +19,7 @@ _PIECE_CHARACTERS = 1 << 15
 # A piece may end this far back, in front of white space: tokens do not extend across the beginning of a word.
 _BACK_CHARACTERS = 256
 
-# The control tokens of the common chat templates, for when the served model's tokenizer is not at hand.
+# Special tokens of common chat templates, for use without the served model's tokenizer.
 _COMMON_SPECIAL_TOKENS = re.compile(
     r"<\|[^|<>\s]{1,64}\|>|<｜[^｜<>\s]{1,64}｜>|</?s>|<(?:bos|eos|pad|unk|mask|cls|sep)>"
     r"|\[/?(?:INST|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_CALLS|TOOL_RESULTS)\]|<</?SYS>>"
@@ -28,9 +28,9 @@ _COMMON_SPECIAL_TOKENS = re.compile(
 )
 
 _PASSES = 8
-# The longest match of the pattern above, in characters, and some.
+# An upper bound of the pattern's matches, in characters.
 _LONGEST = 128
-# A search keeps all other threads from running until it ends: it goes through a long text window by window.
+# A regular expression search blocks all other threads: long texts are searched window by window.
 _WINDOW = 1 << 15
 
 
@@ -59,7 +59,6 @@ class SegmentTokenizer:
         self._lock = Lock()
 
     def encode(self, text: str) -> list[int]:
-        """The token ids of one segment; special tokens in it count as such."""
         with self._lock:
             ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False, verbose=False)
         return ids
@@ -96,7 +95,6 @@ class SegmentTokenizer:
 
 
 def repair_unicode(text: str) -> str:
-    """Replace each lone surrogate, which no tokenizer and no wire format accepts, by U+FFFD."""
     if text.isascii():
         return text
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
@@ -115,7 +113,7 @@ def special_token_escaper(special_tokens: Iterable[str] | None = None) -> Callab
 
     def escape_special_tokens(text: str) -> str:
         text = repair_unicode(text)
-        # A broken token can leave another one behind that overlapped it, or make one up with the space.
+        # A broken token can leave an overlapping one behind, or form another with the space.
         for _ in range(_PASSES):
             broken = _replace(pattern, longest, text, _break)
             if broken is None:

@@ -61,7 +61,6 @@ def _as_given(given: list[list[int]]) -> list[tuple[int, list[int]]]:
 
 
 def _saved_tokens(orders: list[tuple[int, list[int]]], tokens: list[int]) -> int:
-    """Tokens that each request shares, as a prefix, with its predecessor."""
     saved = 0
     for (_, before), (_, order) in pairwise(orders):
         for document, other in zip(order, before, strict=False):
@@ -93,7 +92,6 @@ class _Trie:
         return sum(map(self.tokens.__getitem__, documents))
 
     def add(self, documents: _Documents) -> int:
-        """Add a node that is not yet attached."""
         self.documents.append(documents)
         self.weight.append(self.weigh(documents))
         self.parent.append(-1)
@@ -109,7 +107,6 @@ class _Trie:
             branch.setdefault(document, node)
 
     def detach(self, node: int) -> int:
-        """Cut the subtree off and return its parent."""
         parent = self.parent[node]
         self.parent[node] = -1
         del self.children[parent][node]
@@ -127,7 +124,6 @@ class _Trie:
         return child
 
     def best_place(self, node: int) -> tuple[int, int]:
-        """(shared tokens, node to share them with) elsewhere."""
         wanted = self.documents[node]
         most, place = 0, self.root
         stack = [self.root]
@@ -264,7 +260,6 @@ class _Clusters:
             del self.holders[document][cluster]
 
     def best_pair(self, cluster: int) -> list[tuple[float, int, int]]:
-        """[(cost, cluster, its best partner)], or []; the rarest documents are examined first."""
         worth: dict[int, float] = {}
         documents = sorted(self.documents[cluster], key=self.popularity.__getitem__)
         budget = max(_MOST_CANDIDATES, 16 * len(documents))
@@ -291,7 +286,6 @@ class _Clusters:
         return [(price[cluster] - best, cluster, partner)]
 
     def merge(self) -> None:
-        """Merge the best pair until no two clusters share a document, and attach the clusters to the trie."""
         pairs = [pair for cluster in self.alive for pair in self.best_pair(cluster)]
         heapify(pairs)
         while pairs:
@@ -349,7 +343,7 @@ def plan_backlog(
     on_path: list[Planned] = []
     moved: set[int] = set()
     for path in sorted(places, key=lambda path: path.stamp):
-        # What the requests of one path share in the plan, they share on the path as well: they move together, or alone.
+        # Requests of one path share on it what they share in the plan: they move together, or alone.
         for group in (places[path], [place for place in places[path] if path.tokens > scratch.cost([place])]):
             extended = _extend(path, [planned[place][0] for place in group], requests, tokens)
             if path.tokens + _saved_on_path(extended, tokens) > scratch.cost(group):
@@ -360,14 +354,11 @@ def plan_backlog(
 
 
 class _Scratch:
-    """The documents of a plan from scratch, in serving order."""
-
     def __init__(self, orders: Sequence[Sequence[Key]], tokens: Mapping[Key, int]) -> None:
         self._orders = [[], *orders, []]
         self._tokens = tokens
 
     def cost(self, places: Sequence[int]) -> int:
-        """The tokens no longer shared if the requests at these places, in rising order, are taken out."""
         cost = 0
         for first, last in _runs(places):
             cost += sum(self._shared(place, place + 1) for place in range(first - 1, last + 1))

@@ -15,7 +15,6 @@ SearchResult = tuple[NDArray[np.float32], NDArray[np.int64]]
 
 
 def load_faiss() -> Any:
-    """The module faiss. Raises ImportError that names the extra."""
     try:
         import faiss
     except ImportError as error:
@@ -40,7 +39,6 @@ class UnwrappedIndex:
         return queries
 
     def selector(self, selector: Any) -> Any:
-        """A selector of the caller's ids as one of the core's ids."""
         for wrapper in self.wrappers:
             if selector is not None and not _transforms(wrapper):
                 translated = load_faiss().IDSelectorTranslated(wrapper.id_map, selector)
@@ -49,10 +47,9 @@ class UnwrappedIndex:
         return selector
 
     def ids(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The core's ids as the caller's."""
         for wrapper in reversed(self.wrappers):
             if not _transforms(wrapper) and wrapper.id_map.size():
-                # A view of FAISS's own table, taken anew each time: adding moves the table.
+                # A fresh view of FAISS's table each time: adding moves the table.
                 table = load_faiss().rev_swig_ptr(wrapper.id_map.data(), wrapper.id_map.size())
                 ids = np.where(ids < 0, ids, table[ids])
         return ids
@@ -72,7 +69,6 @@ def unwrap(index: Any) -> UnwrappedIndex:
 
 
 def read_queries(queries: Any, dimension: int) -> NDArray[np.float32]:
-    """The queries as contiguous float32. Raises ValueError for another shape."""
     array = np.ascontiguousarray(queries, dtype=np.float32)
     if np.ndim(queries) != 2 or array.shape[1] != dimension:
         raise ValueError(f"queries must have the shape (n, {dimension}), got {np.shape(queries)}")

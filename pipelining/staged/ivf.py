@@ -15,7 +15,7 @@ from ragorder.pipelining.staged.base import Stage
 
 __all__ = ["StagedIVF"]
 
-# What scans cluster after cluster into one heap, each code's distance depending on nothing but query, cluster and code.
+# Indexes that scan clusters into one heap, with distances that depend only on query, cluster and code.
 _EXACT = {
     "IndexIVFFlat",
     "IndexIVFFlatPanorama",
@@ -129,7 +129,7 @@ class StagedIVF:
         distances = np.empty((len(queries), k), np.float32)
         ids = np.empty((len(queries), k), np.int64)
         chosen = {} if selector is None else {"sel": selector}
-        # FAISS's Python wrapper of it knows no parameters, and wants the index's nprobe changed instead.
+        # FAISS's Python wrapper takes no parameters, and would need the index's nprobe changed.
         self._ivf.search_preassigned_c(
             len(queries),
             faiss.swig_ptr(queries),
@@ -150,7 +150,7 @@ def _check_index(ivf: Any) -> None:
         if not isinstance(ivf, load_faiss().IndexIVF):
             advice = "StagedHNSW is for HNSW; of an IndexRefine, stage the base_index and refine what it finds"
         elif "FastScan" in name:
-            advice = "of its many ties other ones stay; use the index without fast scan"
+            advice = "it keeps others of its many ties; use the index without fast scan"
         else:
             advice = "its stages do not add up to its search; use IndexIVFFlat, IndexIVFPQ or IndexIVFScalarQuantizer"
         raise TypeError(f"StagedIVF cannot search {name} in stages exactly: {advice}, or search it without stages")
@@ -162,12 +162,11 @@ def _check_settings(ivf: Any) -> None:
         raise ValueError(f"{type(ivf).__name__} has max_codes={ivf.max_codes}, a limit across stages: set it to 0")
     if ivf.parallel_mode not in (0, 3):
         raise ValueError(
-            f"{type(ivf).__name__} has parallel_mode={ivf.parallel_mode}, whose ties go by chance: set it to 0 or 3"
+            f"{type(ivf).__name__} has parallel_mode={ivf.parallel_mode}, where ties are random: set it to 0 or 3"
         )
 
 
 def _cuts(nprobe: int, stages: int, growth: object, counts: Sequence[int] | None) -> list[int]:
-    """Clusters scanned before the first stage (0) and after each."""
     if counts is not None:
         return sorted({min(nprobe, int(total)) for total in np.cumsum((0, *counts))})
     stages = min(stages, nprobe)
@@ -194,13 +193,11 @@ class TopKMerge:
 
     @property
     def uncertain(self) -> NDArray[np.intp]:
-        """The queries whose last places are held by vectors that tie with others that may have come first."""
         if self._doubt is None:
             return np.empty(0, np.intp)
         return np.flatnonzero(self._doubt == self._keys[:, -1])
 
     def add(self, part: SearchResult) -> None:
-        """Merge the next part's k results of each query; earlier arrays are left as they are."""
         distances, ids = part
         keys = distances * self._sign
         if not (keys[:, 0] < self._keys[:, -1]).any():

@@ -64,7 +64,6 @@ class Lease:
         self.open = True
 
     def copy(self, copies: Mapping[Node, Node]) -> Lease:
-        """The same lease on the copies of its nodes."""
         return Lease(
             [copies[node] for node in self.path],
             self.stamp,

@@ -43,7 +43,6 @@ def _digest(parent: Content, tokens: bytes) -> Content:
 
 
 def _keyed(extra_keys: Iterable[Any] | None) -> Content:
-    """The root for what an engine hashes besides tokens: salt, adapter, images."""
     return repr(tuple(extra_keys)).encode("utf-8", "backslashreplace") if extra_keys else b""
 
 
@@ -64,7 +63,6 @@ class PathContents:
         return _digest(self.last, self.rest + tokens[:missing]) if len(tokens) >= missing else None
 
     def extend(self, tokens: bytes, block_size: int) -> PathContents:
-        """The contents that these tokens fill after the path."""
         tokens = self.rest + tokens
         content, size = self.last, block_size * _TOKEN_BYTES
         blocks = []
@@ -94,8 +92,8 @@ class EngineBlocks:
         self.epoch = 0
         self.orphans = 0
         self._lock = Lock()
-        # What an engine's hash stands for never changes: it is remembered beyond the block's own life.
-        # A dict whose oldest entries are deleted walks over all their gaps to find the next one.
+        # A hash always stands for the same content: it is remembered beyond the block's life.
+        # OrderedDict: a dict scans all deleted entries to find the oldest.
         self._contents: OrderedDict[Hashable, Content] = OrderedDict()
         self._held: dict[Content, _Held] = {}
         self._watchers: dict[Content, BlockWatcher] = {}
@@ -104,7 +102,6 @@ class EngineBlocks:
         return len(self._held)
 
     def holds(self, content: Content) -> bool:
-        """Whether the engine holds a block with this content."""
         return content in self._held
 
     def watch(self, content: Content, watcher: BlockWatcher) -> None:
@@ -138,14 +135,14 @@ class EngineBlocks:
                     self.orphans += len(hashes)
                     return
                 above = content = self._contents[parent]
-            # All or nothing: an event that cannot be read leaves no half of itself.
+            # All or nothing: an unreadable event must not be half applied.
             stored: dict[Hashable, Content] = {}
             for number, block_hash in enumerate(hashes):
                 keys = _keyed(extra_keys[number]) if extra_keys else b""
                 content = block_content(content + keys, token_ids[number * size : (number + 1) * size])
                 stored[block_hash] = content
             if above:
-                # Nothing is computed behind a block that is not there: its removal was that of a duplicate.
+                # A block with children is held: its removal was that of a duplicate.
                 self._hold(above, parent, medium)
             for block_hash, content in stored.items():
                 known = self._contents.pop(block_hash, content)
@@ -169,7 +166,6 @@ class EngineBlocks:
                         self._drop(content)
 
     def clear(self) -> None:
-        """The engine emptied its cache."""
         with self._lock:
             self._held.clear()
             self.generation += 1
@@ -191,7 +187,6 @@ class EngineBlocks:
         return successor
 
     def _forget_oldest(self) -> None:
-        """Spare held blocks, unless they are more than half."""
         while len(self._contents) > self.max_blocks:
             oldest, content = self._contents.popitem(last=False)
             held = self._held.get(content)

@@ -61,7 +61,7 @@ def discover(
                 continue
             budget -= 1
             first = end.first_block(head, size)
-            # Two documents of the same tokens are one to the engine, and the tree has it already.
+            # Documents of equal tokens are one to the engine, and the tree already has it.
             if first is not None and (first in taken or not blocks.holds(first)):
                 continue
             behind = end.extend(pack_tokens(requested.token_ids[rank]), size)

@@ -79,7 +79,7 @@ class EventsResidency(LRUResidency):
         while changed:
             content, _ = changed.popitem()
             node = self._watched.get(content)
-            # What a request in flight has lost, it fills again; what is doomed has its own time.
+            # A request in flight fills again what it lost; doomed nodes are resolved separately.
             if node is not None and not node.leases and node not in self._doomed:
                 self._correct(node, content)
         self._resolve()
@@ -96,7 +96,7 @@ class EventsResidency(LRUResidency):
                 self.mark_held(node, self._held_blocks(node))
                 if node.missing:
                     break
-                # Nobody knows when it was used: a report about it says nothing about others.
+                # Its last use is unknown: a report about it says nothing about others.
                 node.stamp = -1
         if self._doomed:
             for node in path:
@@ -126,7 +126,7 @@ class EventsResidency(LRUResidency):
         path = lease.path
         super().cancel(lease)
         if self._events_seen:
-            # It does not fill what it had lost while it was in flight.
+            # What it lost while in flight is not filled again.
             for node in path:
                 if node in self._contents:
                     self.changed.update(dict.fromkeys(self._contents[node].blocks))
@@ -158,12 +158,10 @@ class EventsResidency(LRUResidency):
         return super().correct(lease)
 
     def close(self) -> None:
-        """Stop watching the engine's blocks."""
         for content in self._watched:
             self._blocks.unwatch(content, self)
 
     def _learn(self, node: Node, contents: PathContents) -> None:
-        """Watch the blocks of a node."""
         self._contents[node] = contents
         for content in contents.blocks:
             self._watched[content] = node
@@ -185,18 +183,17 @@ class EventsResidency(LRUResidency):
             if end.missing:
                 break
         self._append(end, stamp, 0)
-        # What went while we looked, and is not there at all.
+        # Nodes evicted in the meantime.
         for node in reversed(path):
             if not (node.stamp or node.children):
                 self._remove(node)
-        # It stands where blocks had gone that were ours.
+        # It takes the room of evicted blocks of ours.
         room = self.capacity_blocks + self.used_blocks - used_blocks
         self.capacity_blocks = max(self.capacity_blocks, min(room, self._nominal_capacity_blocks))
         if self.tree.size > self.max_nodes:
             self._make_room()
 
     def _held_blocks(self, node: Node) -> int:
-        """How many leading blocks of the node the engine holds."""
         holds = self._blocks.holds
         count = 0
         for content in self._contents[node].blocks:
@@ -209,14 +206,14 @@ class EventsResidency(LRUResidency):
         if not self._blocks.holds(content):
             position = self._contents[node].blocks.index(content)
             if position < node.blocks - node.missing:
-                # Somebody else needed the room: there is less of it for us.
+                # Another client took the room: the capacity shrinks.
                 used_blocks = self.used_blocks
                 self.truncate(node, position)
                 self.capacity_blocks = max(0, self.capacity_blocks - used_blocks + self.used_blocks)
         elif node.missing and (node.parent is None or not node.parent.missing):
             self.mark_held(node, self._held_blocks(node))
             if node.parent is None:
-                # Whoever else computed the system prompt: it has a turn to go like anything else.
+                # Another client computed the system prompt: it ages like anything else.
                 self._append(node, node.stamp, 0)
 
     def _doom(self, node: Node) -> None:
@@ -228,13 +225,13 @@ class EventsResidency(LRUResidency):
             node.missing = node.blocks
             node.stamp = 0
         else:
-            # Below it there are doomed nodes at most, which hold nothing.
+            # Only doomed nodes, which hold nothing, can be below it.
             for each in reversed(list(self.tree.walk(node))):
                 self._remove(each)
 
     def _overflow(self) -> bool:
         if self.used_blocks <= self._nominal_capacity_blocks and self.tree.size <= self.max_nodes:
-            # What others had taken they must have given back.
+            # Other clients must have given room back.
             self.capacity_blocks = self.used_blocks
             return True
         return super()._overflow()
@@ -242,7 +239,7 @@ class EventsResidency(LRUResidency):
     def _resolve(self) -> None:
         self._closed = False
         heard = [pending.marker is not None and self._blocks.holds(pending.marker) for pending in self._pending]
-        # An answer may be here before its events; the events of a request that began later came after them.
+        # An answer may precede its events; those of a request that began later follow them.
         last = len(heard) - heard[::-1].index(True) if any(heard) else 0
         waiting = []
         for number, pending in enumerate(self._pending):
@@ -258,7 +255,6 @@ class EventsResidency(LRUResidency):
         self._pending = waiting
 
     def _reconsider(self, node: Node) -> None:
-        """Put a doomed node back if the engine still holds it."""
         if node not in self._contents or node.leases or (node.parent is not None and node.parent.missing):
             return
         held = self._held_blocks(node)
@@ -294,7 +290,7 @@ class EventsResidency(LRUResidency):
         while stack:
             node = stack.pop()
             stack += (node.children or {}).values()
-            # What a request in flight has lost, it fills again.
+            # A request in flight fills again what it lost.
             if node in self._contents and not node.leases:
                 held_blocks = self._held_blocks(node)
                 if held_blocks < node.blocks - node.missing:

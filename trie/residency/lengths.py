@@ -1,15 +1,12 @@
-"""Prompt lengths learnt from the engine's reports: the prefix, and tokens per estimated token.
+"""Prompt lengths learnt from the engine's reports.
 
 - Prefix. If `x` tokens of documents are held whole and the next document not at all, the engine reuses `cached =
-  floor((prefix + x) / block) * block` tokens, so `cached - x <= prefix < cached - x + block`. Evictions and other
-  clients give wrong intervals, which differ among themselves: the prefix lies where more than half of the latest meet.
-  For estimated documents only `x = 0` counts, lest a wrong prefix compensate for wrong lengths.
-- Tokens per estimated token, over all scopes. Either the median of `(cached - prefix) / x` where reports with `x = 0`
-  confirm the prefix, wrong where the mirror is; or the least-squares slope of prompt tokens over estimated document
-  tokens, which needs no cache. The one with the smaller standard error counts, and changes the ratio by twice that
-  error or more.
-
-The suffix needs no learning: it is the reported total less the documents' end.
+  floor((prefix + x) / block) * block` tokens, so `cached - x <= prefix < cached - x + block`. Wrong intervals
+  (evictions, other clients) differ among themselves: the prefix lies where more than half of the latest meet. For
+  estimated documents only `x = 0` counts.
+- Tokens per estimated token, over all scopes: the median of `(cached - prefix) / x` where reports with `x = 0` confirm
+  the prefix, or the least-squares slope of prompt tokens over estimated document tokens, which needs no cache. The one
+  with the smaller standard error counts, and changes the ratio by twice that error or more.
 """
 
 from __future__ import annotations
@@ -42,7 +39,6 @@ class LearnedLengths:
         self._seen = 0
 
     def of(self, scope: Hashable) -> ScopeLengths:
-        """The lengths of a scope, which live as long as they are referenced."""
         return self._scopes.setdefault(scope, ScopeLengths(self))
 
     def hit(self, estimated_tokens: float, tokens: float) -> None:
@@ -59,7 +55,7 @@ class LearnedLengths:
             return
         self._next_look = min(self._seen + self._seen // 2, self._seen + 2 * _SAMPLES)
         error, ratio = min(_median(self._hits), _slope(self._prompts))
-        # A difference within the error is none.
+        # Differences within the error are ignored.
         if error <= _MAX_ERROR and abs(ratio - self.ratio) > 2 * error and _RATIOS[0] <= ratio <= _RATIOS[1]:
             self.ratio = ratio
             for scope in list(self._scopes.values()):
@@ -84,12 +80,11 @@ class ScopeLengths:
 
     @property
     def ratio(self) -> float:
-        """Tokens per given token of the documents."""
         return self._lengths.ratio if self.estimated else 1.0
 
     def scale(self, tokens: Sequence[int]) -> Sequence[int]:
         if not self.estimated:
-            # The trees of this scope follow from the next request on, and with them what this one puts there.
+            # The scope's trees follow from the next request on, this one's nodes included.
             self.estimated = True
             self.version += 1
             return tokens
@@ -115,7 +110,6 @@ class ScopeLengths:
             self._elect(prefix_tokens, block_size)
 
     def learn_prompt(self, documents_tokens: int, prompt_tokens: float) -> None:
-        """The documents were assumed to have `documents_tokens`; the prompt has `prompt_tokens`."""
         if self.estimated:
             self._lengths.prompt(round(documents_tokens / self.ratio), prompt_tokens)
 
@@ -136,7 +130,6 @@ class ScopeLengths:
 
 
 def _median(values: Sequence[float]) -> tuple[float, float]:
-    """(standard error, median)."""
     if len(values) < _MIN_SAMPLES:
         return inf, 1.0
     middle = sorted(values)[len(values) // 2]
@@ -146,7 +139,6 @@ def _median(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _slope(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """(standard error, slope) of a line through points, by least squares."""
     count = len(points)
     if count < _MIN_SAMPLES:
         return inf, 1.0

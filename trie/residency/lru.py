@@ -28,7 +28,6 @@ class UseEntry:
         self.suffix_blocks = suffix_blocks
 
     def skip_evicted(self) -> Self:
-        """Move up to the deepest node that is still in the tree."""
         while not self.node.stamp and self.node.parent is not None:
             self.node = self.node.parent
         return self
@@ -66,12 +65,11 @@ class LRUResidency:
         self._in_flight: deque[Lease] = deque()
 
     def copy(self) -> LRUResidency:
-        """An independent mirror with its own tree, to try out a plan."""
         tree, copies = self.tree.copy()
         mirror = LRUResidency(tree, None, self.max_nodes, self.partial_blocks_first)
         mirror.capacity_blocks, mirror.used_blocks = self.capacity_blocks, self.used_blocks
         mirror._clock = self._clock
-        # A node that has left the tree has no copy: of its request only the suffix is held.
+        # A node outside the tree has no copy: only its request's suffix is held.
         mirror._log = deque(
             UseEntry(copies.get(use.skip_evicted().node, tree.root), use.stamp, use.suffix_blocks) for use in self._log
         )
@@ -149,7 +147,6 @@ class LRUResidency:
         lease.path = ()
 
     def _correct_suffix(self, lease: Lease, total_tokens: float) -> None:
-        """Count the true blocks after the documents. An answer's last token is not computed on."""
         block_size = self.tree.block_size
         kept_tokens = max(lease.path[-1].end, min(int(total_tokens), _MAX_TOKENS) - 1)
         suffix_blocks = kept_tokens // block_size - lease.path[-1].end // block_size
@@ -190,7 +187,6 @@ class LRUResidency:
         return kept_blocks
 
     def shrink_to(self, blocks: int) -> None:
-        """Others have just used all room but `blocks`."""
         used_blocks = self.used_blocks
         while self._log and self.used_blocks > blocks:
             self._evict_oldest(self.used_blocks - blocks)
@@ -224,7 +220,7 @@ class LRUResidency:
         if self.used_blocks > self.capacity_blocks:
             self._make_room()
         if (excess := self.used_blocks - self.capacity_blocks) > 0 and not root.leases:
-            # A prefix that had filled no block may be left without a use by which it could be evicted.
+            # A prefix that had filled no block may have no log entry by which it could be evicted.
             self._mark_missing(root, min(excess, root.blocks - root.missing))
 
     def truncate(self, node: Node, kept_blocks: int) -> None:
@@ -235,7 +231,6 @@ class LRUResidency:
         self._mark_missing(node, max(0, node.blocks - node.missing - kept_blocks))
 
     def mark_held(self, node: Node, held_blocks: int) -> None:
-        """The engine holds the first `held_blocks` of a node, and all above it."""
         found = held_blocks - node.blocks + node.missing
         if found > 0:
             self.used_blocks += found
@@ -269,7 +264,6 @@ class LRUResidency:
 
     @property
     def oldest(self) -> int | None:
-        """The time of use of the least recently used evictable entry."""
         return self._log[0].stamp if self._log else None
 
     def evict(self, blocks: int) -> None:
@@ -277,7 +271,6 @@ class LRUResidency:
         self._evict_oldest(blocks)
 
     def _evict_oldest(self, blocks: int) -> None:
-        """From the request's tail."""
         use = self._log[0].skip_evicted()
         left = blocks - use.suffix_blocks
         if left < 0:
