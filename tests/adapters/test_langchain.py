@@ -53,6 +53,8 @@ from pydantic import Field
 from ragorder.adapters.langchain import CacheOrderRetriever, CacheOrderTransformer, FeedbackHandler
 from ragorder.adapters.langchain import runs as _langchain_runs
 
+pytestmark = pytest.mark.merge
+
 try:
     from langchain_tests.integration_tests import RetrieversIntegrationTests
 except ImportError:  # It asks for newer versions than the adapter does.

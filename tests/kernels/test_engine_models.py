@@ -21,6 +21,8 @@ from ragorder.kernels.engine import (
     UnsupportedModelError,
 )
 
+pytestmark = pytest.mark.merge
+
 VOCABULARY = 300
 SIZES = {
     "vocab_size": VOCABULARY,
