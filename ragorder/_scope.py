@@ -1,4 +1,4 @@
-"""One scope of the orderer: a knowledge tree with its residency, its prefix search and its tail policy."""
+"""Scope of an orderer: a knowledge tree with its residency, prefix search and tail policy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ragorder._deferred import run_or_defer
 from ragorder._request import OrderRequest
 from ragorder.ordering import Ordering, RequestOutcome
 from ragorder.settings import Settings
-from ragorder.trie.backlog import CachedPath
+from ragorder.trie.plan import CachedPath
 from ragorder.trie.residency import (
     EngineBlocks,
     EventsResidency,
@@ -34,14 +34,14 @@ D = TypeVar("D")
 
 
 class EngineContents(NamedTuple):
-    """What the engine holds, block by block, and how this orderer's prompts begin."""
+    """The engine's blocks, and the first tokens of this orderer's prompts."""
 
     blocks: EngineBlocks
     prefix_ids: TokenIds
 
 
 class ScopeOwner(Protocol):
-    """What a scope asks of its orderer."""
+    """The part of an orderer that its scopes use."""
 
     clock: Iterator[int]
     defer: Callable[[Callable[[], None]], None]
@@ -50,14 +50,12 @@ class ScopeOwner(Protocol):
     """Counts an internal error."""
 
     def changed(self, scope: Scope) -> None:
-        """The scope's tree is another than it was counted. Called in turn."""
+        """Count the scope's tree anew. Called under the lock."""
 
 
 class Scope:
-    """What one (model, template, tenant) has in the engine's cache.
-
-    The caller serialises all calls but `finish`, which hands it what ends the lease.
-    """
+    """Contents of the engine's cache for one (model, template, tenant). The caller serialises all calls but
+    `finish`."""
 
     def __init__(
         self,
@@ -93,10 +91,10 @@ class Scope:
         return self._begin(request, permutation, guard_cost_tokens, suffix_tokens)
 
     def copy(self) -> Scope:
-        """A scope of its own that continues from here, with a mirror that nothing corrects."""
+        """An independent scope that continues from here, with a mirror that nothing corrects."""
         self.residency.refresh()
         copy = shallow_copy(self)
-        copy._owner = _Alone(self._owner.clock)
+        copy._owner = _DetachedOwner(self._owner.clock)
         copy.whole = True
         copy.mirror = copy.residency = self.mirror.copy()
         copy.tree = copy.mirror.tree
@@ -110,7 +108,7 @@ class Scope:
             return self._arrange(request, waiting)[0]
 
     def predict_cached_tokens(self, request: OrderRequest[D]) -> tuple[int, int]:
-        """(cached tokens, tokens up to the end of the documents) of the request if it were ordered now. Nothing is
+        """(cached tokens, tokens up to the end of the documents) if the request were ordered now. Nothing is
         recorded."""
         self.residency.refresh(request)
         permits = None if self._guards is None else self._guards.for_request(len(request.keys), request.groups).permits
@@ -118,12 +116,11 @@ class Scope:
         return max(0, self.tree.cached_tokens(node)), self.tree.root.end + sum(self._tokens(request))
 
     def holds_prefix(self) -> bool:
-        """Whether what stands in front of the documents is held, or being computed, or fills no block."""
+        """Whether the tokens before the documents are held, or being computed, or fill no block."""
         self.residency.refresh()
         return self.mirror.holds(self.tree.root)
 
     def cached_path(self, request: OrderRequest[D]) -> CachedPath:
-        """The best cached path of a request."""
         tree = self.tree
         self.residency.refresh(request)
         node = self.search.find(tree, request.ranks)
@@ -139,7 +136,7 @@ class Scope:
         return self._begin(request, planned, 0, suffix_tokens)
 
     def finish(self, lease: Lease, outcome: RequestOutcome) -> None:
-        """End a lease, in its turn. Any thread may call this at any time, and never waits."""
+        """End a lease, in its turn. Callable by any thread at any time; never waits."""
         reported: Sequence[float | None]
         served, *reported = outcome
         wrong = None
@@ -165,18 +162,17 @@ class Scope:
         self.whole = True
 
     def close(self) -> None:
-        """The scope is forgotten."""
         self.whole = False
         self.closed = True
         if isinstance(self.mirror, EventsResidency):
             self.mirror.close()
 
     def _tokens(self, request: OrderRequest[D]) -> Sequence[int]:
-        """The lengths of the documents, estimates as they turned out to be."""
+        """The documents' lengths; estimates are corrected by what was learnt."""
         return self._lengths.scale(request.tokens) if request.estimated else request.tokens
 
     def _arrange(self, request: OrderRequest[D], waiting: Waiting) -> tuple[list[int], int]:
-        """The permutation, and the cached tokens that guards cost."""
+        """(permutation, cached tokens that the guards cost)."""
         tree, keys, ranks = self.tree, request.keys, request.ranks
         node = self.search.find(tree, ranks)
         if self._guards is None:
@@ -216,8 +212,8 @@ class Scope:
         )
 
 
-class _Alone:
-    """The owner of a copy: what is finished is finished at once."""
+class _DetachedOwner:
+    """Owner of a copied scope: leases end at once."""
 
     def __init__(self, clock: Iterator[int]) -> None:
         self.clock = clock

@@ -14,9 +14,10 @@ __all__ = ["OrdererOptions", "Settings"]
 
 
 class Settings(BaseSettings):
-    """What the orderer must know of the engine and of the prompt, and how it is to order.
+    """Properties of the engine and the prompt, and policies of the orderer. Raises pydantic.ValidationError for an
+    unknown name or value.
 
-    An unknown name or value raises pydantic.ValidationError, which names it.
+        Settings(capacity_tokens=262_144, block_size=16, tail="rank")
     """
 
     model_config = SettingsConfigDict(env_prefix="RAGORDER_", extra="forbid", frozen=True)
@@ -73,7 +74,6 @@ class Settings(BaseSettings):
 
     @property
     def guards(self) -> Guards:
-        """The quality guards that the settings ask for."""
         return Guards(self.keep_first, self.keep_last, self.max_displacement, self.keep_groups)
 
 

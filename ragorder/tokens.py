@@ -44,10 +44,8 @@ class PromptFrame(NamedTuple):
 
 
 class SegmentTokenizer:
-    """Wraps a Hugging Face tokenizer (`transformers.PreTrainedTokenizerBase`). Thread-safe.
-
-    Raises TypeError for anything else.
-    """
+    """Wraps a Hugging Face tokenizer (`transformers.PreTrainedTokenizerBase`; TypeError for anything else).
+    Thread-safe."""
 
     def __init__(self, tokenizer: Any) -> None:
         if not hasattr(tokenizer, "encode") or not hasattr(tokenizer, "added_tokens_decoder"):
@@ -58,17 +56,16 @@ class SegmentTokenizer:
         _fork.follow(self)
 
     def after_fork(self) -> None:
-        """A lock of its own for a child process."""
         self._lock = Lock()
 
     def encode(self, text: str) -> list[int]:
-        """The token ids of one segment; control tokens in it count as such."""
+        """The token ids of one segment; special tokens in it count as such."""
         with self._lock:
             ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False, verbose=False)
         return ids
 
     def special_tokens(self) -> Iterator[str]:
-        """The texts that the tokenizer turns into a control token wherever they stand."""
+        """The texts that the tokenizer turns into a special token wherever they stand."""
         yield from self._tokenizer.all_special_tokens
         for added in self._tokenizer.added_tokens_decoder.values():
             text = added.content
@@ -76,10 +73,8 @@ class SegmentTokenizer:
                 yield text
 
     def frame(self, system: str) -> PromptFrame:
-        """The frame of a prompt. A tokenizer without a chat template frames with its begin-of-sequence token.
-
-        Raises ValueError if the template does not show the user's text exactly once.
-        """
+        """The frame of a prompt; without a chat template, the begin-of-sequence token. Raises ValueError if the
+        template does not show the user's text exactly once."""
         if not getattr(self._tokenizer, "chat_template", None):
             bos = getattr(self._tokenizer, "bos_token", None) or ""
             return PromptFrame(f"{bos}{system}\n\n", "\n", system_role=True)
@@ -102,16 +97,16 @@ class SegmentTokenizer:
 
 
 def repair_unicode(text: str) -> str:
-    """The text with each lone surrogate, which no tokenizer and no wire format takes, replaced by U+FFFD."""
+    """Replace each lone surrogate, which no tokenizer and no wire format accepts, by U+FFFD."""
     if text.isascii():
         return text
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def special_token_escaper(special_tokens: Iterable[str] | None = None) -> Callable[[str], str]:
-    """A function that breaks control tokens in a text by a space after their first character, or else removes them.
+    """A function that breaks special tokens in a text by a space after their first character, or else removes them.
 
-    `special_tokens` are those of the served model's tokenizer; None stands for the common ones.
+    `special_tokens` are those of the served model's tokenizer (None: those of common chat templates).
     """
     pattern, longest = _COMMON_SPECIAL_TOKENS, _LONGEST
     if special_tokens is not None:
@@ -146,7 +141,7 @@ def _drop(match: re.Match[str]) -> str:
 
 
 def _replace(pattern: re.Pattern[str], longest: int, text: str, by: Callable[[re.Match[str]], str]) -> str | None:
-    """What `pattern.sub` would give; None without a match. No match is longer than `longest`."""
+    """`pattern.sub`, window by window; None without a match. No match is longer than `longest`."""
     pieces: list[str] = []
     copied = start = 0
     while start < len(text):
