@@ -185,7 +185,7 @@ def test_the_kv_of_a_wrong_document_is_noticed(name: str) -> None:
         engine.generate([ask([right], question), ask([wrong], question)])
         pool = engine._cache.pool
         path = {
-            which: engine._admission.admit(-1, ask([document], question)).path
+            which: engine._validator.admit(-1, ask([document], question)).path
             for which, document in (("right", right), ("wrong", wrong))
         }
         leases = {which: engine._cache.acquire(path[which]) for which in path}
