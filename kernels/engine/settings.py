@@ -1,4 +1,4 @@
-"""The settings of the embedded engine."""
+"""Settings of the embedded engine."""
 
 from __future__ import annotations
 
@@ -15,56 +15,52 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 
 class EngineSettings(BaseModel):
-    """How large the tiers are, and how much a step does.
+    """Sizes of the tiers and of a step. Raises pydantic.ValidationError for unknown names and invalid values.
 
-    An unknown name or a value that cannot be raises pydantic.ValidationError, which names the option to change.
+    EngineSettings(host_bytes=8 << 30, disk_path=Path("/var/cache/kv"))
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     block_size: int = Field(default=16, ge=1, le=1024, description="Tokens of a KV block.")
-    device_tokens: int | None = Field(default=None, ge=1, description="Tokens of KV on the device; none: what fits.")
+    device_tokens: int | None = Field(
+        default=None, ge=1, description="Tokens of KV on the device; none: as many as fit."
+    )
     device_share: float = Field(
-        default=0.8, gt=0, le=1, description="Without device_tokens: how much of a GPU's free memory."
+        default=0.8, gt=0, le=1, description="Without device_tokens: the share of a GPU's free memory."
     )
     host_bytes: int = Field(
-        default=1 << 30, ge=0, description="Bytes of host memory for KV that left the device; 0: no tier."
+        default=1 << 30, ge=0, description="Bytes of host memory for KV evicted from the device; 0: no host tier."
     )
     disk_path: Path | None = Field(
-        default=None, description="Folder of the disk tier, for one engine alone; none: no disk."
+        default=None, description="Folder of the disk tier, of one engine only; none: no disk tier."
     )
     disk_bytes: int = Field(default=16 << 30, ge=1, description="Bytes that the disk tier may take.")
-    policy: str = Field(default="pgdsf", description=f"What goes first when a tier is full: {', '.join(POLICIES)}.")
-    history: int = Field(
-        default=65536, ge=0, description="Nodes that a tier remembers the use of after they went; 0: none."
-    )
+    policy: str = Field(default="pgdsf", description=f"Replacement policy of the tiers: {', '.join(POLICIES)}.")
+    history: int = Field(default=65536, ge=0, description="Evicted nodes whose use a tier remembers; 0: none.")
     replicate_nodes: int = Field(
         default=0,
         ge=0,
-        description="Of so many nodes, the most used ones, the host has a copy before they leave the device.",
+        description="Most used nodes that are copied to the host before they leave the device.",
     )
     profile: Path | None = Field(
         default=None,
-        description="What a prefill takes on this engine (`ragorder profile`); none: the same for each token.",
+        description="Measured prefill times (`ragorder profile`); none: every token costs the same.",
     )
     max_batch_tokens: int = Field(
-        default=8192, ge=1, description="Tokens that one step computes at most, of all requests."
+        default=8192, ge=1, description="Most tokens that one step computes, of all requests."
     )
-    max_requests: int = Field(default=64, ge=1, description="Requests that are computed side by side at most.")
+    max_requests: int = Field(default=64, ge=1, description="Most requests that are computed together.")
     max_model_len: int | None = Field(
-        default=None, ge=2, description="Tokens of prompt and answer at most; none: the model's."
+        default=None, ge=2, description="Most tokens of prompt and answer; none: the model's."
     )
     device: str | None = Field(
         default=None, description="cpu, cuda or cuda:N; none: the model's, or a GPU if there is one."
     )
-    dtype: str | None = Field(
-        default=None, description=f"{', '.join(_DTYPES)}; none: the one that the weights are stored in."
-    )
-    chunk_tokens: int = Field(
-        default=256, ge=1, description="Tokens of a node where a prompt's documents are not told."
-    )
+    dtype: str | None = Field(default=None, description=f"{', '.join(_DTYPES)}; none: that of the stored weights.")
+    chunk_tokens: int = Field(default=256, ge=1, description="Tokens of a node in prompts without document ends.")
     verify: bool = Field(
-        default=True, description="Whether a new engine holds itself against transformers' own attention."
+        default=True, description="Compare the engine with transformers' own attention when it starts."
     )
 
     @field_validator("policy")
@@ -81,7 +77,7 @@ class EngineSettings(BaseModel):
             return None
         name = dtype.removeprefix("torch.")
         if name not in _DTYPES:
-            raise ValueError(f"KV of dtype {dtype!r} cannot be: choose one of {', '.join(_DTYPES)}")
+            raise ValueError(f"there is no dtype {dtype!r}: choose one of {', '.join(_DTYPES)}")
         return name
 
     @model_validator(mode="after")

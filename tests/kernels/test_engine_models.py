@@ -345,7 +345,7 @@ def test_the_model_is_given_back_as_it_was() -> None:
     prompt = torch.tensor([tokens(20, 1)])
     with TieredEngine(model, settings=SETTINGS):
         assert not model.training
-        with pytest.raises(UnsupportedModelError, match="somebody but the engine"):
+        with pytest.raises(UnsupportedModelError, match="outside the engine"):
             model(prompt)
     assert model.training
     assert model.config._attn_implementation == "sdpa"
