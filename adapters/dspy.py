@@ -14,7 +14,7 @@ except ImportError as error:
 
 from ragorder._moved import renamed
 from ragorder.adapters.reorder import Key, Reorder, ScopeOf, Tokens
-from ragorder.orderer_like import OrdererLike
+from ragorder.orderer import OrdererLike
 
 __all__ = ["CacheOrderRetriever"]
 

@@ -11,8 +11,7 @@ except ImportError as error:
     raise ImportError("ragorder.adapters.haystack needs haystack-ai: pip install 'ragorder[haystack]'") from error
 
 from ragorder.adapters.reorder import Key, Reorder, Tokens
-from ragorder.orderer import Orderer
-from ragorder.orderer_like import OrdererLike
+from ragorder.orderer import Orderer, OrdererLike
 from ragorder.settings import Settings
 
 __all__ = ["CacheOrderRanker"]

@@ -7,8 +7,7 @@ from operator import index
 from typing import Any, Generic, Self, TypeVar
 
 from ragorder.document import Document
-from ragorder.orderer import Orderer
-from ragorder.orderer_like import OrdererLike
+from ragorder.orderer import Orderer, OrdererLike
 from ragorder.ordering import Ordering
 
 __all__ = ["Key", "Reorder", "ScopeOf", "Tokens", "degrade", "name_of", "order_items"]

@@ -1,4 +1,4 @@
-"""ragorder: orders retrieved documents so that a serving engine reuses more of its prefix cache."""
+"""Order of retrieved documents for the prefix cache of a serving engine."""
 
 import logging
 from typing import TYPE_CHECKING

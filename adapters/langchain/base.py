@@ -13,8 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, SkipValidation
 import ragorder
 from ragorder.adapters.langchain.feedback import hand_over
 from ragorder.adapters.reorder import name_of, order_items
-from ragorder.orderer import Orderer
-from ragorder.orderer_like import OrdererLike
+from ragorder.orderer import Orderer, OrdererLike
 
 __all__ = ["CacheOrderModel"]
 

@@ -16,7 +16,7 @@ from langchain_core.outputs import LLMResult
 from ragorder.adapters.langchain.payloads import is_token, prompt_text, response_usage
 from ragorder.adapters.langchain.runs import Runs
 from ragorder.adapters.reorder import degrade
-from ragorder.orderer_like import OrdererLike
+from ragorder.orderer import OrdererLike
 from ragorder.ordering import Ordering
 
 __all__ = ["FeedbackHandler", "abandon", "hand_over"]

@@ -10,7 +10,7 @@ from langchain_core.documents import BaseDocumentCompressor, BaseDocumentTransfo
 from langchain_core.runnables import RunnableConfig, RunnableSerializable
 
 from ragorder.adapters.langchain.base import CacheOrderModel
-from ragorder.orderer_like import OrdererLike
+from ragorder.orderer import OrdererLike
 
 __all__ = ["CacheOrderTransformer"]
 

@@ -30,7 +30,7 @@ from llama_index.core.postprocessor.types import BaseNodePostprocessor
 
 from ragorder.adapters.reorder import degrade
 from ragorder.adapters.usage import member, read_usage
-from ragorder.orderer_like import OrdererLike
+from ragorder.orderer import OrdererLike
 from ragorder.ordering import Ordering
 
 __all__ = ["FeedbackHandler", "hand_over"]

@@ -8,7 +8,7 @@ from llama_index.core.schema import MetadataMode, NodeWithScore, QueryBundle
 
 from ragorder.adapters.llama_index.feedback import hand_over
 from ragorder.adapters.reorder import Key, Reorder, ScopeOf, Tokens
-from ragorder.orderer_like import OrdererLike
+from ragorder.orderer import OrdererLike
 
 __all__ = ["node_reorder", "put_in_order"]
 

@@ -9,7 +9,7 @@ from llama_index.core.schema import NodeWithScore, QueryBundle
 
 from ragorder.adapters.llama_index.nodes import node_reorder, put_in_order
 from ragorder.adapters.reorder import Key, ScopeOf, Tokens
-from ragorder.orderer_like import OrdererLike
+from ragorder.orderer import OrdererLike
 
 __all__ = ["CacheOrderRetriever"]
 

@@ -291,7 +291,9 @@ class TestTheProxy:
             return make_app(*arguments, send_facts=send_facts, **options)
 
         monkeypatch.setattr("ragorder.adapters.proxy.make_app", make)
-        monkeypatch.setattr("ragorder.cli.listening.run_server", lambda app, listening, *_, **__: listening.close())
+        monkeypatch.setattr(
+            "ragorder.adapters.http_server.server.run_server", lambda app, listening, *_, **__: listening.close()
+        )
         shape = ["--upstream", "http://127.0.0.1:1", "--port", "0", "--capacity-tokens", "9", "--block-size", "9"]
         done = CliRunner().invoke(serve, [*shape, *["--tiers"][: 1 if tiers else 0]])
         assert (done.exit_code, told) == (0, [tiers]), done.output

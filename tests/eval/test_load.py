@@ -44,6 +44,8 @@ from ragorder.eval.runner import Run
 from ragorder.eval.trace import Trace, trace_of_corpus, trace_of_workload
 from ragorder.eval.workloads import WORKLOADS, make_workload
 
+pytestmark = pytest.mark.merge
+
 TRACES = Path(__file__).resolve().parents[3] / "shared" / "data" / "traces"
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:15:46.6805900,374,44
@@ -608,6 +610,7 @@ class TestDeciles:
         assert figures() == figures()
 
 
+@pytest.mark.slow
 class TestAnHour:
     def test_of_a_services_traffic_is_served_in_steady_memory(self, tmp_path: Path) -> None:
         """The first thousands of requests of the trace, eight times as fast."""
@@ -1310,6 +1313,7 @@ class TestBenchOnVLLM:
         policies = ["--policy", "retrieval", "--policy", "auto"]
         return ["--engine", "openai", *urls, *policies, "--limit", "20", "--top-k", "3"]
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("servers", [1, 2])
     def test_under_load(self, vllm_server: Any, servers: int) -> None:
         """Named twice, the one server holds both policies' blocks at a time; salts keep them apart."""
@@ -1343,6 +1347,7 @@ class TestBenchOnVLLM:
         assert events["prediction_within_block"] >= 0.95
         assert events["cached_tokens"] > 0
 
+    @pytest.mark.slow
     def test_a_server_is_started_where_none_is_given(self, vllm_model: Path) -> None:
         options = ["--engine", "openai", "--model", str(vllm_model), "--capacity-tokens", "8192", "--limit", "12"]
         retrieval, events = bench(*options, "--policy", "retrieval", "--policy", "events", "--concurrency", "2")
@@ -1355,6 +1360,7 @@ class TestBenchOnVLLM:
         options = self.options(vllm_server)
         assert [run["cached_tokens"] for run in bench(*options)] == [run["cached_tokens"] for run in bench(*options)]
 
+    @pytest.mark.slow
     def test_arrivals(self, vllm_server: Any) -> None:
         vllm_server.reset()
         retrieval, auto = bench(*self.options(vllm_server), "--arrivals", "poisson:40")

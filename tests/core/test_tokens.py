@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import ragorder.escaping as module
-from ragorder.escaping import special_token_escaper
+import ragorder.tokens as module
+from ragorder.tokens import special_token_escaper
 
 PIECES = [
     "<",

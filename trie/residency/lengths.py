@@ -1,22 +1,20 @@
-"""Prompt lengths learnt from what an engine reports: that of the prefix, and tokens per estimated token.
+"""Prompt lengths learnt from the engine's reports: the prefix, and tokens per estimated token.
 
-What is known of a request: the length of its documents (counted, or estimated at so many characters a token), where the
-mirror expects the part that the engine holds to end, and, from its answer, the tokens that the engine reused and those
-of the prompt. What follows from them:
+Of a request the length of its documents is known (counted, or estimated), where the held part is expected to end, and,
+from its answer, the reused tokens and the prompt's. It follows:
 
-- The prefix. If `x` tokens of documents are held whole and the next document is not at all, the engine reuses
+- The prefix. If `x` tokens of documents are held whole and the next document is not held at all, the engine reuses
   `floor((prefix + x) / block) * block = cached` tokens, so `cached - x <= prefix < cached - x + block`. Each report is
   an interval; evictions and other clients give wrong ones, which differ among themselves. The prefix lies where more
-  than half of the latest intervals meet. Of estimated documents only `x = 0` says anything: no document's length is in
-  it, and a prefix that made up for wrong lengths would be right for as many documents only.
-- Tokens per estimated token, over all scopes, for one engine has one tokenizer. Once as the median of
-  `(cached - prefix) / x` over requests with `x > 0`: what matters, but wrong where the mirror is, and known only where
-  reports with `x = 0` bear out the prefix. Once as the slope of prompt tokens over estimated document tokens, by least
-  squares: what varies behind the documents is its noise, the prefix is in its intercept, and it needs no cache. The one
-  with the smaller standard error counts, and changes the ratio by twice that error or more.
+  than half of the latest intervals meet. For estimated documents only `x = 0` counts: a prefix that compensated for
+  wrong lengths would be right for that many documents only.
+- Tokens per estimated token, over all scopes (an engine has one tokenizer). Either the median of `(cached - prefix) /
+  x` over requests with `x > 0`, wrong where the mirror is, and usable only where reports with `x = 0` confirm the
+  prefix; or the least-squares slope of prompt tokens over estimated document tokens, which needs no cache: the varying
+  suffix is its noise, the prefix its intercept. The one with the smaller standard error counts, and changes the ratio
+  by twice that error or more.
 
-What stands behind the documents needs no learning: prompt and answer together are reported, and what they have beyond
-the documents stands behind them.
+The suffix needs no learning: it is the reported total less the documents' end.
 """
 
 from __future__ import annotations
@@ -38,10 +36,7 @@ _RATIOS = (0.2, 8.0)
 
 
 class LearnedLengths:
-    """What was learnt of one engine's prompts, for all orderers that follow it.
-
-    `ratio` are the tokens that one estimated token turned out to be.
-    """
+    """What was learnt of one engine's prompts, for all orderers that follow it. `ratio`: tokens per estimated token."""
 
     def __init__(self) -> None:
         self.ratio = 1.0
@@ -52,21 +47,21 @@ class LearnedLengths:
         self._seen = 0
 
     def of(self, scope: Hashable) -> ScopeLengths:
-        """The lengths of a scope, which live as long as anything refers to them."""
+        """The lengths of a scope, which live as long as they are referenced."""
         return self._scopes.setdefault(scope, ScopeLengths(self))
 
     def hit(self, estimated_tokens: float, tokens: float) -> None:
-        """Held documents of so many estimated tokens were so many."""
+        """Held documents of `estimated_tokens` had `tokens`."""
         self._hits.append(tokens / estimated_tokens)
         self._look()
 
     def prompt(self, estimated_tokens: int, prompt_tokens: float) -> None:
-        """A prompt with documents of so many estimated tokens has so many tokens in all."""
+        """A prompt with documents of `estimated_tokens` has `prompt_tokens` in all."""
         self._prompts.append((estimated_tokens, prompt_tokens))
         self._look()
 
     def _look(self) -> None:
-        """Estimate anew, ever more rarely: trees have to follow a change."""
+        """Estimate again, ever more rarely: trees have to follow a change."""
         self._seen += 1
         if self._seen < self._next_look:
             return
@@ -82,10 +77,9 @@ class LearnedLengths:
 class ScopeLengths:
     """What was learnt of one scope's prompts.
 
-    `prefix_tokens` is what stands in front of the documents (None: there is nothing to be said against what the orderer
-    was told). `estimated`: the documents' lengths are. `losses` counts how often others were found to have taken room
-    from this scope, whatever the order of its documents, and `kept_blocks` is what they had left the last time.
-    `version` is another one after any change.
+    `prefix_tokens` is the length before the documents (None: nothing contradicts the settings). `estimated`: the
+    documents' lengths are estimates. `losses` counts evictions by other clients, `kept_blocks` is what the last one
+    left. `version` changes with each of these.
     """
 
     def __init__(self, lengths: LearnedLengths) -> None:
@@ -99,11 +93,11 @@ class ScopeLengths:
 
     @property
     def ratio(self) -> float:
-        """Tokens per token of the documents' lengths as they were given."""
+        """Tokens per given token of the documents."""
         return self._lengths.ratio if self.estimated else 1.0
 
     def scale(self, tokens: Sequence[int]) -> Sequence[int]:
-        """Estimated lengths, as long as they turned out to be."""
+        """Estimated lengths, corrected by the ratio."""
         if not self.estimated:
             # The trees of this scope follow from the next request on, and with them what this one puts there.
             self.estimated = True
@@ -113,13 +107,13 @@ class ScopeLengths:
         return tokens if ratio == 1 else [round(ratio * each) for each in tokens]
 
     def learn_loss(self, kept_blocks: int) -> None:
-        """Others have taken all room but so many blocks."""
+        """Other clients have taken all room but `kept_blocks`."""
         self.kept_blocks = kept_blocks
         self.losses += 1
         self.version += 1
 
     def learn_hit(self, prefix_tokens: int, held_tokens: int, cached_tokens: float, block_size: int) -> None:
-        """Behind the prefix, as long as is thought now, so many tokens of documents were held; so many were reused."""
+        """After a prefix of `prefix_tokens`, `held_tokens` of documents were held, and `cached_tokens` were reused."""
         if held_tokens and self.estimated:
             if sum(vote <= prefix_tokens < vote + block_size for vote in self._votes) >= _SURE_VOTES:
                 found = cached_tokens + (block_size - 1) / 2 - prefix_tokens
@@ -131,7 +125,7 @@ class ScopeLengths:
             self._elect(prefix_tokens, block_size)
 
     def learn_prompt(self, documents_tokens: int, prompt_tokens: float) -> None:
-        """The documents were thought to have so many tokens, the prompt has so many."""
+        """The documents were assumed to have `documents_tokens`; the prompt has `prompt_tokens`."""
         if self.estimated:
             self._lengths.prompt(round(documents_tokens / self.ratio), prompt_tokens)
 

@@ -1,42 +1,45 @@
-"""HTTP/1.1 connections whose clients have so much time, and no more."""
+"""HTTP/1.1 connections with timeouts and a limit on their number."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, ClassVar
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from ragorder.adapters.http_server.errors import ProxyError
-from ragorder.adapters.proxy.app import PROBES
+from ragorder.adapters.http_server.errors import HTTPError
 
 __all__ = ["HEAD_LIMIT", "TimedConnection", "timed_connections"]
 
-# All header lines of a request together, in bytes.
+# Bytes of all header lines of a request together.
 HEAD_LIMIT = 1 << 15
-_FOR_PROBES = 32
+_PROBE_CONNECTIONS = 32
 _TOO_SLOW = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
 
-def timed_connections(client_s: float, most: int) -> type[H11Protocol]:
-    """The protocol of a server that has at most `most` connections, and gives a client `client_s` seconds for each of:
-    the header of a request, what it still sends when it has its answer, and taking a piece of the answer."""
+def timed_connections(client_s: float, limit: int, *, probes: Collection[str] = ()) -> type[H11Protocol]:
+    """A uvicorn protocol for at most `limit` connections. A client has `client_s` seconds for each of: the headers of a
+    request, the rest of a body that is already answered, and taking a piece of the answer.
+
+    Beyond the limit only the paths in `probes` are answered, so that a busy process is not taken for a dead one.
+    """
     idle: OrderedDict[TimedConnection, None] = OrderedDict()
-    return type("Connection", (TimedConnection,), {"client_s": client_s, "most": most, "idle": idle})
+    options = {"client_s": client_s, "limit": limit, "probes": frozenset(probes), "idle": idle}
+    return type("Connection", (TimedConnection,), options)
 
 
 class TimedConnection(H11Protocol):
-    """uvicorn's connection, which by itself waits for its client without end. See `timed_connections`.
+    """A connection of uvicorn, which by itself waits for its client forever. Made by `timed_connections`.
 
-    A new connection takes the place of the one that has been without a request for longest; half a header is no
-    request. If each has one, probes alone are answered on the new one, so that a busy process is not taken for dead.
+    At the limit a new connection replaces the one that has been without a complete request for longest.
     """
 
     client_s: ClassVar[float]
-    most: ClassVar[int]
+    limit: ClassVar[int]
+    probes: ClassVar[frozenset[str]]
     idle: ClassVar[OrderedDict[TimedConnection, None]]
 
     _begun = False
@@ -45,10 +48,10 @@ class TimedConnection(H11Protocol):
         self._to_send = _Alarm(self.loop, self.client_s, self._too_slow)
         self._to_take = _Alarm(self.loop, self.client_s, self._not_taken)
         super().connection_made(transport)
-        if len(self.connections) > self.most:
+        if len(self.connections) > self.limit:
             if self.idle:
                 self.idle.popitem(last=False)[0].transport.abort()
-            elif len(self.connections) > self.most + _FOR_PROBES:
+            elif len(self.connections) > self.limit + _PROBE_CONNECTIONS:
                 transport.abort()
             else:
                 self.app = self._answer_probes
@@ -72,7 +75,7 @@ class TimedConnection(H11Protocol):
             if self.transport.get_write_buffer_size() == 0:
                 self._to_take.unset()
         if self.conn.their_state is h11.DONE and len(self.conn.trailing_data[0]) > HEAD_LIMIT:
-            # Requests in advance are kept until this one is answered.
+            # Pipelined requests are buffered until this one is answered.
             self.transport.abort()
 
     def handle_events(self) -> None:
@@ -82,7 +85,7 @@ class TimedConnection(H11Protocol):
         self.idle.pop(self, None)
         names = [name for name, _ in self.headers or ()]
         if self.cycle is not None and b"content-length" in names and b"transfer-encoding" in names:
-            # RFC 9112 6.1: what stands in front may have seen another end of this request.
+            # RFC 9112 6.1: a server in front may have seen this request end elsewhere.
             self.cycle.keep_alive = False
 
     def on_response_complete(self) -> None:
@@ -104,16 +107,15 @@ class TimedConnection(H11Protocol):
         self._to_take.unset()
 
     async def _answer_probes(self, scope: Any, receive: Any, send: Any) -> None:
-        if len(self.connections) <= self.most or scope["path"] in PROBES:
+        if len(self.connections) <= self.limit or scope["path"] in self.probes:
             await self.config.loaded_app(scope, receive, send)
             return
-        message = f"There are {self.most:,} connections already (--max-connections): try again later."
+        message = f"There are {self.limit:,} connections already (--max-connections): try again later."
         headers = [(b"retry-after", b"1"), (b"connection", b"close")]
-        await ProxyError(503, message, code="too_many_connections", headers=headers).send(send)
+        await HTTPError(503, message, code="too_many_connections", headers=headers).send(send)
 
     def _waits_for_client(self) -> bool:
-        """Whether nothing is being answered: what there is of a request is a part of its header, or the rest of a body
-        that was answered before its end."""
+        """No request is being answered: there is a part of a header, or the rest of a body that was answered early."""
         if self.conn.their_state is h11.SEND_BODY:
             return self.cycle is not None and self.cycle.response_complete
         return self.conn.their_state is h11.IDLE
@@ -124,7 +126,7 @@ class TimedConnection(H11Protocol):
         if self._begun and self.conn.their_state is h11.IDLE and self.conn.our_state is h11.IDLE:
             self.transport.write(_TOO_SLOW)
         self.transport.close()
-        # What is still to be sent keeps a closed connection open.
+        # Unsent data keeps a closed connection open.
         self.loop.call_later(self.client_s, self.transport.abort)
 
     def _not_taken(self) -> None:
@@ -133,7 +135,7 @@ class TimedConnection(H11Protocol):
 
 
 class _Alarm:
-    """Calls `act` once, `delay_s` after it is set, unless it is unset before. To set it twice is to set it once."""
+    """Calls `act` once, `delay_s` after the first `set`, unless `unset` comes before."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, delay_s: float, act: Callable[[], None]) -> None:
         self._loop = loop

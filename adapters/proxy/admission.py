@@ -1,4 +1,4 @@
-"""A busy server: so many requests are in flight, and the others wait for their turn."""
+"""Admission of requests to a busy server, in cache-aware order (RAGCache section 5.2)."""
 
 from __future__ import annotations
 
@@ -7,29 +7,30 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
-from ragorder.adapters.http_server.errors import ProxyError
-from ragorder.adapters.proxy.ordering import ReadBody
+from ragorder.adapters.http_server.errors import HTTPError
+from ragorder.adapters.proxy.parsing import ParsedBody
 from ragorder.pipelining.reordering import CacheAwareQueue, CachedLengths, ConcurrencyLimiter, QueueFullError
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
     from prometheus_client.metrics_core import Metric
 
-__all__ = ["Turns"]
+__all__ = ["AdmissionQueue"]
 
-# So many of those that wait is the cache laid out for.
-_FORESEEN = 8
+# The next request is ordered with regard to so many of those that wait.
+_UPCOMING = 8
 _WAIT_S = (1e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 
 
-class Turns:
-    """Lets `max_in_flight` requests at a time through to the server (RAGCache section 5.2).
+class AdmissionQueue:
+    """Admits `max_in_flight` requests at a time; at most `max_waiting` others wait.
 
-    Of those that wait, those go first of which its cache has most in relation to what is to be computed. A request
-    without documents counts as not cached. Nobody is overtaken by more than `reorder_window` that came later, whoever
-    sent them. At most `max_waiting` wait. `registry` gets metrics of it.
+    The waiting request with the largest ratio of cached to uncached tokens goes next; one without documents counts as
+    not cached, and none is overtaken by more than `reorder_window` later ones. `registry` gets its metrics.
 
-    Raises ValueError for numbers that cannot be.
+    Raises ValueError for numbers out of range.
+
+        make_app(orderer, upstream=url, admission=AdmissionQueue(32))
     """
 
     def __init__(
@@ -40,11 +41,11 @@ class Turns:
         max_waiting: int = 1000,
         registry: CollectorRegistry | None = None,
     ) -> None:
-        queue: CacheAwareQueue[ReadBody | None] = CacheAwareQueue(reorder_window)
-        self._gate = ConcurrencyLimiter(max_in_flight, queue, max_waiting=max_waiting)
+        queue: CacheAwareQueue[ParsedBody | None] = CacheAwareQueue(reorder_window)
+        self._limiter = ConcurrencyLimiter(max_in_flight, queue, max_waiting=max_waiting)
         self._max_waiting = max_waiting
         self._turned_away = 0
-        self._begun = 0
+        self._admitted = 0
         self._waited_s = 0.0
         self._observe: Callable[[float], None] = lambda wait_s: None
         if registry is not None:
@@ -56,41 +57,43 @@ class Turns:
             registry.register(self)
 
     @asynccontextmanager
-    async def take(
-        self, read: ReadBody | None, lengths: Callable[[], CachedLengths] | None
-    ) -> AsyncIterator[list[ReadBody]]:
-        """Wait for a turn, and hold it until the block ends; gives those that will probably be next. Raises ProxyError
-        if too many wait already."""
+    async def admit(
+        self, parsed: ParsedBody | None, predict: Callable[[], CachedLengths] | None
+    ) -> AsyncIterator[list[ParsedBody]]:
+        """Wait for admission, which lasts until the block ends; gives the requests that will probably be next.
+
+        `predict` is called again whenever a request is chosen. Raises HTTPError if too many wait already.
+        """
         start = time.perf_counter()
         try:
-            async with self._gate.slot(read, lengths):
+            async with self._limiter.slot(parsed, predict):
                 wait_s = time.perf_counter() - start
-                self._begun += 1
+                self._admitted += 1
                 self._waited_s += wait_s
                 self._observe(wait_s)
-                yield [each for each in self._gate.queue.upcoming(_FORESEEN) if each is not None]
+                yield [each for each in self._limiter.queue.upcoming(_UPCOMING) if each is not None]
         except QueueFullError:
             self._turned_away += 1
             message = f"{self._max_waiting:,} requests wait already (--max-waiting): try again later."
             retry = [(b"retry-after", b"1")]
-            raise ProxyError(503, message, code="too_many_waiting", headers=retry) from None
+            raise HTTPError(503, message, code="too_many_waiting", headers=retry) from None
 
     def as_json(self) -> dict[str, Any]:
         """The figures since the start of the process."""
         return {
-            "max_in_flight": self._gate.limit,
-            "in_flight": self._gate.in_flight,
-            "waiting": len(self._gate.queue),
+            "max_in_flight": self._limiter.limit,
+            "in_flight": self._limiter.in_flight,
+            "waiting": len(self._limiter.queue),
             "turned_away": self._turned_away,
-            "wait_mean_ms": round(1e3 * self._waited_s / self._begun, 2) if self._begun else 0.0,
+            "wait_mean_ms": round(1e3 * self._waited_s / self._admitted, 2) if self._admitted else 0.0,
         }
 
     def collect(self) -> Iterable[Metric]:
-        """What a Prometheus registry asks for."""
+        """The metrics, for a Prometheus registry."""
         from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
 
-        waiting, in_flight = len(self._gate.queue), self._gate.in_flight
+        waiting, in_flight = len(self._limiter.queue), self._limiter.in_flight
         yield GaugeMetricFamily("ragorder_waiting_requests", "Requests that wait for their turn.", value=waiting)
         yield GaugeMetricFamily("ragorder_in_flight_requests", "Requests whose turn it is.", value=in_flight)
-        says = "Requests that were not to wait as well."
+        says = "Requests refused because too many were waiting."
         yield CounterMetricFamily("ragorder_turned_away_requests", says, value=self._turned_away)

@@ -1,4 +1,4 @@
-"""What keeps the proxy from being of use, noticed and said once: no documents are found, or their ids change."""
+"""Warnings about requests that gain nothing: no documents are found, or their ids change."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Literal
 
 from ragorder.lru_cache import LRUCache
 
-__all__ = ["Ids", "Passed", "Reason"]
+__all__ = ["PassReason", "RenamedIds", "UnorderedRequests"]
 
-Reason = Literal["no_documents", "one_document", "other_route", "unreadable"]
+PassReason = Literal["no_documents", "one_document", "other_route", "unreadable"]
 
-# So many requests, or texts, are enough to judge by.
+# Requests, or texts, that are enough to judge by.
 _ENOUGH = 20
 _REMEMBERED = 16384
 
@@ -31,9 +31,9 @@ _RENAMED = (
 _RENAMED += "has changed is found in the cache; give ids that stay, show none, or use --number-by-place"
 
 
-class Passed:
-    """Tells `on_passed` of each request that went on without documents, and why. `warn` is told once if the first 20 of
-    those that were looked at had none."""
+class UnorderedRequests:
+    """Counts requests that were forwarded without documents: `on_passed` gets the reason of each. Warns once if the
+    first 20 of those that were looked at had none."""
 
     def __init__(self, on_passed: Callable[[str], None] | None, warn: Callable[[str], None], *, template: bool) -> None:
         self._on_passed = on_passed
@@ -42,12 +42,10 @@ class Passed:
         self._without: int | None = 0
 
     def found(self) -> None:
-        """A request had documents."""
         self._without = None
 
-    def passed(self, reason: Reason) -> None:
-        """A request went on as it came."""
-        # Counting is never worth a request.
+    def passed(self, reason: PassReason) -> None:
+        # A counter that fails must not fail the request.
         with suppress(Exception):
             if self._on_passed is not None:
                 self._on_passed(reason)
@@ -59,10 +57,9 @@ class Passed:
             self._warn(_NEVER_FOUND if self._template else _NEVER_TAGGED)
 
 
-class Ids:
-    """Notices documents whose text is known and whose id is another one than before, as ids are that are ranks. Such an
-    id stands in front of its text, so that the engine finds nothing again. `warn` is told once if most of those that
-    come again are such; then nothing is looked at any more.
+class RenamedIds:
+    """Detects known texts under new ids, as ids are that are ranks: such an id stands in front of its text, which is
+    then not found in the cache. Warns once if most texts that come again are renamed, and stops looking.
 
     Digests of 16,384 documents are kept, in about 5 MB.
     """
@@ -75,10 +72,10 @@ class Ids:
         self._watching = True
 
     def look(self, salt: str | None, documents: Iterable[tuple[str, str]]) -> None:
-        """A request has documents with these ids and texts."""
+        """Look at the documents (id, text) of a request."""
         if not self._watching:
             return
-        # A text that a request has twice says nothing of the next request.
+        # A text that occurs twice in a request says nothing about the next one.
         for text, id in {text: id for id, text in documents}.items():
             key, name = _digest(salt or "", text), _digest(id)
             known = self._known.get(key)
