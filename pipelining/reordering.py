@@ -158,7 +158,7 @@ class ConcurrencyLimiter(Generic[T]):
         try:
             yield
         finally:
-            self._give_back()
+            self._release()
 
     async def _wait(self, item: T, lengths: Callable[[], CachedLengths] | None) -> None:
         if self.max_waiting is not None and len(self.queue) >= self.max_waiting:
@@ -172,10 +172,10 @@ class ConcurrencyLimiter(Generic[T]):
                 self.queue.leave(ticket)
             else:
                 # It was let through at the very moment at which it gave up.
-                self._give_back()
+                self._release()
             raise
 
-    def _give_back(self) -> None:
+    def _release(self) -> None:
         self.in_flight -= 1
         if not self._waking:
             self._admit()

@@ -1,4 +1,4 @@
-"""A bounded memory of what took long to work out."""
+"""Cache bounded in entries and bytes."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ V = TypeVar("V")
 
 
 class LRUCache(Generic[V]):
-    """Values by key, at most `entries` of them, and at most `size` bytes as `put` is told; the least recently used go
-    first. Thread-safe.
+    """At most `entries` values of at most `size` bytes together; the least recently used is evicted first. Thread-safe.
 
-    A key is kept as well, and is in no bound: use a digest.
+    Keys are kept and not counted: use digests.
     """
 
     def __init__(self, entries: int, size: int = sys.maxsize) -> None:
@@ -44,7 +43,6 @@ class LRUCache(Generic[V]):
         return self._used
 
     def get(self, key: Hashable) -> V | None:
-        """The value; None if there is none any more."""
         with self._lock:
             kept = self._values.get(key)
             if kept is None:
@@ -53,7 +51,7 @@ class LRUCache(Generic[V]):
             return kept[0]
 
     def put(self, key: Hashable, value: V, size: int = 0) -> None:
-        """Keep a value of so many bytes, unless it is larger than everything may be together."""
+        """Keep a value of `size` bytes, unless it alone exceeds the bound."""
         with self._lock:
             if key in self._values:
                 self._used -= self._values.pop(key)[1]

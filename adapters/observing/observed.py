@@ -12,14 +12,14 @@ from typing import Any, Protocol, TypeVar
 from ragorder.batch import Batch
 from ragorder.orderer import Orderer
 from ragorder.ordering import Ordering, RequestOutcome
-from ragorder.settings import Settings
+from ragorder.settings import OrdererOptions, Settings
 
 __all__ = ["Observation", "ObservedOrderer", "Watcher"]
 
 D = TypeVar("D")
 
 _logger = logging.getLogger("ragorder")
-_PLAIN = {"max_displacement": 0, "keep_first": 0, "keep_last": 0, "keep_groups": False}
+_PLAIN: OrdererOptions = {"max_displacement": 0, "keep_first": 0, "keep_last": 0, "keep_groups": False}
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import Any
 from ragorder.adapters.openai.pipelined import Question, ordered_pipeline
 from ragorder.document import Document
 from ragorder.eval.pipelining.server import MeasuredServer
-from ragorder.orderer_like import OrdererLike
+from ragorder.orderer import OrdererLike
 from ragorder.pipelining import Pipeline, Retrieval
 from ragorder.prompt import PromptBuilder
 

@@ -16,7 +16,7 @@ from rich.text import Text
 from ragorder.cli.options import Command, api_key, option, section
 
 if TYPE_CHECKING:
-    from ragorder.adapters.doctor.examine import Finding, PromptSample
+    from ragorder.adapters.doctor import Finding, PromptSample
 
 __all__ = ["doctor"]
 
@@ -102,7 +102,7 @@ def doctor(
     do KV events arrive? With two prompts: how much do they share, and does something volatile precede the documents? A
     few random tokens are sent to the server. The exit status is 0 if nothing is bad, and 1 otherwise.
     """
-    from ragorder.adapters.doctor.examine import AddressError, Events, ServerError, examine
+    from ragorder.adapters.doctor import AddressError, Events, ServerError, examine
 
     if len(prompts) not in (0, 2):
         raise click.UsageError("--prompt is given twice, with prompts of different requests, or not at all")

@@ -20,8 +20,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.rings import examples
 
+from ragorder.adapters.doctor import AddressError, Events, Finding, examine
 from ragorder.adapters.doctor import events as _check_events
-from ragorder.adapters.doctor.examine import AddressError, Events, Finding, examine
 from ragorder.adapters.vllm.cache_config import CacheConfig, ServerError, read_cache_config
 from ragorder.cli import main
 

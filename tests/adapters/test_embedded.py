@@ -1375,7 +1375,7 @@ class TestOptions:
                 patch.setattr(TieredEngine, "load", load)
                 patch.setattr(EngineWorker, "__init__", start)
                 patch.setattr("ragorder.adapters.proxy.make_app", make)
-                patch.setattr("ragorder.cli.listening.run_server", lambda *_, **__: None)
+                patch.setattr("ragorder.adapters.http_server.server.run_server", lambda *_, **__: None)
                 needed = ["--engine", "torch", "--model", str(model), "--port", "0"] if needed is None else needed
                 result = CliRunner().invoke(main, ["serve", *needed, *options], env=environment)
             assert result.exception is None or isinstance(result.exception, SystemExit), repr(result.exception)

@@ -50,7 +50,7 @@ from langchain_core.tools import tool
 from langchain_core.vectorstores import InMemoryVectorStore
 from pydantic import Field
 
-from ragorder.adapters.langchain import CacheOrderedRetriever, CacheReorder, FeedbackHandler
+from ragorder.adapters.langchain import CacheOrderRetriever, CacheOrderTransformer, FeedbackHandler
 from ragorder.adapters.langchain import runs as _langchain_runs
 
 try:
@@ -219,7 +219,7 @@ def retrieve(question: str) -> list[Document]:
 
 def rag(orderer: Any, model: Runnable[Any, Any], show: Callable[[list[Document]], str] = plain) -> Runnable[str, Any]:
     """The chain of the tutorials."""
-    retriever = CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
+    retriever = CacheOrderRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
     inputs = {"context": retriever | show, "question": RunnablePassthrough()}
     return inputs | PROMPT | model | StrOutputParser()
 
@@ -261,7 +261,7 @@ def watched(handler: BaseCallbackHandler, **config: Any) -> RunnableConfig:
 class _Suite(RetrieversIntegrationTests):
     @property
     def retriever_constructor(self) -> type[BaseRetriever]:
-        return CacheOrderedRetriever
+        return CacheOrderRetriever
 
     @property
     def retriever_query_example(self) -> str:
@@ -308,8 +308,8 @@ requests = st.lists(documents_lists, min_size=1, max_size=4)
 
 def steps(orderer: Any, found: list[list[Document]]) -> list[Callable[[], list[Document]]]:
     """The four ways of having documents put in order."""
-    retriever = CacheOrderedRetriever(retriever=RunnableLambda(lambda _: found[-1]), orderer=orderer, rank_key="place")
-    reorder = CacheReorder(orderer, rank_key="place")
+    retriever = CacheOrderRetriever(retriever=RunnableLambda(lambda _: found[-1]), orderer=orderer, rank_key="place")
+    reorder = CacheOrderTransformer(orderer, rank_key="place")
     return [
         lambda: retriever.invoke("?"),
         lambda: asyncio.run(retriever.ainvoke("?")),
@@ -336,13 +336,13 @@ class TestDocuments:
             assert {type(document) for document in got} <= {Chunk}
 
     def test_are_put_where_the_cache_has_them(self, orderer: Recorder) -> None:
-        retriever = CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
+        retriever = CacheOrderRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
         assert names(retriever.invoke("abcd: ?")) == "abcd"
         assert names(retriever.invoke("dcba: ?")) == "abcd"
         assert names(retriever.invoke("ecb: ?")) == "ecb"
 
     def test_bear_their_rank_in_retrieval_from_zero_if_asked_for(self, orderer: Recorder) -> None:
-        retriever = CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer, rank_key="ragorder")
+        retriever = CacheOrderRetriever(retriever=RunnableLambda(retrieve), orderer=orderer, rank_key="ragorder")
         retriever.invoke("abc: ?")
         assert {d.id: d.metadata for d in retriever.invoke("cba: ?")} == {
             "c": {"ragorder": {"rank": 0}},
@@ -353,19 +353,19 @@ class TestDocuments:
 
     def test_keep_a_users_own_metadata_of_that_name(self, orderer: Recorder) -> None:
         mine = Document("text", metadata={"ragorder": "mine", "page": 3})
-        reorder = CacheReorder(orderer, rank_key="ragorder")
+        reorder = CacheOrderTransformer(orderer, rank_key="ragorder")
         assert reorder.invoke([mine])[0].metadata == {"ragorder": "mine", "page": 3}
-        other = CacheReorder(orderer, rank_key="place").invoke([mine])[0]
+        other = CacheOrderTransformer(orderer, rank_key="place").invoke([mine])[0]
         assert other.metadata == {"ragorder": "mine", "page": 3, "place": {"rank": 0}}
 
     async def test_d9_are_the_retrievers_very_own_unless_their_rank_is_asked_for(self, orderer: Recorder) -> None:
         before = copy.deepcopy(DOCUMENTS)
-        retriever = CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
+        retriever = CacheOrderRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
         for found in (
             retriever.invoke("cab: ?"),
             await retriever.ainvoke("abc: ?"),
-            CacheReorder(orderer).invoke(retrieve("bca:")),
-            await CacheReorder(orderer).ainvoke(retrieve("acb:")),
+            CacheOrderTransformer(orderer).invoke(retrieve("bca:")),
+            await CacheOrderTransformer(orderer).ainvoke(retrieve("acb:")),
         ):
             assert {id(document) for document in found} == {id(document) for document in DOCUMENTS[:3]}
         assert before == DOCUMENTS
@@ -373,14 +373,14 @@ class TestDocuments:
     def test_of_a_kind_that_nobody_knows_stay_where_they_are(self) -> None:
         orderer = Orderer()
         strange: Any = [3, DOCUMENTS[0], None]
-        assert CacheReorder(orderer).invoke(strange)[::2] == [3, None]
+        assert CacheOrderTransformer(orderer).invoke(strange)[::2] == [3, None]
         assert orderer.fallbacks == 1
 
 
 class TestWhatTheOrdererIsTold:
     def read(self, document: Document, **options: Any) -> ragorder.Document:
         orderer = Recorder(strict=True)
-        CacheReorder(orderer, **options).invoke([document])
+        CacheOrderTransformer(orderer, **options).invoke([document])
         return orderer.requests[0].documents[0]
 
     def test_is_the_documents_id_and_text(self) -> None:
@@ -405,7 +405,7 @@ class TestWhatTheOrdererIsTold:
     def test_is_the_source_for_those_who_keep_groups_together(self) -> None:
         orderer = Orderer(block_size=4, keep_groups=True)
         chunks = [Document(f"chunk number {place}", metadata={"source": "book"}) for place in range(4)]
-        reorder = CacheReorder(orderer)
+        reorder = CacheOrderTransformer(orderer)
         reorder.invoke(chunks)
         # Without the group, this request would come in the order of the first.
         assert [chunk.page_content for chunk in reorder.invoke(chunks[::-1])] == [c.page_content for c in chunks[::-1]]
@@ -414,9 +414,9 @@ class TestWhatTheOrdererIsTold:
     def test_may_fail_and_leaves_retrieval_order_then(self, option: str) -> None:
         orderer = Orderer(block_size=4)
         broken: dict[str, Any] = {option: lambda _: {}["no such thing"]}
-        CacheReorder(orderer).invoke(DOCUMENTS)
-        assert names(CacheReorder(orderer).invoke(DOCUMENTS[::-1])) == "abcdefgh"
-        assert names(CacheReorder(orderer, **broken).invoke(DOCUMENTS[::-1])) == "hgfedcba"
+        CacheOrderTransformer(orderer).invoke(DOCUMENTS)
+        assert names(CacheOrderTransformer(orderer).invoke(DOCUMENTS[::-1])) == "abcdefgh"
+        assert names(CacheOrderTransformer(orderer, **broken).invoke(DOCUMENTS[::-1])) == "hgfedcba"
         assert orderer.fallbacks == 1
 
 
@@ -429,14 +429,14 @@ class Counting(BaseRetriever):
 
 class TestTheNumberOfDocuments:
     def test_is_cut_before_ordering_best_first(self, orderer: Recorder) -> None:
-        retriever = CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer, k=3)
+        retriever = CacheOrderRetriever(retriever=RunnableLambda(retrieve), orderer=orderer, k=3)
         retriever.invoke("fed: ?")
         assert names(retriever.invoke("abcdef: ?")) == "abc"
         assert names(retriever.invoke("defabc: ?")) == "fed"
         assert [len(request.documents) for request in orderer.requests] == [3, 3, 3]
 
     async def test_of_a_call_comes_before_that_of_the_retriever(self, orderer: Recorder) -> None:
-        retriever = CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer, k=2)
+        retriever = CacheOrderRetriever(retriever=RunnableLambda(retrieve), orderer=orderer, k=2)
         assert names(retriever.invoke("abcdef: ?", k=4)) == "abcd"
         assert names(await retriever.ainvoke("abcdef: ?", k=4)) == "abcd"
         assert retriever.invoke("abcdef: ?", k=0) == []
@@ -451,9 +451,9 @@ class TestTheNumberOfDocuments:
             "bound": inner.with_config(tags=["x"]).with_retry(),
             "configurable": inner.configurable_fields(search_kwargs=ConfigurableField(id="search_kwargs")),
             "sequence": inner | (lambda documents: documents),
-            "wrapped again": CacheOrderedRetriever(retriever=inner, orderer=Orderer()),
+            "wrapped again": CacheOrderRetriever(retriever=inner, orderer=Orderer()),
         }[wrap]
-        retriever = CacheOrderedRetriever(retriever=inner, orderer=orderer)
+        retriever = CacheOrderRetriever(retriever=inner, orderer=orderer)
         assert [len(retriever.invoke("?")), len(retriever.invoke("?", k=5))] == [2, 5]
         assert [len(await retriever.ainvoke("?")), len(await retriever.ainvoke("?", k=5))] == [2, 5]
 
@@ -470,17 +470,17 @@ class TestTheNumberOfDocuments:
             "function": RunnableLambda(lambda question: DOCUMENTS),
             "function that takes all": RunnableLambda(takes_all),
         }
-        assert names(CacheOrderedRetriever(retriever=inner[wrap], orderer=orderer).invoke("?", k=2)) == "ab"
+        assert names(CacheOrderRetriever(retriever=inner[wrap], orderer=orderer).invoke("?", k=2)) == "ab"
         assert taken == ([{"k": 2}] if wrap == "function that takes all" else [])
 
     def test_goes_along_with_whatever_else_the_retriever_takes(self, orderer: Recorder) -> None:
-        assert len(CacheOrderedRetriever(retriever=Counting(), orderer=orderer).invoke("?", top=3)) == 3
+        assert len(CacheOrderRetriever(retriever=Counting(), orderer=orderer).invoke("?", top=3)) == 3
 
     def test_is_refused_if_negative(self, orderer: Recorder) -> None:
         with pytest.raises(ValueError, match="k"):
-            CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer, k=-1)
+            CacheOrderRetriever(retriever=RunnableLambda(retrieve), orderer=orderer, k=-1)
         with pytest.raises(ValueError, match="must not be negative"):
-            CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer).invoke("ab: ?", k=-1)
+            CacheOrderRetriever(retriever=RunnableLambda(retrieve), orderer=orderer).invoke("ab: ?", k=-1)
 
 
 class Events(BaseCallbackHandler):
@@ -502,18 +502,18 @@ class TestTheWrappedRetriever:
 
     async def test_runs_as_a_child_with_the_metadata_of_the_run(self, orderer: Recorder) -> None:
         events = Events()
-        retriever = CacheOrderedRetriever(retriever=Counting(), orderer=orderer)
+        retriever = CacheOrderRetriever(retriever=Counting(), orderer=orderer)
         retriever.invoke("?", watched(events, metadata={"tenant": "a"}))
         await retriever.ainvoke("?", watched(events, metadata={"tenant": "b"}))
         assert [(name, parent) for name, parent, _ in events.starts] == [
-            ("CacheOrderedRetriever", None),
-            ("Counting", "CacheOrderedRetriever"),
+            ("CacheOrderRetriever", None),
+            ("Counting", "CacheOrderRetriever"),
         ] * 2
         assert [metadata["tenant"] for *_, metadata in events.starts] == ["a", "a", "b", "b"]
 
     async def test_sees_what_the_caller_configures(self, orderer: Recorder) -> None:
         """A tenant's filter must not get lost because somebody wrapped the retriever."""
-        retriever = CacheOrderedRetriever(retriever=self.inner(), orderer=orderer)
+        retriever = CacheOrderRetriever(retriever=self.inner(), orderer=orderer)
         chosen: RunnableConfig = {
             "configurable": {"search_kwargs": {"k": 3, "filter": lambda document: document.metadata["tenant"] == "b"}}
         }
@@ -523,7 +523,7 @@ class TestTheWrappedRetriever:
         assert len(retriever.invoke("?")) == 4
 
     async def test_may_fail_as_it_likes(self, orderer: Recorder) -> None:
-        retriever = CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
+        retriever = CacheOrderRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
         with pytest.raises(KeyError, match="'x'"):
             retriever.invoke("x: ?")
         with pytest.raises(KeyError, match="'x'"):
@@ -532,19 +532,19 @@ class TestTheWrappedRetriever:
 
     def test_must_be_a_runnable(self, orderer: Recorder) -> None:
         with pytest.raises(ValueError, match="retriever"):
-            CacheOrderedRetriever(retriever=retrieve, orderer=orderer)
+            CacheOrderRetriever(retriever=retrieve, orderer=orderer)
 
 
 class TestScope:
     def test_is_nobodys_unless_given(self, orderer: Recorder) -> None:
-        CacheReorder(orderer).invoke(DOCUMENTS)
-        CacheReorder(orderer, scope="salt").invoke(DOCUMENTS)
+        CacheOrderTransformer(orderer).invoke(DOCUMENTS)
+        CacheOrderTransformer(orderer, scope="salt").invoke(DOCUMENTS)
         assert [request.scope for request in orderer.requests] == [None, "salt"]
 
     async def test_may_come_with_the_run(self, orderer: Recorder) -> None:
         tenant = operator.itemgetter("tenant")
-        retriever = CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer, scope=tenant)
-        reorder = CacheReorder(orderer, scope=tenant)
+        retriever = CacheOrderRetriever(retriever=RunnableLambda(retrieve), orderer=orderer, scope=tenant)
+        reorder = CacheOrderTransformer(orderer, scope=tenant)
         for name in "ab":
             config: RunnableConfig = {"metadata": {"tenant": name}}
             retriever.invoke("abc: ?", config)
@@ -558,22 +558,22 @@ class TestScope:
         assert [request.scope for request in orderer.requests] == ["a"] * 6 + ["b"] * 6
 
     def test_keeps_tenants_apart(self) -> None:
-        reorder = CacheReorder(Orderer(block_size=4), scope=operator.itemgetter("tenant"))
+        reorder = CacheOrderTransformer(Orderer(block_size=4), scope=operator.itemgetter("tenant"))
         reorder.invoke(DOCUMENTS, {"metadata": {"tenant": "a"}})
         assert names(reorder.invoke(DOCUMENTS[::-1], {"metadata": {"tenant": "b"}})) == "hgfedcba"
         assert names(reorder.invoke(DOCUMENTS[::-1], {"metadata": {"tenant": "a"}})) == "abcdefgh"
 
     def test_that_cannot_be_told_is_not_taken_for_none(self) -> None:
         orderer = Orderer(block_size=4)
-        CacheReorder(orderer).invoke(DOCUMENTS)
-        reorder = CacheReorder(orderer, scope=operator.itemgetter("tenant"))
+        CacheOrderTransformer(orderer).invoke(DOCUMENTS)
+        reorder = CacheOrderTransformer(orderer, scope=operator.itemgetter("tenant"))
         assert names(reorder.invoke(DOCUMENTS[::-1])) == "hgfedcba"
         assert orderer.fallbacks == 1
 
 
 class TestTheStep:
     async def test_stands_behind_any_retriever(self, orderer: Recorder) -> None:
-        chain = RunnableLambda(retrieve) | CacheReorder(orderer)
+        chain = RunnableLambda(retrieve) | CacheOrderTransformer(orderer)
         assert names(chain.invoke("abc: ?")) == "abc"
         assert names(await chain.ainvoke("cba: ?")) == "abc"
         assert list(map(names, chain.batch(["bca: ?", "acb: ?"]))) == ["abc", "abc"]
@@ -581,7 +581,7 @@ class TestTheStep:
         assert [names(found) for found in chain.stream("cab: ?")] == ["abc"]
 
     def test_takes_none_one_and_the_same_again(self, orderer: Recorder) -> None:
-        reorder = CacheReorder(orderer, rank_key="ragorder")
+        reorder = CacheOrderTransformer(orderer, rank_key="ragorder")
         assert reorder.invoke([]) == []
         assert names(reorder.invoke(DOCUMENTS[:1])) == "a"
         twice = reorder.invoke([DOCUMENTS[0], DOCUMENTS[1], DOCUMENTS[0]])
@@ -590,12 +590,12 @@ class TestTheStep:
         assert reorder.invoke(tuple(DOCUMENTS))[0] == reorder.invoke(DOCUMENTS)[0]
 
     def test_says_what_it_takes_and_gives(self, orderer: Recorder) -> None:
-        assert CacheReorder(orderer).get_output_jsonschema()["type"] == "array"
+        assert CacheOrderTransformer(orderer).get_output_jsonschema()["type"] == "array"
 
 
 class TestWithoutAHandler:
     def test_an_ordering_counts_as_served_at_once(self, orderer: Recorder) -> None:
-        CacheReorder(orderer).invoke(DOCUMENTS)
+        CacheOrderTransformer(orderer).invoke(DOCUMENTS)
         rag(orderer, Model()).invoke("ab: #7")
         assert orderer.finished == [NO_NUMBERS, NO_NUMBERS]
 
@@ -621,7 +621,7 @@ class TestReportedTokens:
         assert orderer.finished == [usage(1), usage(2), usage(3), usage(4), usage(5), usage(6)]
 
     def test_reach_the_ordering_of_the_step(self, orderer: Recorder, handler: FeedbackHandler) -> None:
-        reorder = CacheReorder(orderer)
+        reorder = CacheOrderTransformer(orderer)
         chain = RunnablePassthrough.assign(documents=lambda given: retrieve(given["question"])).assign(
             context=operator.itemgetter("documents") | reorder | plain
         )
@@ -783,7 +783,7 @@ class TestWhichCallAnOrderingBelongsTo:
             grader.batch([f"Is this any good? {document.page_content} #99" for document in documents], config)
             return documents
 
-        retriever = CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
+        retriever = CacheOrderRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
         chain = {"context": retriever | grade | show, "question": RunnablePassthrough()} | PROMPT | Model()
         chain.invoke("abc: #7", watched(handler))
         assert orderer.finished == [usage(7) if show is plain else NO_NUMBERS]
@@ -791,7 +791,7 @@ class TestWhichCallAnOrderingBelongsTo:
     def test_the_one_of_its_own_branch(self, orderer: Recorder, handler: FeedbackHandler) -> None:
         """Four branches retrieve the same documents, which come in the same order: only the branch tells them apart.
         The last one to retrieve is the first one to ask."""
-        retriever = CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
+        retriever = CacheOrderRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
         turns = [threading.Event() for _ in range(5)]
 
         def branch(number: int, question: str, last: bool) -> Any:
@@ -816,7 +816,7 @@ class TestWhichCallAnOrderingBelongsTo:
         self, orderer: Recorder, handler: FeedbackHandler
     ) -> None:
         """Side by side in one node: what one has retrieved is part of what the other one has."""
-        retriever = CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
+        retriever = CacheOrderRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
         model = Model()
 
         def work(_: str, config: RunnableConfig) -> None:
@@ -829,7 +829,7 @@ class TestWhichCallAnOrderingBelongsTo:
 
     def test_the_foremost_of_several_has_the_numbers(self, orderer: Recorder, handler: FeedbackHandler) -> None:
         """Two retrievers into one prompt: what the engine had cached says something of the first one's documents."""
-        retriever = CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
+        retriever = CacheOrderRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
         model = Model()
 
         def work(_: str, config: RunnableConfig) -> None:
@@ -841,7 +841,7 @@ class TestWhichCallAnOrderingBelongsTo:
 
     def test_the_first_of_several_with_the_same_documents(self, orderer: Recorder, handler: FeedbackHandler) -> None:
         """The second one is served from what the first one has computed, even if it is ready first."""
-        retriever = CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
+        retriever = CacheOrderRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
         first, second = Model(delay_s=0.2, started=threading.Event()), Model()
 
         def late(prompt: str, config: RunnableConfig) -> Any:
@@ -853,7 +853,7 @@ class TestWhichCallAnOrderingBelongsTo:
         assert orderer.finished == [usage(1)]
 
     def test_the_second_if_the_first_fails(self, orderer: Recorder, handler: FeedbackHandler) -> None:
-        retriever = CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
+        retriever = CacheOrderRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
         first, others = Slow(errors=[ValueError("no")], started=threading.Event()), Model()
 
         def late(prompt: str, config: RunnableConfig) -> Any:
@@ -867,7 +867,7 @@ class TestWhichCallAnOrderingBelongsTo:
         assert orderer.finished == [usage(2)]
 
     def test_and_others_may_still_be_under_way_then(self, orderer: Recorder, handler: FeedbackHandler) -> None:
-        retriever = CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
+        retriever = CacheOrderRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
         first, second = Slow(started=threading.Event()), Slow(started=threading.Event())
 
         def early(prompt: str, config: RunnableConfig) -> Any:
@@ -892,7 +892,7 @@ class TestWhichCallAnOrderingBelongsTo:
         assert orderer.finished == [usage(7)]
 
     def test_not_one_with_its_documents_in_another_order(self, orderer: Recorder, handler: FeedbackHandler) -> None:
-        retriever = CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
+        retriever = CacheOrderRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
 
         def work(question: str, config: RunnableConfig) -> None:
             found = retriever.invoke(question, config)
@@ -904,7 +904,7 @@ class TestWhichCallAnOrderingBelongsTo:
 
     def test_not_one_that_is_anothers(self, orderer: Recorder, handler: FeedbackHandler) -> None:
         """Of what the other retriever found, the prompt shows nothing that could be recognised."""
-        retriever = CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
+        retriever = CacheOrderRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
         both = RunnableLambda(lambda question: plain(retriever.invoke("ab: ?")) + shouted(retriever.invoke("cd: ?")))
         (both | (lambda prompt: f"{prompt} #7") | Model()).invoke("go", watched(handler))
         assert orderer.finished == [usage(7), NO_NUMBERS]
@@ -913,7 +913,7 @@ class TestWhichCallAnOrderingBelongsTo:
         self, orderer: Recorder, handler: FeedbackHandler
     ) -> None:
         found = [Document(" first\n"), Document("\tsecond "), Document(" ")]
-        retriever = CacheOrderedRetriever(retriever=RunnableLambda(lambda _: found), orderer=orderer)
+        retriever = CacheOrderRetriever(retriever=RunnableLambda(lambda _: found), orderer=orderer)
         trimmed = RunnableLambda(lambda documents: "|".join(each.page_content.strip() for each in documents))
         chain = retriever | trimmed | (lambda prompt: f"{prompt} #7") | Model() | (lambda answer: "#99") | Model()
         chain.invoke("?", watched(handler))
@@ -925,7 +925,7 @@ class TestWhichCallAnOrderingBelongsTo:
         assert orderer.finished == [NO_NUMBERS]
 
     def test_none_if_one_call_might_be_that_of_two(self, orderer: Recorder, handler: FeedbackHandler) -> None:
-        retriever = CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
+        retriever = CacheOrderRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
         both = RunnableParallel(one=retriever, two=retriever) | (lambda found: f"{shouted(found['one'])} #7")
         (both | Model()).invoke("ab: ?", watched(handler))
         assert orderer.finished == [NO_NUMBERS] * 2
@@ -934,7 +934,7 @@ class TestWhichCallAnOrderingBelongsTo:
         self, orderer: Recorder, handler: FeedbackHandler
     ) -> None:
         """Nobody's documents can be recognised. The second was retrieved while the first one's call was under way."""
-        retriever = CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
+        retriever = CacheOrderRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
         slow = Slow(started=threading.Event())
 
         def late(prompt: str, config: RunnableConfig) -> None:
@@ -948,7 +948,7 @@ class TestWhichCallAnOrderingBelongsTo:
 
     def test_an_agent_retrieves_and_asks_again_and_again(self, orderer: Recorder, handler: FeedbackHandler) -> None:
         """Each prompt has all that was retrieved before; a tool retrieves."""
-        retriever = CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
+        retriever = CacheOrderRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
 
         @tool
         def search(question: str) -> str:
@@ -965,7 +965,7 @@ class TestWhichCallAnOrderingBelongsTo:
         assert orderer.finished == [usage(0), usage(1), usage(2)]
 
     def test_a_model_outside_of_any_run_is_nobodys(self, orderer: Recorder, handler: FeedbackHandler) -> None:
-        retriever = CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
+        retriever = CacheOrderRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
         found = retriever.invoke("ab: ?", watched(handler))
         Model().invoke(f"{plain(found)} #7", watched(handler))
         assert orderer.finished == [NO_NUMBERS]
@@ -1026,7 +1026,7 @@ class TestErrors:
         assert orderer.finished == [DISCARDED] * 4
 
     async def test_between_retrieval_and_model_discard(self, orderer: Recorder, handler: FeedbackHandler) -> None:
-        retriever = CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
+        retriever = CacheOrderRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
         chain = retriever | fails | Model()
         with pytest.raises(BoomError):
             chain.invoke("ab: #7", watched(handler))
@@ -1090,7 +1090,7 @@ class TestErrors:
     def test_that_the_application_catches_around_the_model_alone_discard(
         self, orderer: Recorder, handler: FeedbackHandler
     ) -> None:
-        retriever = CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
+        retriever = CacheOrderRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
 
         def work(question: str, config: RunnableConfig) -> str:
             prompt = plain(retriever.invoke(question, config))
@@ -1104,7 +1104,7 @@ class TestErrors:
     def test_of_a_first_attempt_leave_the_numbers_to_the_second_with_what_it_retrieved(
         self, orderer: Recorder, handler: FeedbackHandler
     ) -> None:
-        retriever = CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
+        retriever = CacheOrderRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
         model = Model(errors=[BoomError()])
 
         def work(question: str, config: RunnableConfig) -> None:
@@ -1116,7 +1116,7 @@ class TestErrors:
         assert orderer.finished == [DISCARDED, usage(7)]
 
     def test_of_the_tool_that_retrieves_discard(self, orderer: Recorder, handler: FeedbackHandler) -> None:
-        retriever = CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
+        retriever = CacheOrderRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
 
         @tool
         def search(question: str) -> str:
@@ -1286,7 +1286,7 @@ class TestStreams:
                 stream = model.stream_events(f"{prompt} #7", config, version="v3")
                 return stream.output
 
-            retriever = CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
+            retriever = CacheOrderRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
             return retriever | plain | work
 
         asks(Model()).invoke("ab: ?", watched(handler))
@@ -1346,7 +1346,7 @@ class TestCancellation:
             await asyncio.sleep(10)
             return []
 
-        retriever = CacheOrderedRetriever(retriever=RunnableLambda(slow), orderer=orderer)
+        retriever = CacheOrderRetriever(retriever=RunnableLambda(slow), orderer=orderer)
         await self.cancel((retriever if alone else retriever | plain).ainvoke("ab: ?", watched(handler)), started)
         assert handler.open_runs == 0
 
@@ -1373,7 +1373,7 @@ class TestBounds:
     def test_runs_that_never_end_are_given_up(self, orderer: Recorder) -> None:
         """A retriever of somebody else's that was cancelled: nobody tells of its end."""
         handler = FeedbackHandler(max_runs=10)
-        retriever = CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
+        retriever = CacheOrderRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
         streams = []
         for _ in range(20):
             chain = RunnablePassthrough.assign(documents=lambda given: retriever.invoke(given["question"]))
@@ -1388,7 +1388,7 @@ class TestBounds:
         assert (handler.waiting_orderings, handler.open_runs) == (0, 0)
 
     def test_a_run_without_end_keeps_so_many_orderings(self, orderer: Recorder, handler: FeedbackHandler) -> None:
-        retriever = CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
+        retriever = CacheOrderRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
         most = []
 
         def work(_: str, config: RunnableConfig) -> None:
@@ -1426,7 +1426,7 @@ class State(TypedDict, total=False):
 class TestLangGraph:
     def graph(self, orderer: Recorder, model: Model, **edges: Any) -> Any:
         """Retrieves in one node, asks in another; the nodes know of no callbacks."""
-        retriever = CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
+        retriever = CacheOrderRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
         graph = StateGraph(State)
         graph.add_node("retrieve", lambda state: {"documents": retriever.invoke(state["question"])})
         graph.add_node("ask", lambda state: self.ask(model, state))
@@ -1450,7 +1450,7 @@ class TestLangGraph:
         assert orderer.finished == [usage(number) for number in (1, 2, 3, 4, 5)]
 
     async def test_hands_on_between_coroutines(self, orderer: Recorder, handler: FeedbackHandler) -> None:
-        retriever = CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
+        retriever = CacheOrderRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
         model = Model(delay_s=0.01)
 
         async def search(state: State) -> State:
@@ -1489,7 +1489,7 @@ class TestLangGraph:
 
     def test_keeps_questions_apart_that_part_after_retrieval(self, orderer: Recorder, handler: FeedbackHandler) -> None:
         """Nodes that retrieve, then nodes that ask: of the same documents, each ordering gets one call's numbers."""
-        retriever, model = CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer), Model()
+        retriever, model = CacheOrderRetriever(retriever=RunnableLambda(retrieve), orderer=orderer), Model()
 
         class Many(TypedDict, total=False):
             question: str
@@ -1531,7 +1531,7 @@ class TestLangGraph:
     def test_takes_the_numbers_of_the_attempt_that_succeeded(self, orderer: Recorder, handler: FeedbackHandler) -> None:
         from langgraph.types import RetryPolicy
 
-        retriever = CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
+        retriever = CacheOrderRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
         model = Model(errors=[BoomError()])
         graph = StateGraph(State)
 
@@ -1548,7 +1548,7 @@ class TestLangGraph:
         self, orderer: Recorder, handler: FeedbackHandler
     ) -> None:
         """A subgraph retrieves and leaves for a node of its parent's, which LangGraph does by raising."""
-        retriever, model = CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer), Model()
+        retriever, model = CacheOrderRetriever(retriever=RunnableLambda(retrieve), orderer=orderer), Model()
 
         def search(state: State) -> Command[str]:
             found = {"documents": retriever.invoke(state["question"])}

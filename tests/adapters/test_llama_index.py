@@ -43,7 +43,7 @@ from llama_index.core.retrievers import TransformRetriever
 from llama_index.core.schema import ImageNode, IndexNode, MetadataMode, NodeWithScore, QueryBundle, TextNode
 
 from ragorder import Document, Orderer
-from ragorder.adapters.llama_index import CacheOrderedRetriever, CacheOrderPostprocessor, FeedbackHandler
+from ragorder.adapters.llama_index import CacheOrderPostprocessor, CacheOrderRetriever, FeedbackHandler
 
 SMALL: Any = {"block_size": 1, "capacity_tokens": 60, "suffix_tokens": 8}
 REQUESTS = st.lists(st.lists(st.sampled_from("abcdefg"), max_size=12), min_size=1, max_size=6)
@@ -248,7 +248,7 @@ class TestScopesShareNothing:
         assert names(theirs.postprocess_nodes(found("b", "a"))) == ["b", "a"]
         assert names(ours.postprocess_nodes(found("b", "a"))) == ["a", "b"]
 
-    @pytest.mark.parametrize("whole", [CacheOrderPostprocessor, CacheOrderedRetriever])
+    @pytest.mark.parametrize("whole", [CacheOrderPostprocessor, CacheOrderRetriever])
     def test_a_function_names_the_scope_of_a_query(self, orderer: Orderer, whole: Any) -> None:
         scopes = []
 
@@ -258,11 +258,11 @@ class TestScopesShareNothing:
 
         def ask(text: str, tenant: str) -> list[str]:
             bundle = QueryBundle(text, custom_embedding_strs=[tenant])
-            if whole is CacheOrderedRetriever:
+            if whole is CacheOrderRetriever:
                 return names(adapter.retrieve(bundle))
             return names(adapter.postprocess_nodes(found(*text.split()), query_bundle=bundle))
 
-        adapter = whole(*([Fixed()] if whole is CacheOrderedRetriever else []), orderer, scope=tenant)
+        adapter = whole(*([Fixed()] if whole is CacheOrderRetriever else []), orderer, scope=tenant)
         ask("a b", "ours")
         assert ask("b a", "theirs") == ["b", "a"]
         assert ask("b a", "ours") == ["a", "b"]
@@ -296,7 +296,7 @@ class TestWhatFailsLeavesRetrievalOrder:
     ) -> None:
         CacheOrderPostprocessor(orderer).postprocess_nodes(found("a", "b"))
         postprocessor = CacheOrderPostprocessor(orderer, **options)
-        retriever = CacheOrderedRetriever(Fixed(), orderer, **options)
+        retriever = CacheOrderRetriever(Fixed(), orderer, **options)
         assert names(postprocessor.postprocess_nodes(found("b", "a"))) == ["b", "a"]
         assert names(await postprocessor._apostprocess_nodes(found("b", "a"))) == ["b", "a"]
         assert names(retriever.retrieve("b a")) == ["b", "a"]
@@ -317,7 +317,7 @@ class TestWhatFailsLeavesRetrievalOrder:
             def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
                 raise LookupError("no index")
 
-        retriever = CacheOrderedRetriever(Broken(), orderer)
+        retriever = CacheOrderRetriever(Broken(), orderer)
         with pytest.raises(LookupError, match="no index"):
             retriever.retrieve("a")
         with pytest.raises(LookupError, match="no index"):
@@ -331,7 +331,7 @@ class TestTheRetrieverWrapsAnother:
     )
     async def test_it_asks_what_it_is_asked_and_puts_the_answer_in_order(self, orderer: Orderer, query: Any) -> None:
         inner = Fixed()
-        retriever = CacheOrderedRetriever(inner, orderer)
+        retriever = CacheOrderRetriever(inner, orderer)
         assert names(retriever.retrieve("a b c")) == ["a", "b", "c"]
         assert names(retriever.retrieve(query)) == ["a", "b", "c"]
         assert names(await retriever.aretrieve(query)) == ["a", "b", "c"]
@@ -341,7 +341,7 @@ class TestTheRetrieverWrapsAnother:
 
     def test_callbacks_of_the_wrapped_retriever_go_on_and_see_its_order(self, orderer: Orderer) -> None:
         debug = LlamaDebugHandler(print_trace_on_end=False)
-        retriever = CacheOrderedRetriever(Fixed(callback_manager=CallbackManager([debug])), orderer)
+        retriever = CacheOrderRetriever(Fixed(callback_manager=CallbackManager([debug])), orderer)
         retriever.retrieve("a b")
         debug.flush_event_logs()
         retriever.retrieve("b a")
@@ -358,7 +358,7 @@ class TestTheRetrieverWrapsAnother:
 
             _verbose, object_map = False, {}
 
-        assert names(CacheOrderedRetriever(Bare(), orderer).retrieve("?")) == ["a"]
+        assert names(CacheOrderRetriever(Bare(), orderer).retrieve("?")) == ["a"]
 
     def test_instrumentation_sees_both_retrievers(self, orderer: Orderer) -> None:
         class Ear(BaseEventHandler):
@@ -370,14 +370,14 @@ class TestTheRetrieverWrapsAnother:
         ear = Ear()
         get_dispatcher().add_event_handler(ear)
         try:
-            CacheOrderedRetriever(Fixed(), orderer).retrieve("a")
+            CacheOrderRetriever(Fixed(), orderer).retrieve("a")
         finally:
             get_dispatcher().event_handlers.remove(ear)
         kinds = [type(event) for event in ear.heard if isinstance(event, RetrievalStartEvent | RetrievalEndEvent)]
         assert kinds == [RetrievalStartEvent, RetrievalStartEvent, RetrievalEndEvent, RetrievalEndEvent]
         spans = [event.span_id.split("-")[0] for event in ear.heard if isinstance(event, RetrievalStartEvent)]
         # In 0.12.0 a span bears the name of the class that its method is written in.
-        assert spans in (["CacheOrderedRetriever.retrieve", "Fixed.retrieve"], ["BaseRetriever.retrieve"] * 2)
+        assert spans in (["CacheOrderRetriever.retrieve", "Fixed.retrieve"], ["BaseRetriever.retrieve"] * 2)
 
     async def test_what_a_node_stands_for_is_looked_up_by_the_wrapped_retriever_alone(self, orderer: Orderer) -> None:
         deeper = IndexNode(id_="inner", text="", index_id="inner", obj=TextNode(id_="never", text=""))
@@ -387,13 +387,13 @@ class TestTheRetrieverWrapsAnother:
                 return [NodeWithScore(node=IndexNode(id_="outer", text="", index_id="outer", obj=deeper), score=1.0)]
 
         inner = Indexed()
-        retriever = CacheOrderedRetriever(inner, orderer)
+        retriever = CacheOrderRetriever(inner, orderer)
         assert names(retriever.retrieve("?")) == names(inner.retrieve("?")) == ["inner"]
         assert names(await retriever.aretrieve("?")) == names(await inner.aretrieve("?"))
 
     def test_prompts_of_the_wrapped_retriever_can_be_reached(self, orderer: Orderer) -> None:
         inner = TransformRetriever(Fixed(), HyDEQueryTransform(llm=MockLLM()))
-        reached = CacheOrderedRetriever(inner, orderer).get_prompts()
+        reached = CacheOrderRetriever(inner, orderer).get_prompts()
         assert set(reached) == {f"retriever:{name}" for name in inner.get_prompts()}
         assert reached
 
@@ -405,7 +405,7 @@ class TestInAQueryEngine:
 
     @pytest.mark.parametrize("wrapped", [False, True], ids=["postprocessor", "retriever"])
     async def test_the_prompt_shows_the_nodes_in_the_new_order(self, orderer: Orderer, wrapped: bool) -> None:
-        retriever = CacheOrderedRetriever(Fixed(), orderer) if wrapped else Fixed()
+        retriever = CacheOrderRetriever(Fixed(), orderer) if wrapped else Fixed()
         engine = self.engine(retriever, *([] if wrapped else [CacheOrderPostprocessor(orderer)]))
         assert shown(engine.query("a b c")) == ["a", "b", "c"]
         response = engine.query("d b a c")
@@ -460,7 +460,7 @@ class TestSerialisation:
         assert names(copied(postprocessor).postprocess_nodes(found("b", "a"))) == ["a", "b"]
 
     def test_copies_of_the_retriever_share_it_too(self, orderer: Orderer) -> None:
-        retriever = CacheOrderedRetriever(Fixed(), orderer)
+        retriever = CacheOrderRetriever(Fixed(), orderer)
         retriever.retrieve("a b")
         assert names(copy.deepcopy(retriever).retrieve("b a")) == ["a", "b"]
 
@@ -537,7 +537,7 @@ class TestFeedback:
     ) -> None:
         engine = self.engine(recorder)
         if wrapped:
-            retriever = CacheOrderedRetriever(Fixed(), recorder)
+            retriever = CacheOrderRetriever(Fixed(), recorder)
             engine = RetrieverQueryEngine.from_args(retriever, llm=Reporting())
         engine.query("a b")
         await engine.aquery("b a")
@@ -615,7 +615,7 @@ class TestFeedback:
     def test_outside_any_request_an_ordering_counts_as_served_at_once(
         self, recorder: Recorder, feedback: FeedbackHandler
     ) -> None:
-        CacheOrderedRetriever(Fixed(), recorder).retrieve("a")
+        CacheOrderRetriever(Fixed(), recorder).retrieve("a")
         assert recorder.finished == [(True, None, None, None)]
 
     def test_a_chat_model_that_completes_counts_once(self, recorder: Recorder, feedback: FeedbackHandler) -> None:
@@ -732,7 +732,7 @@ class TestD8StreamedAnswers:
         # What the collector finishes may wait for the next call of the orderer.
         recorder.orderer.order([])
         assert recorder.finished[1:] == [(served, None, None, None)]
-        assert not feedback._streams and not feedback._unasked
+        assert not feedback._streams and not feedback._pending
 
     def test_d8_concurrent_streams_get_their_own_numbers(self, recorder: Recorder, feedback: FeedbackHandler) -> None:
         """Read in turns and from threads, long after their requests have ended."""
@@ -766,7 +766,7 @@ class TestD8StreamedAnswers:
         with ThreadPoolExecutor(16) as pool:
             list(pool.map(list, streams))
         assert expected == {f"n{number}": number for number in range(48)}
-        assert not feedback._streams and not feedback._unasked
+        assert not feedback._streams and not feedback._pending
 
     def test_d8_of_several_prompts_have_no_numbers(self, recorder: Recorder, feedback: FeedbackHandler) -> None:
         postprocessors: Any = [CacheOrderPostprocessor(recorder)]
@@ -846,7 +846,7 @@ class TestConcurrency:
     QUERIES = tuple(["abcdefgh"[n % 8], *(f"n{n}x{place}" for place in range(5)), "z"] for n in range(64))
 
     def test_threads(self, orderer: Orderer) -> None:
-        retriever = CacheOrderedRetriever(Fixed(), orderer)
+        retriever = CacheOrderRetriever(Fixed(), orderer)
         with ThreadPoolExecutor(64) as pool:
             results = list(pool.map(retriever.retrieve, map(" ".join, self.QUERIES)))
         assert [sorted(names(nodes)) for nodes in results] == list(map(sorted, self.QUERIES))

@@ -40,7 +40,8 @@ import uvicorn
 from click.testing import CliRunner, Result
 
 from ragorder.adapters.proxy import DocumentTemplate, TemplateError, Timeouts, make_app
-from ragorder.adapters.proxy.usage import StreamReader, Usage, WholeReader
+from ragorder.adapters.proxy.usage import StreamReader, WholeReader
+from ragorder.adapters.usage import ReportedUsage
 from ragorder.cli.serve import serve as serve_command
 
 # Made once: it takes longer than most of these tests.
@@ -420,7 +421,7 @@ class TestTaggedChat:
     def test_only_in_retrieval_order_after_an_internal_error(
         self, start: Start, far_end: FarEnd, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("ragorder.adapters.proxy.ordering.scope_of", lambda *_: 1 / 0)
+        monkeypatch.setattr("ragorder.adapters.proxy.parsing.scope_of", lambda *_: 1 / 0)
         proxy = start(orderer=Orderer(block_size=16))
         for names in ("ab", "ba"):
             assert proxy.post(tagged(names)).status_code == 200
@@ -1247,14 +1248,14 @@ class TestReadingAnswers:
         edges = [0, *sorted(cuts), len(self.STREAM)]
         for start, end in pairwise(edges):
             reader.feed(self.STREAM[start:end])
-        assert (reader.served, reader.usage()) == (True, Usage(512, 600, 7))
+        assert (reader.served, reader.usage()) == (True, ReportedUsage(512, 600, 7))
 
     @given(st.lists(st.binary(max_size=30) | st.sampled_from([b"data: ", b"\n", b'"usage"', b"{", b"}", TOKEN, LAST])))
     def test_no_bytes_are_too_odd(self, chunks: list[bytes]) -> None:
         for reader in (StreamReader(), WholeReader()):
             for chunk in chunks:
                 reader.feed(chunk)
-            assert isinstance(reader.usage(), Usage)
+            assert isinstance(reader.usage(), ReportedUsage)
 
     @pytest.mark.parametrize(
         "event",
@@ -1287,13 +1288,13 @@ class TestReadingAnswers:
             reader.feed(b"data: " + b"x" * 100_000)
             assert len(reader._line) <= 1 << 20
         reader.feed(b"\n" + LAST)
-        assert (reader.served, reader.usage()) == (True, Usage(512, 600, 7))
+        assert (reader.served, reader.usage()) == (True, ReportedUsage(512, 600, 7))
 
     def test_of_a_long_answer_nothing_is_kept(self) -> None:
         reader = WholeReader()
         for _ in range(100):
             reader.feed(b"x" * 100_000)
-        assert (reader._chunks, reader.usage()) == ([], Usage())
+        assert (reader._chunks, reader.usage()) == ([], ReportedUsage())
 
 
 class TestLeaving:
@@ -1515,7 +1516,7 @@ class TestFailures:
         def fail(*_: Any) -> None:
             raise RuntimeError("secret")
 
-        monkeypatch.setattr("ragorder.adapters.proxy.ordering.read_tagged", fail)
+        monkeypatch.setattr("ragorder.adapters.proxy.parsing.read_tagged", fail)
         response = proxy.post(tagged("ab"))
         assert (response.status_code, error_of(response)["type"]) == (500, "server_error")
         assert "secret" not in response.text + caplog.text

@@ -125,7 +125,7 @@ def test_langchain(vllm_server: Any, orderer: Orderer, requests: list[Request], 
     from langchain_core.runnables import RunnablePassthrough
     from langchain_openai import ChatOpenAI
 
-    from ragorder.adapters.langchain import CacheOrderedRetriever, FeedbackHandler
+    from ragorder.adapters.langchain import CacheOrderRetriever, FeedbackHandler
 
     found = {
         question: [LangChainDocument(id=document.id, page_content=document.text) for document in documents]
@@ -143,7 +143,7 @@ def test_langchain(vllm_server: Any, orderer: Orderer, requests: list[Request], 
     model = ChatOpenAI(
         base_url=f"{vllm_server.base_url}/v1", api_key="none", model=vllm_server.model_name, max_tokens=1, temperature=0
     )
-    retriever = CacheOrderedRetriever(retriever=Retriever(), orderer=orderer)
+    retriever = CacheOrderRetriever(retriever=Retriever(), orderer=orderer)
     chain = {"documents": retriever | show, "question": RunnablePassthrough()} | prompt | model
     served = []
     for question, _ in requests:
@@ -266,7 +266,7 @@ def test_dspy(
     """Passages have no ids in DSPy: each carries its heading, so that its text is what stands in the prompt."""
     import dspy
 
-    from ragorder.adapters.dspy import CacheOrderedRetrieve
+    from ragorder.adapters.dspy import CacheOrderRetriever
 
     found = {question: [documents_text([document]) for document in documents] for question, documents in requests}
     lengths = {
@@ -278,7 +278,7 @@ def test_dspy(
     class Answer(dspy.Module):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
-            self.retrieve = CacheOrderedRetrieve(
+            self.retrieve = CacheOrderRetriever(
                 lambda question: dspy.Prediction(passages=found[question]),
                 Orderer(orderer.settings),
                 tokens=lambda passage: lengths[passage],

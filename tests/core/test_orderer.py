@@ -553,6 +553,7 @@ print(len(orders), hashlib.sha256(json.dumps(orders).encode()).hexdigest())
 """
 
 
+@pytest.mark.slow
 def test_the_same_in_every_process() -> None:
     outputs = [
         subprocess.run(

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from support.rings import examples
 
 from ragorder import Document, Orderer, Ordering, Prompt, PromptBuilder, Span
-from ragorder.escaping import repair_unicode, special_token_escaper
+from ragorder.tokens import repair_unicode, special_token_escaper
 
 SYSTEM = "Answer from the documents."
 QUERY = "Who hunts at night?"

@@ -185,6 +185,7 @@ class TestExactness:
         assert bias["none"] > max(0.2, 3 * abs(bias["events"]), 3 * abs(bias["lru"]))
 
 
+@pytest.mark.slow
 class TestForeignTraffic:
     """A second client fills the cache between our requests."""
 
@@ -270,6 +271,7 @@ class TestInterruptions:
         assert (answer.ordering.cached_tokens, answer.cached_tokens) == (0, 0)
         self.check(rag, asked)
 
+    @pytest.mark.slow
     def test_a_subscriber_that_starts_late_knows_what_it_missed(
         self,
         make_orderer: Callable[..., Orderer],
@@ -302,6 +304,7 @@ class TestInterruptions:
         self.check(rag, rankings(3, documents, seed=9))
         assert orderer.events.counters.restarts == orderer.events.counters.garbage == 0
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("end", ["stop", "kill"])
     def test_the_server_goes_with_requests_in_flight_and_comes_back(
         self,

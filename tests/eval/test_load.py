@@ -1310,6 +1310,7 @@ class TestBenchOnVLLM:
         policies = ["--policy", "retrieval", "--policy", "auto"]
         return ["--engine", "openai", *urls, *policies, "--limit", "20", "--top-k", "3"]
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("servers", [1, 2])
     def test_under_load(self, vllm_server: Any, servers: int) -> None:
         """Named twice, the one server holds both policies' blocks at a time; salts keep them apart."""
@@ -1343,6 +1344,7 @@ class TestBenchOnVLLM:
         assert events["prediction_within_block"] >= 0.95
         assert events["cached_tokens"] > 0
 
+    @pytest.mark.slow
     def test_a_server_is_started_where_none_is_given(self, vllm_model: Path) -> None:
         options = ["--engine", "openai", "--model", str(vllm_model), "--capacity-tokens", "8192", "--limit", "12"]
         retrieval, events = bench(*options, "--policy", "retrieval", "--policy", "events", "--concurrency", "2")
@@ -1355,6 +1357,7 @@ class TestBenchOnVLLM:
         options = self.options(vllm_server)
         assert [run["cached_tokens"] for run in bench(*options)] == [run["cached_tokens"] for run in bench(*options)]
 
+    @pytest.mark.slow
     def test_arrivals(self, vllm_server: Any) -> None:
         vllm_server.reset()
         retrieval, auto = bench(*self.options(vllm_server), "--arrivals", "poisson:40")

@@ -231,6 +231,7 @@ class TestTheHarness:
         assert line["cell"]["corpus"] == "small" and "give --corpora" in line["reason"]
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 class TestOnRealServers:
     @pytest.fixture(scope="class")

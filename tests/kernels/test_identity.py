@@ -247,6 +247,7 @@ class TestH4OneValueMakesAnotherModel:
 
 
 class TestTheSameModelIsTheSame:
+    @pytest.mark.slow
     def test_a_model_that_is_loaded_again_in_another_process_from_another_place(
         self, tmp_path: Path, python: Any
     ) -> None:
