@@ -50,6 +50,8 @@ from ragorder.eval.tiny_model import make_model
 from ragorder.kernels.engine import EngineSettings, Request, Sampling, TieredEngine, loading
 from ragorder.kernels.profile import PrefillProfile
 
+pytestmark = pytest.mark.merge
+
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 SYSTEM = {"role": "system", "content": "Answer from the documents, please."}
@@ -1320,6 +1322,7 @@ class TestEnd:
             assert time.monotonic() - began < 30
         assert WORD not in said
 
+    @pytest.mark.slow
     def test_a_kill_leaves_nothing_but_the_disks_folder(self, launch: Callable[..., Served], tmp_path: Path) -> None:
         temporary = tmp_path / "tmp"
         temporary.mkdir()
