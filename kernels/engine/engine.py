@@ -24,8 +24,8 @@ from ragorder.kernels.engine.request import Completion, Request, RequestRefusedE
 from ragorder.kernels.engine.sampling import Choice, choose
 from ragorder.kernels.engine.scheduler import ScheduledChunk, Scheduler
 from ragorder.kernels.engine.sequence import RequestValidator, Sequence
-from ragorder.kernels.engine.settings import EngineSettings
 from ragorder.kernels.engine.stats import EngineCounters, EngineStats
+from ragorder.kernels.engine_settings import EngineSettings
 from ragorder.kernels.paging import OutOfBlocksError
 from ragorder.kernels.profile import LINEAR, PrefillProfile
 
