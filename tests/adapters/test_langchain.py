@@ -54,6 +54,8 @@ from support.framework_contract import FrameworkContract
 from ragorder.adapters.langchain import CacheOrderRetriever, CacheOrderTransformer, FeedbackHandler
 from ragorder.adapters.langchain import runs as _langchain_runs
 
+pytestmark = pytest.mark.merge
+
 try:
     from langchain_tests.integration_tests import RetrieversIntegrationTests
 except ImportError:  # It asks for newer versions than the adapter does.
