@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import cast
 from urllib.parse import unquote
 
-import httpx
+import httpx2
 from starlette.types import ASGIApp, Message, Scope
 
 __all__ = ["AppTransport"]
@@ -17,30 +17,30 @@ __all__ = ["AppTransport"]
 _AHEAD = 16
 
 
-class AppTransport(httpx.AsyncBaseTransport):
-    """Brings requests to an ASGI application, and its answers back piece by piece as they come (httpx's own
+class AppTransport(httpx2.AsyncBaseTransport):
+    """Brings requests to an ASGI application, and its answers back piece by piece as they come (httpx2's own
     ASGITransport collects them). To close an answer, or to be cancelled while waiting for it, cancels the application's
     work on it."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
-    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """Raises httpx.ReadTimeout if the application takes too long, httpx.RemoteProtocolError if it gives up."""
+    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+        """Raises httpx2.ReadTimeout if the application takes too long, httpx2.RemoteProtocolError if it gives up."""
         exchange = _Exchange(self._app, request)
         try:
             start = await exchange.next_message()
         except BaseException:
             await exchange.aclose()
             raise
-        return httpx.Response(start["status"], headers=start.get("headers", []), stream=exchange)
+        return httpx2.Response(start["status"], headers=start.get("headers", []), stream=exchange)
 
 
-class _Exchange(httpx.AsyncByteStream):
+class _Exchange(httpx2.AsyncByteStream):
     """One request, and the body of its answer."""
 
-    def __init__(self, app: ASGIApp, request: httpx.Request) -> None:
-        self._body = aiter(cast(httpx.AsyncByteStream, request.stream))
+    def __init__(self, app: ASGIApp, request: httpx2.Request) -> None:
+        self._body = aiter(cast(httpx2.AsyncByteStream, request.stream))
         self._timeout_s: float | None = request.extensions.get("timeout", {}).get("read")
         self._messages: asyncio.Queue[Message | None] = asyncio.Queue(_AHEAD)
         self._work = asyncio.create_task(self._run(app, _scope(request)))
@@ -50,9 +50,9 @@ class _Exchange(httpx.AsyncByteStream):
             async with asyncio.timeout(self._timeout_s):
                 message = await self._messages.get()
         except TimeoutError:
-            raise httpx.ReadTimeout("the application did not answer in time") from None
+            raise httpx2.ReadTimeout("the application did not answer in time") from None
         if message is None:
-            raise httpx.RemoteProtocolError("the application broke off")
+            raise httpx2.RemoteProtocolError("the application broke off")
         return message
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
@@ -87,7 +87,7 @@ async def _nothing() -> AsyncIterator[bytes]:
     yield b""
 
 
-def _scope(request: httpx.Request) -> Scope:
+def _scope(request: httpx2.Request) -> Scope:
     path, _, query = request.extensions.get("target", request.url.raw_path).partition(b"?")
     return {
         "type": "http",
