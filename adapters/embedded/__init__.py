@@ -1,4 +1,4 @@
-"""The embedded engine as a server: OpenAI's API in this process, on `ragorder.kernels.engine` (docs/embedded.md)."""
+"""OpenAI's API on the embedded engine, `ragorder.kernels.engine` (docs/embedded.md)."""
 
 from __future__ import annotations
 
