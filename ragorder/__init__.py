@@ -1,4 +1,4 @@
-"""ragorder: orders retrieved documents so that a serving engine reuses more of its prefix cache."""
+"""Order of retrieved documents for the prefix cache of a serving engine."""
 
 import logging
 from typing import TYPE_CHECKING
@@ -21,7 +21,7 @@ install()
 
 
 def __getattr__(name: str) -> str:
-    # Read when asked for: looking through the installed packages takes longer than importing this one.
+    # Read on first use: searching the installed packages takes longer than importing this one.
     if name == "__version__":
         from importlib.metadata import version
 

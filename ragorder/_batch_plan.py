@@ -1,10 +1,5 @@
-"""Plans of a batch, tried on a copy of its scope before one of them is served.
-
-A plan that looks good on paper may lose to ordering each request as it comes: what the engine holds decides, and that
-changes with every request. So each plan is played through on a copy of the tree and of the mirror, and the one that
-finds most tokens in the cache is taken. Ordering one by one is always among them: no batch does worse, as far as the
-mirror knows.
-"""
+"""Plans of a batch: each is dry-run on a copy of its scope, and the one with most cached tokens is taken. Ordering one
+by one is among them."""
 
 from __future__ import annotations
 
@@ -14,7 +9,7 @@ from typing import Any, NamedTuple
 
 from ragorder._request import OrderRequest
 from ragorder._scope import Scope
-from ragorder.trie.backlog import plan_backlog
+from ragorder.trie.plan import plan_backlog
 
 __all__ = ["Step", "plan_batch"]
 
@@ -23,43 +18,38 @@ _MOST_CANDIDATES = 64
 
 
 class Step(NamedTuple):
-    """A request of the batch and the permutation of its ranks; None: as `order` has it when its turn comes."""
+    """A request of the batch and the permutation of its ranks (None: from `order`)."""
 
     number: int
     permutation: list[int] | None = None
 
 
 _Requests = Sequence[OrderRequest[Any]]
-_Plan = Callable[["_Stage", _Requests], None]
+_Plan = Callable[["_DryRun", _Requests], None]
 
 
 def plan_batch(scope: Scope, requests: _Requests, max_wait: int | None, suffix_tokens: int | None = None) -> list[Step]:
-    """The steps of the best plan, in serving order. No request is more than `max_wait` places late (None: no bound).
-
-    `scope` is a copy of the batch's own, of which each plan gets another. Time is near-linear in the number of
-    requests, and proportional to `max_wait` up to 64.
-    """
+    """The steps of the best plan, in serving order, none more than `max_wait` places late. `scope` is a copy of the
+    batch's own. Time is near-linear in the number of requests, and proportional to `max_wait` up to 64."""
     as_they_come = [Step(number) for number in range(len(requests))]
     if max_wait == 0 or not requests:
         return as_they_come
 
-    def rehearse(plan: _Plan) -> _Stage:
-        stage = _Stage(scope.copy(), suffix_tokens)
-        plan(stage, requests)
-        return stage
+    def dry_run(plan: _Plan) -> _DryRun:
+        run = _DryRun(scope.copy(), suffix_tokens)
+        plan(run, requests)
+        return run
 
     window = len(requests) if max_wait is None else min(max_wait + 1, len(requests))
-    best = rehearse(lambda stage, requests: _in_windows(stage, requests, window))
+    best = dry_run(lambda run, requests: _in_windows(run, requests, window))
     if window < len(requests):
-        # Where all requests may be served in any order, the plan of all of them together is the better one.
-        best = max(best, rehearse(lambda stage, requests: _nearest_first(stage, requests, window)), key=_cached_tokens)
-    # With equal hits the plan is better: what shares follows at once, whatever else the engine has to hold.
-    return best.steps if best.cached_tokens >= rehearse(_one_by_one).cached_tokens else as_they_come
+        # With a single window its plan is the better one.
+        best = max(best, dry_run(lambda run, requests: _nearest_first(run, requests, window)), key=_cached_tokens)
+    # With equal hits the plan is better: shared prefixes follow at once, whatever else fills the cache.
+    return best.steps if best.cached_tokens >= dry_run(_one_by_one).cached_tokens else as_they_come
 
 
-class _Stage:
-    """A scope that serves for trial: every request is answered at once."""
-
+class _DryRun:
     def __init__(self, scope: Scope, suffix_tokens: int | None) -> None:
         self.scope = scope
         self.steps: list[Step] = []
@@ -67,11 +57,9 @@ class _Stage:
         self._suffix_tokens = suffix_tokens
 
     def order(self, number: int, request: OrderRequest[Any], waiting: Sequence[frozenset[Any]] = ()) -> None:
-        """Serve the request as `Orderer.order` would."""
         self._serve(number, self.scope.order(request, waiting, self._suffix_tokens))
 
     def start(self, number: int, request: OrderRequest[Any], permutation: list[int]) -> None:
-        """Serve the request in a planned order."""
         self._serve(number, self.scope.start(request, permutation, self._suffix_tokens))
 
     def _serve(self, number: int, ordering: Any) -> None:
@@ -80,31 +68,30 @@ class _Stage:
         ordering.confirm()
 
 
-def _cached_tokens(stage: _Stage) -> int:
-    return stage.cached_tokens
+def _cached_tokens(run: _DryRun) -> int:
+    return run.cached_tokens
 
 
-def _one_by_one(stage: _Stage, requests: _Requests) -> None:
+def _one_by_one(run: _DryRun, requests: _Requests) -> None:
     for number, request in enumerate(requests):
-        stage.order(number, request)
+        run.order(number, request)
 
 
-def _in_windows(stage: _Stage, requests: _Requests, window: int) -> None:
-    """One window after the other, each planned as a whole from what the cache holds after the one before."""
-    scope = stage.scope
+def _in_windows(run: _DryRun, requests: _Requests, window: int) -> None:
+    scope = run.scope
     for first in range(0, len(requests), window):
         batch = requests[first : first + window]
         cached = [scope.cached_path(request) for request in batch]
         tokens = {key: length for request in batch for key, length in zip(request.keys, request.tokens, strict=True)}
-        # What a request shares with no other is placed as if it came alone.
+        # Documents that are not shared are placed as if the request came alone.
         alone = [[request.keys[rank] for rank in scope.preview(request, ())] for request in batch]
         for number, order in plan_backlog(alone, tokens, cached):
             request = batch[number]
-            stage.start(first + number, request, [request.ranks[key] for key in order])
+            run.start(first + number, request, [request.ranks[key] for key in order])
 
 
-def _nearest_first(stage: _Stage, requests: _Requests, window: int) -> None:
-    """Next comes the request, of those that may, of which the cache holds most; its documents are laid out for the
+def _nearest_first(run: _DryRun, requests: _Requests, window: int) -> None:
+    """Serve next, among the requests allowed, the one with most cached tokens; its documents are arranged for the
     others."""
     coming: Iterator[tuple[int, OrderRequest[Any], frozenset[Any]]] = (
         (number, request, frozenset(request.keys)) for number, request in enumerate(requests)
@@ -112,7 +99,7 @@ def _nearest_first(stage: _Stage, requests: _Requests, window: int) -> None:
     candidates = list(islice(coming, min(window, _MOST_CANDIDATES)))
     for place in range(len(requests)):
         late = place - candidates[0][0] >= window - 1
-        held = [stage.scope.predict_cached_tokens(request)[0] for _, request, _ in candidates[: 1 if late else None]]
+        held = [run.scope.predict_cached_tokens(request)[0] for _, request, _ in candidates[: 1 if late else None]]
         number, request, _ = candidates.pop(held.index(max(held)))
-        stage.order(number, request, [keys for _, _, keys in candidates])
+        run.order(number, request, [keys for _, _, keys in candidates])
         candidates += islice(coming, 1)

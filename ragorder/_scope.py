@@ -1,4 +1,4 @@
-"""One scope of the orderer: a knowledge tree with its residency, its prefix search and its tail policy."""
+"""Scope of an orderer: a knowledge tree with its residency, prefix search and tail policy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ragorder._deferred import run_or_defer
 from ragorder._request import OrderRequest
 from ragorder.ordering import Ordering, RequestOutcome
 from ragorder.settings import Settings
-from ragorder.trie.backlog import CachedPath
+from ragorder.trie.plan import CachedPath
 from ragorder.trie.residency import (
     EngineBlocks,
     EventsResidency,
@@ -34,30 +34,23 @@ D = TypeVar("D")
 
 
 class EngineContents(NamedTuple):
-    """What the engine holds, block by block, and how this orderer's prompts begin."""
-
     blocks: EngineBlocks
     prefix_ids: TokenIds
 
 
 class ScopeOwner(Protocol):
-    """What a scope asks of its orderer."""
-
     clock: Iterator[int]
     defer: Callable[[Callable[[], None]], None]
     """Calls a outcome in its turn."""
     report: Callable[[Exception], None]
     """Counts an internal error."""
 
-    def changed(self, scope: Scope) -> None:
-        """The scope's tree is another than it was counted. Called in turn."""
+    def changed(self, scope: Scope) -> None: ...
 
 
 class Scope:
-    """What one (model, template, tenant) has in the engine's cache.
-
-    The caller serialises all calls but `finish`, which hands it what ends the lease.
-    """
+    """Contents of the engine's cache for one (model, template, tenant). The caller serialises all calls but
+    `finish`."""
 
     def __init__(
         self,
@@ -69,16 +62,16 @@ class Scope:
     ) -> None:
         self.name = name
         self._owner = owner
-        # Whether the tree is sound. It is not while it changes, nor after an error or an interrupt came between.
+        # False while the tree changes, and after an error or an interrupt in a change.
         self.whole = True
         self.closed = False
-        # As they were counted last.
+        # As last counted by the owner.
         self.nodes = self.blocks = 0
         self._guards = settings.guards or None
         self._suffix_tokens = settings.suffix_tokens
         self.tree = KnowledgeTree(settings.block_size, settings.prefix_tokens)
         self.mirror = _make_mirror(name, settings, self.tree, contents, owner.clock)
-        # With events a mirror knows by itself what others have taken.
+        # Events tell a mirror what others have taken.
         self.shares_room = not isinstance(self.mirror, EventsResidency)
         self._lengths = LearnedLengths().of(name) if lengths is None else lengths
         self.residency: Residency = FeedbackResidency(self.mirror, self._lengths) if settings.feedback else self.mirror
@@ -86,17 +79,16 @@ class Scope:
         self.tail = _make_tail(settings)
 
     def order(self, request: OrderRequest[D], waiting: Waiting, suffix_tokens: int | None) -> Ordering[D]:
-        """Order one request and count it as in flight."""
         self.residency.refresh(request)
         self.tail.observe(request.keys)
         permutation, guard_cost_tokens = self._arrange(request, waiting)
         return self._begin(request, permutation, guard_cost_tokens, suffix_tokens)
 
     def copy(self) -> Scope:
-        """A scope of its own that continues from here, with a mirror that nothing corrects."""
+        """An independent scope that continues from here, with a mirror that nothing corrects."""
         self.residency.refresh()
         copy = shallow_copy(self)
-        copy._owner = _Alone(self._owner.clock)
+        copy._owner = _DetachedOwner(self._owner.clock)
         copy.whole = True
         copy.mirror = copy.residency = self.mirror.copy()
         copy.tree = copy.mirror.tree
@@ -104,26 +96,21 @@ class Scope:
         return copy
 
     def preview(self, request: OrderRequest[D], waiting: Waiting) -> list[int]:
-        """The permutation that `order` would give now. Nothing is recorded."""
         self.residency.refresh(request)
         with self.tail.observing(request.keys):
             return self._arrange(request, waiting)[0]
 
     def predict_cached_tokens(self, request: OrderRequest[D]) -> tuple[int, int]:
-        """(cached tokens, tokens up to the end of the documents) of the request if it were ordered now. Nothing is
-        recorded."""
         self.residency.refresh(request)
         permits = None if self._guards is None else self._guards.for_request(len(request.keys), request.groups).permits
         node = self.search.find(self.tree, request.ranks, permits)
         return max(0, self.tree.cached_tokens(node)), self.tree.root.end + sum(self._tokens(request))
 
     def holds_prefix(self) -> bool:
-        """Whether what stands in front of the documents is held, or being computed, or fills no block."""
         self.residency.refresh()
         return self.mirror.holds(self.tree.root)
 
     def cached_path(self, request: OrderRequest[D]) -> CachedPath:
-        """The best cached path of a request."""
         tree = self.tree
         self.residency.refresh(request)
         node = self.search.find(tree, request.ranks)
@@ -131,7 +118,6 @@ class Scope:
         return CachedPath(keys, max(0, tree.cached_tokens(node) - tree.root.end), node.stamp)
 
     def start(self, request: OrderRequest[D], planned: list[int], suffix_tokens: int | None) -> Ordering[D]:
-        """Count a planned request as in flight."""
         self.residency.refresh()
         self.tail.observe(request.keys)
         if self._guards is not None:
@@ -139,7 +125,7 @@ class Scope:
         return self._begin(request, planned, 0, suffix_tokens)
 
     def finish(self, lease: Lease, outcome: RequestOutcome) -> None:
-        """End a lease, in its turn. Any thread may call this at any time, and never waits."""
+        """End a lease, in its turn. Callable by any thread at any time; never waits."""
         reported: Sequence[float | None]
         served, *reported = outcome
         wrong = None
@@ -153,7 +139,7 @@ class Scope:
             run_or_defer(partial(self._owner.report, wrong))
 
     def _end(self, lease: Lease, served: bool, reported: Sequence[float | None]) -> None:
-        # What was forgotten, or left half changed, has no requests any more.
+        # A forgotten or half changed scope has no requests any more.
         if self.closed or not self.whole:
             return
         self.whole = False
@@ -165,18 +151,15 @@ class Scope:
         self.whole = True
 
     def close(self) -> None:
-        """The scope is forgotten."""
         self.whole = False
         self.closed = True
         if isinstance(self.mirror, EventsResidency):
             self.mirror.close()
 
     def _tokens(self, request: OrderRequest[D]) -> Sequence[int]:
-        """The lengths of the documents, estimates as they turned out to be."""
         return self._lengths.scale(request.tokens) if request.estimated else request.tokens
 
     def _arrange(self, request: OrderRequest[D], waiting: Waiting) -> tuple[list[int], int]:
-        """The permutation, and the cached tokens that guards cost."""
         tree, keys, ranks = self.tree, request.keys, request.ranks
         node = self.search.find(tree, ranks)
         if self._guards is None:
@@ -216,9 +199,7 @@ class Scope:
         )
 
 
-class _Alone:
-    """The owner of a copy: what is finished is finished at once."""
-
+class _DetachedOwner:
     def __init__(self, clock: Iterator[int]) -> None:
         self.clock = clock
         self.defer: Callable[[Callable[[], None]], None] = _at_once
@@ -242,7 +223,7 @@ def _make_mirror(
     if settings.residency == "none":
         return NoResidency(tree, settings.max_nodes, clock)
     mirrored = tree, settings.capacity_tokens, settings.max_nodes, settings.partial_blocks_first
-    # What salt the requests of a scope with another name carry, nobody knows: its blocks cannot be told apart.
+    # The salt of a scope that is no string is unknown: its blocks cannot be identified.
     if contents is not None and (name is None or (isinstance(name, str) and name)):
         return EventsResidency(*mirrored, blocks=contents.blocks, prefix_ids=contents.prefix_ids, salt=name)
     return LRUResidency(*mirrored, clock)

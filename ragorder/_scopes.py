@@ -1,4 +1,4 @@
-"""The scopes of an orderer, which share one engine's cache, and one bound on memory."""
+"""Scopes of an orderer, which share one engine's cache and one bound on memory."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["Scopes"]
 
 
 class Scopes(OrderedDict[Hashable, Scope], ScopeOwner):
-    """By name, least recently used first.
+    """Scopes by name, least recently used first.
 
-    There are at most `max_scopes` of them, with `max_nodes` nodes together, and with as many blocks together as the
-    engine holds: as in its cache, what was used least recently goes first, whichever scope it belongs to.
+    At most `max_scopes`, together with at most `max_nodes` nodes and the engine's capacity in blocks: the least
+    recently used blocks go first, whichever scope has them.
     """
 
     def __init__(
@@ -36,17 +36,16 @@ class Scopes(OrderedDict[Hashable, Scope], ScopeOwner):
         bounded = settings.capacity_tokens is not None and settings.residency != "none"
         self._max_blocks = (settings.capacity_tokens or 0) // settings.block_size if bounded else maxsize
         self._nodes = self._blocks = self._evicted_blocks = 0
-        # (stamp, number, scope): nothing that the scope could give up is older than the stamp.
+        # (stamp, number, scope): nothing evictable in the scope is older than the stamp.
         self._by_age: list[tuple[int, int, Scope]] = []
         self._numbers = count()
 
     @property
     def evicted_blocks(self) -> int:
-        """Blocks that were counted as evicted so far, those of forgotten scopes as well."""
         return self._evicted_blocks + sum(scope.mirror.evicted_blocks for scope in dict.values(self))
 
     def add(self, scope: Scope) -> Scope:
-        """A new scope, instead of one that was left half changed, or of the least recently used one if need be."""
+        """Add a scope, replacing a damaged one of this name, or the least recently used one beyond `max_scopes`."""
         if (former := self.get(scope.name)) is not None:
             self.forget(former)
         if len(self) >= self._max_scopes and (first := self._first()) is not None:
@@ -57,11 +56,10 @@ class Scopes(OrderedDict[Hashable, Scope], ScopeOwner):
         return scope
 
     def forget(self, scope: Scope) -> None:
-        """The scope is as new when it is used again."""
         try:
             del self[scope.name]
         except Exception:
-            # A name whose hash changes, or whose equality fails: without hashing it there is only all of them.
+            # The hash of the name changed, or its equality raises: it cannot be removed alone.
             self.clear()
             return
         self._evicted_blocks += scope.mirror.evicted_blocks
@@ -77,7 +75,6 @@ class Scopes(OrderedDict[Hashable, Scope], ScopeOwner):
             heapify(self._by_age)
 
     def clear(self) -> None:
-        """Forget them all."""
         self._evicted_blocks = self.evicted_blocks
         for scope in dict.values(self):
             scope.close()
@@ -91,7 +88,6 @@ class Scopes(OrderedDict[Hashable, Scope], ScopeOwner):
             self._make_room(scope)
 
     def _first(self, current: Scope | None = None) -> Scope | None:
-        """The least recently used but the current one."""
         try:
             return next((scope for scope in self.values() if scope is not current), None)
         except Exception:
@@ -109,11 +105,11 @@ class Scopes(OrderedDict[Hashable, Scope], ScopeOwner):
             self._blocks += scope.blocks - blocks
 
     def _make_room(self, current: Scope) -> None:
-        """Within a change of `current`, which is therefore not whole."""
+        """Called within a change of `current`, which is therefore not whole."""
         while self._nodes > self._max_nodes or self._blocks > self._max_blocks:
             scope = self._oldest(current)
             if scope is None:
-                # What is left is in flight, or known by events, which say themselves what is gone.
+                # The rest is in flight, or followed by events, which report evictions themselves.
                 scope = self._first(current)
                 if scope is None:
                     return
@@ -122,15 +118,14 @@ class Scopes(OrderedDict[Hashable, Scope], ScopeOwner):
                 continue
             excess = self._blocks - self._max_blocks
             scope.whole = False
-            scope.mirror.give_up(excess if excess > 0 else maxsize)
+            scope.mirror.evict(excess if excess > 0 else maxsize)
             self._count(scope)
             scope.whole = scope is not current
             if not (scope.tree.size or scope.blocks or scope.tree.root.leases or scope is current):
-                # How popular its documents were takes room as well.
+                # Its popularity counts take room as well.
                 self.forget(scope)
 
     def _oldest(self, current: Scope) -> Scope | None:
-        """The scope that has what was used least recently; None if there is nothing that could be given up."""
         by_age = self._by_age
         busy = []
         found = None
@@ -148,6 +143,6 @@ class Scopes(OrderedDict[Hashable, Scope], ScopeOwner):
             else:
                 found = scope
         for scope in busy:
-            # Nothing of it is finished: whatever will be is newer than now.
+            # Nothing in it is evictable: what will be is newer than now.
             heappush(by_age, (next(self.clock), next(self._numbers), scope))
         return found

@@ -1,4 +1,4 @@
-"""A bounded memory of what took long to work out."""
+"""Cache bounded in entries and bytes."""
 
 from __future__ import annotations
 
@@ -16,11 +16,8 @@ V = TypeVar("V")
 
 
 class LRUCache(Generic[V]):
-    """Values by key, at most `entries` of them, and at most `size` bytes as `put` is told; the least recently used go
-    first. Thread-safe.
-
-    A key is kept as well, and is in no bound: use a digest.
-    """
+    """At most `entries` values of at most `size` bytes together, least recently used evicted first. Thread-safe. Keys
+    are not counted: use digests."""
 
     def __init__(self, entries: int, size: int = sys.maxsize) -> None:
         self._entries = entries
@@ -40,11 +37,9 @@ class LRUCache(Generic[V]):
 
     @property
     def used(self) -> int:
-        """The bytes of the values."""
         return self._used
 
     def get(self, key: Hashable) -> V | None:
-        """The value; None if there is none any more."""
         with self._lock:
             kept = self._values.get(key)
             if kept is None:
@@ -53,7 +48,6 @@ class LRUCache(Generic[V]):
             return kept[0]
 
     def put(self, key: Hashable, value: V, size: int = 0) -> None:
-        """Keep a value of so many bytes, unless it is larger than everything may be together."""
         with self._lock:
             if key in self._values:
                 self._used -= self._values.pop(key)[1]

@@ -1,4 +1,4 @@
-"""The prompt builder: what stays the same stands first, so that the engine's prefix cache can use it."""
+"""Prompt builder: the stable parts come first, where the engine's prefix cache can reuse them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Prompt", "PromptBuilder", "Span"]
 
 _FIELDS = {"document_template": {"id", "text", "title"}, "question_template": {"query"}}
 _KEPT_BYTES = 64 << 20
-# Of an entry, besides its tokens: key, value and their places.
+# Overhead of an entry besides its tokens.
 _ENTRY_BYTES = 400
 
 
@@ -35,9 +35,8 @@ class Span:
 class Prompt:
     """One prompt in the forms that engines take.
 
-    `token_ids` are exact: a document's tokens never depend on its neighbours. An engine that is given `text` or
-    `messages` makes its own tokens, which may differ by a few where segments meet. `token_ids` is None and `spans` is
-    empty for a builder without a tokenizer.
+    `token_ids` are exact: a document's tokens never depend on its neighbours. Engines tokenise `text` or `messages`
+    themselves, which may differ slightly at the seams. Without a tokenizer `token_ids` is None and `spans` empty.
     """
 
     text: str
@@ -47,8 +46,6 @@ class Prompt:
 
 
 class _Segment(NamedTuple):
-    """A document in the prompt: its tokens, how many there are, and how many of them fill it up to whole blocks."""
-
     tokens: int
     ids: bytes = b""
     padding: int = 0
@@ -57,17 +54,19 @@ class _Segment(NamedTuple):
 class PromptBuilder:
     """Builds prompts as system prompt, documents, question.
 
-    - `document_template` shows {id}, {text} and, if wanted, {title} (from the document's metadata). It knows no rank
-      and no position: a number in front of a document changes with the order, and ends the reuse of the cache there.
-    - `question_template` shows {query}. Everything that varies from request to request belongs there.
-    - `tokenizer` (transformers) is the served model's; its chat template frames the prompt.
-    - `state_ranking` says after the documents how retrieval ranked them, by id.
-    - `align_to` (tokens, the engine's block size; needs the tokenizer) pads system prompt and documents with newlines
-      to whole blocks, so that no block is lost where documents meet.
-    - `cached_documents` is how many documents' tokens are kept, in 64 MiB at most: by digest, and without their texts.
+        builder = PromptBuilder("Answer briefly.", tokenizer=AutoTokenizer.from_pretrained(model))
+        prompt = builder.build("When are orders shipped?", orderer.order(documents))
 
-    Control tokens in documents and questions are escaped, and lone surrogates replaced.
-    Raises ValueError for a template with other or missing fields, or for `align_to` without a tokenizer.
+    - `document_template` has {id}, {text} and optionally {title} (metadata), never a rank or position: a number before
+      a document would end the reuse of the cache there.
+    - `question_template` has {query}, and everything that varies between requests.
+    - `tokenizer` (transformers) is the served model's; its chat template frames the prompt.
+    - `state_ranking` states the retrieval ranking, by id, after the documents.
+    - `align_to` (the engine's block size) pads system prompt and documents with newlines to whole blocks.
+    - `cached_documents` documents' tokens are kept, in 64 MiB at most, by digest.
+
+    Special tokens in documents and questions are escaped, lone surrogates replaced. Raises ValueError for a wrong
+    template, or for `align_to` without a tokenizer.
     """
 
     def __init__(
@@ -128,9 +127,8 @@ class PromptBuilder:
         return self._segment(document).tokens
 
     def count_tokens(self, document: Document) -> int:
-        """As `document_tokens`, but counted anew: nothing is kept, so that no time tells whether the document was seen
-        before. A document of more than 32,768 characters is counted in pieces, which takes less memory, and may give
-        one or two tokens more for each."""
+        """As `document_tokens`, uncached, so that timing does not reveal whether a document was seen before. Long texts
+        are counted in pieces, with a difference of one or two tokens each."""
         text = self._render(document)
         if self._tokenizer is None:
             return estimate_tokens(text)
@@ -139,15 +137,12 @@ class PromptBuilder:
 
     @property
     def prefix_ids(self) -> Sequence[int]:
-        """The tokens in front of the first document (none without a tokenizer)."""
         return self._head_ids
 
     def document_ids(self, document: Document) -> Sequence[int]:
-        """The tokens of the document in the prompt (none without a tokenizer): for `Orderer(token_ids=…)`."""
         return array("q", self._segment(document).ids)
 
     def build(self, query: str, documents: Ordering[Document] | Sequence[Document]) -> Prompt:
-        """The prompt for a question and its documents, in the order given."""
         ordered = documents.documents if isinstance(documents, Ordering) else list(documents)
         ranking = documents.permutation if isinstance(documents, Ordering) else range(len(ordered))
         token_ids: list[int] | None = None
@@ -163,12 +158,12 @@ class PromptBuilder:
         return Prompt(self._head + turn + self._tail, self._messages(turn), token_ids, spans)
 
     def turn(self, query: str, documents: Sequence[Document], ranking: Sequence[int]) -> str:
-        """The user's message: documents in the order given, then the question. `ranking` has their retrieval ranks."""
+        """The user's message: documents as given, then the question. `ranking` holds their retrieval ranks."""
         texts = [self._render(document) for document in documents]
         if self._align_to is not None:
             segments = map(self._segment, documents)
             texts = [text + "\n" * segment.padding for text, segment in zip(texts, segments, strict=True)]
-        # Once more as a whole: two documents must not make up a control token between them.
+        # Again as a whole: two documents must not form a special token between them.
         return self._escape("".join(texts) + self._question(query, documents, ranking))
 
     def _messages(self, turn: str) -> list[dict[str, str]]:
@@ -179,7 +174,7 @@ class PromptBuilder:
         return [{"role": "system", "content": self.system}, {"role": "user", "content": turn}]
 
     def suffix_tokens(self, query: str) -> int:
-        """Tokens behind the last document for a question, without the ranking note and the answer."""
+        """Tokens after the last document for a question, without the ranking note and the answer."""
         text = self._question(query, (), ()) + self._tail
         return len(self._tokenizer.encode(text)) if self._tokenizer else estimate_tokens(text)
 
@@ -213,7 +208,6 @@ class PromptBuilder:
         return self._escape(question).rstrip()
 
     def _encode(self, text: str) -> tuple[list[int], int]:
-        """The tokens of a text, filled up to whole blocks if that is wanted, and by how many."""
         if self._tokenizer is None:
             return [], 0
         ids = self._tokenizer.encode(text)

@@ -12,8 +12,8 @@ from ragorder.kernels.engine.attention import IMPLEMENTATION, register
 from ragorder.kernels.engine.forward import Forward
 from ragorder.kernels.engine.loading import pick_device
 from ragorder.kernels.engine.probe import observe, verify
-from ragorder.kernels.engine.settings import EngineSettings
 from ragorder.kernels.engine.support import check_model, longest_exact_length
+from ragorder.kernels.engine_settings import EngineSettings
 from ragorder.kernels.paging import KVShape
 
 __all__ = ["AdoptedModel"]

@@ -27,8 +27,8 @@ from ragorder.kernels.engine.runner import Runner
 from ragorder.kernels.engine.sampling import Choice
 from ragorder.kernels.engine.scheduler import Chunk, Scheduler
 from ragorder.kernels.engine.sequence import Sequence
-from ragorder.kernels.engine.settings import EngineSettings
 from ragorder.kernels.engine.stats import Counters, EngineStats
+from ragorder.kernels.engine_settings import EngineSettings
 from ragorder.kernels.paging import OutOfBlocksError
 from ragorder.kernels.profile import LINEAR, PrefillProfile
 

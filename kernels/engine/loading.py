@@ -11,8 +11,8 @@ import torch
 from huggingface_hub import try_to_load_from_cache
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from ragorder.kernels.engine.settings import EngineSettings
 from ragorder.kernels.engine.support import UnsupportedModelError
+from ragorder.kernels.engine_settings import EngineSettings
 
 __all__ = ["ModelLoadError", "load_model", "load_tokenizer", "may_be_on_hub", "pick_device"]
 

@@ -50,6 +50,8 @@ from ragorder.eval.tiny_model import make_model
 from ragorder.kernels.engine import EngineSettings, Request, Sampling, TieredEngine, loading
 from ragorder.kernels.profile import PrefillProfile
 
+pytestmark = pytest.mark.merge
+
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 SYSTEM = {"role": "system", "content": "Answer from the documents, please."}
@@ -1326,6 +1328,7 @@ class TestEnd:
             assert time.monotonic() - began < 30
         assert WORD not in said
 
+    @pytest.mark.slow
     def test_a_kill_leaves_nothing_but_the_disks_folder(self, launch: Callable[..., Served], tmp_path: Path) -> None:
         temporary = tmp_path / "tmp"
         temporary.mkdir()
@@ -1449,15 +1452,15 @@ class TestOptions:
             (["--engine", "upstream"], [], "--engine upstream needs --upstream"),
             (["--model", "x"], [], "give --upstream URL, or --engine torch with --model FOLDER|NAME|random"),
             (["--upstream", "http://x"], ["--model", "x"], "--model goes with --engine torch, not with upstream"),
-            (["--upstream", "http://x"], ["--disk", "x"], "--disk goes with --engine torch"),
+            (["--upstream", "http://x"], ["--disk", "x"], "--disk-path goes with --engine torch"),
             (None, ["--upstream", "http://x"], "--upstream goes with --engine upstream, not with torch"),
             (None, ["--tokenizer", "x"], "--tokenizer goes with --engine upstream"),
             (None, ["--tiers"], "--tiers goes with --engine upstream"),
             (None, ["--connect-timeout", "3"], "--connect-timeout goes with --engine upstream"),
             (None, ["--reorder-window", "3"], "--reorder-window goes with --max-in-flight"),
-            (None, ["--disk-bytes", "1GiB"], "--disk-bytes goes with --disk"),
+            (None, ["--disk-bytes", "1GiB"], "--disk-bytes goes with --disk-path"),
             (None, ["--host-bytes", "many"], "'many' is no size"),
-            (None, ["--policy", "fifo"], "--policy: there is no policy 'fifo'"),
+            (None, ["--policy", "fifo"], "'--policy': 'fifo' is not one of 'pgdsf', 'gdsf', 'lru', 'lfu'"),
             (None, ["--dtype", "int3"], "choose one of float32, bfloat16, float16"),
             (None, ["--device", "abacus"], "abacus"),
             (None, ["--device-tokens", "3"], "less than a block"),

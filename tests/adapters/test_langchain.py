@@ -49,9 +49,12 @@ from langchain_core.runnables import (
 from langchain_core.tools import tool
 from langchain_core.vectorstores import InMemoryVectorStore
 from pydantic import Field
+from support.framework_contract import FrameworkContract
 
 from ragorder.adapters.langchain import CacheOrderRetriever, CacheOrderTransformer, FeedbackHandler
 from ragorder.adapters.langchain import runs as _langchain_runs
+
+pytestmark = pytest.mark.merge
 
 try:
     from langchain_tests.integration_tests import RetrieversIntegrationTests
@@ -318,6 +321,60 @@ def steps(orderer: Any, found: list[list[Document]]) -> list[Callable[[], list[D
     ]
 
 
+class _LangChainContract(FrameworkContract):
+    package, extra, module = "langchain_core", "langchain", "ragorder.adapters.langchain"
+
+    def found(self, *names: str, text: str = "the text of {}.", source: str | None = None) -> list[Document]:
+        metadata = {} if source is None else {"source": source}
+        return [Document(text.format(name), id=name, metadata=metadata) for name in names]
+
+    def read(self, document: Any) -> tuple[str, str]:
+        return (document.id, document.page_content) if isinstance(document, Document) else ("", "")
+
+
+class TestTransformerContract(_LangChainContract):
+    def adapter(self, orderer: Any, **options: Any) -> CacheOrderTransformer:
+        return CacheOrderTransformer(orderer, **options)
+
+    def order(self, adapter: Any, documents: list[Document]) -> list[Document]:
+        ordered: list[Document] = adapter.invoke(documents)
+        return ordered
+
+    async def aorder(self, adapter: Any, documents: list[Document]) -> list[Document]:
+        ordered: list[Document] = await adapter.ainvoke(documents)
+        return ordered
+
+
+GIVEN: dict[str, list[Document]] = {}
+"""The documents that a question finds."""
+
+
+def _question(documents: list[Document]) -> str:
+    question = str(uuid4())
+    GIVEN[question] = documents
+    return question
+
+
+def _find(question: str) -> list[Document]:
+    return GIVEN.pop(question)
+
+
+class TestRetrieverContract(_LangChainContract):
+    def adapter(self, orderer: Any, **options: Any) -> CacheOrderRetriever:
+        retriever: CacheOrderRetriever = CacheOrderRetriever(
+            retriever=RunnableLambda(_find), orderer=orderer, **options
+        )
+        return retriever
+
+    def order(self, adapter: Any, documents: list[Document]) -> list[Document]:
+        ordered: list[Document] = adapter.invoke(_question(documents))
+        return ordered
+
+    async def aorder(self, adapter: Any, documents: list[Document]) -> list[Document]:
+        ordered: list[Document] = await adapter.ainvoke(_question(documents))
+        return ordered
+
+
 class TestDocuments:
     @given(requests=requests, way=st.integers(0, 3))
     def test_come_back_as_they_were_each_as_often_whatever_they_hold(
@@ -370,12 +427,6 @@ class TestDocuments:
             assert {id(document) for document in found} == {id(document) for document in DOCUMENTS[:3]}
         assert before == DOCUMENTS
 
-    def test_of_a_kind_that_nobody_knows_stay_where_they_are(self) -> None:
-        orderer = Orderer()
-        strange: Any = [3, DOCUMENTS[0], None]
-        assert CacheOrderTransformer(orderer).invoke(strange)[::2] == [3, None]
-        assert orderer.fallbacks == 1
-
 
 class TestWhatTheOrdererIsTold:
     def read(self, document: Document, **options: Any) -> ragorder.Document:
@@ -387,37 +438,10 @@ class TestWhatTheOrdererIsTold:
         read = self.read(Document("text", id="7", metadata={"source": "s"}))
         assert (read.id, read.text, read.tokens) == ("7", "text", None)
 
-    def test_is_the_users_key_if_there_is_one(self) -> None:
-        assert self.read(Document("text", id="7"), key=lambda document: 8).id == "8"
-        assert self.read(Document("text", id="7"), key=lambda document: None).id == "7"
-
     def test_is_the_text_alone_without_an_id_and_never_the_source(self) -> None:
         one, two = (self.read(Document("text", metadata={"source": source})) for source in "xy")
         assert one.id == two.id == ""
         assert one.key == two.key != self.read(Document("another", metadata={"source": "x"})).key
-
-    def test_is_another_document_if_the_text_has_changed(self) -> None:
-        assert self.read(Document("old", id="7")).key != self.read(Document("new", id="7")).key
-
-    def test_is_the_length_that_the_user_counts(self) -> None:
-        assert self.read(DOCUMENTS[0], tokens=lambda document: len(document.page_content)).tokens == 36
-
-    def test_is_the_source_for_those_who_keep_groups_together(self) -> None:
-        orderer = Orderer(block_size=4, keep_groups=True)
-        chunks = [Document(f"chunk number {place}", metadata={"source": "book"}) for place in range(4)]
-        reorder = CacheOrderTransformer(orderer)
-        reorder.invoke(chunks)
-        # Without the group, this request would come in the order of the first.
-        assert [chunk.page_content for chunk in reorder.invoke(chunks[::-1])] == [c.page_content for c in chunks[::-1]]
-
-    @pytest.mark.parametrize("option", ["key", "tokens", "scope"])
-    def test_may_fail_and_leaves_retrieval_order_then(self, option: str) -> None:
-        orderer = Orderer(block_size=4)
-        broken: dict[str, Any] = {option: lambda _: {}["no such thing"]}
-        CacheOrderTransformer(orderer).invoke(DOCUMENTS)
-        assert names(CacheOrderTransformer(orderer).invoke(DOCUMENTS[::-1])) == "abcdefgh"
-        assert names(CacheOrderTransformer(orderer, **broken).invoke(DOCUMENTS[::-1])) == "hgfedcba"
-        assert orderer.fallbacks == 1
 
 
 class Counting(BaseRetriever):
@@ -1599,11 +1623,6 @@ class TestOtherHandlers:
 
 
 class TestImport:
-    def test_names_what_to_install(self, python: Any) -> None:
-        code = "try: import ragorder.adapters.langchain\nexcept ImportError as error: print(error)"
-        done = python("-c", code, path=(ROOT,), blocked=("langchain_core",))
-        assert "pip install 'ragorder[langchain]'" in done.stdout
-
     def test_of_ragorder_alone_does_without(self, python: Any) -> None:
         code = "import ragorder, sys; print(any(name.startswith('langchain') for name in sys.modules))"
         assert python("-c", code, path=(ROOT,)).stdout == "False\n"

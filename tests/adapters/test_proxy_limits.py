@@ -37,6 +37,8 @@ from ragorder.adapters.proxy import AdmissionQueue, Timeouts, make_app
 from ragorder.adapters.proxy.app import PROBES
 from ragorder.adapters.proxy.workers import Workers
 
+pytestmark = pytest.mark.merge
+
 CHAT = "/v1/chat/completions"
 ANSWER = json.dumps({"choices": [{"message": {"content": "yes"}}]}).encode()
 TEXTS = {name: f"{name} is a document about {name}. " * 2000 for name in "abc"}

@@ -44,6 +44,8 @@ from ragorder.eval.runner import Run
 from ragorder.eval.trace import Trace, trace_of_corpus, trace_of_workload
 from ragorder.eval.workloads import WORKLOADS, make_workload
 
+pytestmark = pytest.mark.merge
+
 TRACES = Path(__file__).resolve().parents[3] / "shared" / "data" / "traces"
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:15:46.6805900,374,44
@@ -608,6 +610,7 @@ class TestDeciles:
         assert figures() == figures()
 
 
+@pytest.mark.slow
 class TestAnHour:
     def test_of_a_services_traffic_is_served_in_steady_memory(self, tmp_path: Path) -> None:
         """The first thousands of requests of the trace, eight times as fast."""

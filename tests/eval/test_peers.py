@@ -17,6 +17,8 @@ from ragorder.eval.peers import PEERS, Peer, PeerError, PeerPolicy, prepare_peer
 from ragorder.eval.peers import environment as environments
 from ragorder.eval.peers.worker import Worker
 
+pytestmark = pytest.mark.merge
+
 WORKER = """
 import json, os, sys, time
 print_here = os.dup(1)
@@ -164,6 +166,7 @@ class TestAPeersProcess:
 
 
 class TestAnEnvironment:
+    @pytest.mark.slow
     def test_that_cannot_be_made_is_said_and_leaves_nothing(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -49,6 +49,8 @@ from ragorder.eval.replay.report import CapacityInfo, LogInfo
 from ragorder.eval.replay.runs import Figures, Setup
 from ragorder.eval.workloads import Workload, make_workload
 
+pytestmark = pytest.mark.merge
+
 CORPUS = Path(__file__).resolve().parents[3] / "shared" / "data" / "bing_covid_cord"
 COMMAND = ("-c", "from ragorder.eval.cli.replay import replay; replay(prog_name='ragorder replay')")
 
@@ -1038,6 +1040,7 @@ class TestTheCommand:
         path = written(tmp_path, line("ab"), name="[red]log.jsonl")
         assert "[red]log.jsonl" in invoke(path).stdout
 
+    @pytest.mark.slow
     def test_the_same_log_gives_the_same_figures_on_every_hash_seed(self, log_file: Path, python: Any) -> None:
         found = []
         for seed in ("0", "1", "4242"):

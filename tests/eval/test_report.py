@@ -36,6 +36,8 @@ from ragorder.eval.report import (
 )
 from ragorder.eval.report.suites import SuiteInfo, info_of
 
+pytestmark = pytest.mark.merge
+
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 FLAGS = "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
 FLAGS += " --disable-component-update --disable-sync"

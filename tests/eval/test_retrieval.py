@@ -19,6 +19,8 @@ from ragorder.eval import retrieval
 from ragorder.eval.corpora.folder import load_folder
 from ragorder.eval.retrieval import BM25Retriever, DenseRetriever, Retriever, default_model, make_retriever
 
+pytestmark = pytest.mark.merge
+
 COVIDQA = Path(__file__).resolve().parents[3] / "shared" / "data" / "covidqa"
 TEXTS = [
     "The cat sleeps on the warm windowsill in the afternoon.",

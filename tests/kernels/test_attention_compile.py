@@ -15,6 +15,8 @@ pytest.importorskip("triton")
 from ragorder.kernels.attention.compile import Compiled, Variant, variants
 from ragorder.kernels.attention.table import ARCHITECTURES, HEAD_DIMS, Tile
 
+pytestmark = pytest.mark.merge
+
 COMMAND = ("-m", "ragorder.kernels.attention.compile")
 CHOICES = {
     "hopper": ("--family", "sm_90", "--head-dim", "128", "--dtype", "bf16", "--rows", "16", "--rows", "128"),

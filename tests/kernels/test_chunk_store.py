@@ -1048,6 +1048,7 @@ print(json.dumps(totals))
 
 
 class TestKilledAgainAndAgain:
+    @pytest.mark.slow
     def test_after_each_of_200_kills_everything_that_can_be_read_is_right(self, folder: Path, python: Any) -> None:
         done = python("-c", CHAOS, folder, "200", timeout=300)
         assert done.returncode == 0, done.stdout + done.stderr

@@ -20,6 +20,8 @@ from ragorder.kernels.engine.loading import load_model
 from ragorder.kernels.paging import KVShape
 from ragorder.kernels.store import hashing
 
+pytestmark = pytest.mark.merge
+
 VOCABULARY = 3000
 SHAPE = KVShape(2, 2, 16, 16, torch.float32)
 BLOCK = 16

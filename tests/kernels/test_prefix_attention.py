@@ -36,6 +36,8 @@ from ragorder.kernels.attention.table import (
     halves,
 )
 
+pytestmark = pytest.mark.merge
+
 TOLERANCE = {"float32": 2e-6, "float16": 2e-3, "bfloat16": 1.6e-2}
 FAR_OFF = 0.05
 
@@ -475,6 +477,7 @@ class TestTheTable:
                 assert programs * splits >= 0.8 * 132 or splits >= 0.8 * min(32, keys // 256)
 
 
+@pytest.mark.slow
 class TestTheBenchmark:
     """Without a GPU: everything but the times."""
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.merge
+
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 

@@ -490,7 +490,7 @@ class TestOthers:
         live.begin([0, 1])
         ordering, _, _ = live.in_flight.popleft()
         live.engine.sim.reset()
-        live.blocks.replace(live.blocks.afresh(same_engine=False), same_engine=False)
+        live.blocks.replace(live.blocks.make_successor(same_engine=False), same_engine=False)
         live.engine._told.clear()
         live.engine._untold.clear()
         assert live.serve([1, 0]) == (0, 0)

@@ -446,7 +446,7 @@ class Invariants(RuleBasedStateMachine):
     def keep(self, blocks: int) -> None:
         """D2: a report of the other order's requests says how much room is left."""
         used_blocks = self.residency.used_blocks
-        self.residency.keep(blocks)
+        self.residency.shrink_to(blocks)
         if self.residency.capacity_blocks < sys.maxsize:
             assert self.residency.used_blocks == used_blocks
         self._sort_out()
@@ -509,7 +509,7 @@ class TestResize:
         serve(residency, "abc")
         serve(residency, "def")
         used_blocks = residency.used_blocks
-        residency.keep(prompt_blocks(90))
+        residency.shrink_to(prompt_blocks(90))
         assert residency.used_blocks == used_blocks
         assert start(residency, "def").cached_tokens == (PREFIX + 90) // BLOCK * BLOCK
         assert start(residency, "abc").cached_tokens < (PREFIX + 90) // BLOCK * BLOCK

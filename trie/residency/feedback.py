@@ -1,12 +1,12 @@
-"""Residency corrected by what the engine reports of each answer."""
+"""Residency corrected by the cached tokens that the engine reports."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ragorder.trie.residency.base import Lease, Sought, TokenIds
+from ragorder.trie.residency.base import Lease, RequestedDocuments, TokenIds
 from ragorder.trie.residency.events import EventsResidency
-from ragorder.trie.residency.learning import LearnedLengths, ScopeLengths
+from ragorder.trie.residency.lengths import LearnedLengths, ScopeLengths
 from ragorder.trie.residency.lru import LRUResidency
 from ragorder.trie.tree import Node
 
@@ -17,14 +17,12 @@ _MAX_TOKENS = 1 << 32
 
 
 class FeedbackResidency:
-    """Corrects another residency from the cached tokens that an engine reports.
+    """Corrects another residency from the engine's reports.
 
-    An engine evicts in order of use: if a request found a block gone, whatever was last used before it is gone as well.
-    Less than a block of difference says nothing, nor does a block that another request was about to fill; of lengths
-    that are estimated only a report that contradicts them clearly does.
-
-    From the same reports `lengths` learns how long prefix and documents are, and the mirror follows, wherever it is
-    told of: several that share them (one for each order of the same requests) are corrected by the reports of one.
+    Engines evict in order of use: if a request found a block gone, everything used before it is gone as well.
+    Differences of less than a block are ignored, and for estimated lengths all but clear ones. `lengths` learns the
+    lengths of prefix and documents, which the mirror follows; residencies of different orders of the same requests may
+    share it.
     """
 
     def __init__(self, mirror: LRUResidency, lengths: ScopeLengths | None = None) -> None:
@@ -32,17 +30,17 @@ class FeedbackResidency:
         self.tree = mirror.tree
         self.corrections = 0
         self.lengths = LearnedLengths().of(None) if lengths is None else lengths
-        # Events know the lengths by the tokens themselves.
+        # With events the tokens themselves are known.
         self._learns = not isinstance(mirror, EventsResidency)
         self._ratio = self.lengths.ratio
         self._losses = self.lengths.losses
         self._version = -1
         self._capacity_blocks = mirror.capacity_blocks
 
-    def refresh(self, sought: Sought | None = None) -> None:
+    def refresh(self, requested: RequestedDocuments | None = None) -> None:
         if self._version != self.lengths.version:
             self._follow()
-        self.mirror.refresh(sought)
+        self.mirror.refresh(requested)
         if not self._learns and self.mirror.capacity_blocks != self._capacity_blocks:
             self._pass_on()
 
@@ -55,10 +53,9 @@ class FeedbackResidency:
             self._ratio = lengths.ratio
         if lengths.losses != self._losses:
             self._losses = lengths.losses
-            self.mirror.keep(lengths.kept_blocks)
+            self.mirror.shrink_to(lengths.kept_blocks)
 
     def _pass_on(self) -> None:
-        """Events told the mirror that others have taken room, or given it back."""
         if self.mirror.capacity_blocks < self._capacity_blocks:
             self.lengths.learn_loss(self.mirror.used_blocks)
             self._losses = self.lengths.losses
@@ -92,10 +89,10 @@ class FeedbackResidency:
         if self._learns and certain and 0 <= cached_tokens < _MAX_TOKENS:
             lengths.learn_hit(root.end, last.end - root.end, cached_tokens, size)
         likely_tokens = cached_tokens * (_ESTIMATES_EXCEED if lengths.estimated else 1)
-        # A prefix that was learnt may be wrong by some tokens, and these by a block.
+        # A learnt prefix may be wrong by some tokens, hence by a block.
         if likely_tokens > lease.cached_tokens - (size if lengths.prefix_tokens is None else 2 * size):
             return
-        # Every request uses the prefix: less of it is a shorter one, and not a loss.
+        # Every request uses the prefix: a smaller report means a shorter prefix, not a loss.
         if (last is root and cached_tokens > 0) or lengths.prefix_tokens not in (None, root.end):
             return
         self.corrections += 1

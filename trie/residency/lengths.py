@@ -1,22 +1,12 @@
-"""Prompt lengths learnt from what an engine reports: that of the prefix, and tokens per estimated token.
+"""Prompt lengths learnt from the engine's reports.
 
-What is known of a request: the length of its documents (counted, or estimated at so many characters a token), where the
-mirror expects the part that the engine holds to end, and, from its answer, the tokens that the engine reused and those
-of the prompt. What follows from them:
-
-- The prefix. If `x` tokens of documents are held whole and the next document is not at all, the engine reuses
-  `floor((prefix + x) / block) * block = cached` tokens, so `cached - x <= prefix < cached - x + block`. Each report is
-  an interval; evictions and other clients give wrong ones, which differ among themselves. The prefix lies where more
-  than half of the latest intervals meet. Of estimated documents only `x = 0` says anything: no document's length is in
-  it, and a prefix that made up for wrong lengths would be right for as many documents only.
-- Tokens per estimated token, over all scopes, for one engine has one tokenizer. Once as the median of
-  `(cached - prefix) / x` over requests with `x > 0`: what matters, but wrong where the mirror is, and known only where
-  reports with `x = 0` bear out the prefix. Once as the slope of prompt tokens over estimated document tokens, by least
-  squares: what varies behind the documents is its noise, the prefix is in its intercept, and it needs no cache. The one
+- Prefix. If `x` tokens of documents are held whole and the next document not at all, the engine reuses `cached =
+  floor((prefix + x) / block) * block` tokens, so `cached - x <= prefix < cached - x + block`. Wrong intervals
+  (evictions, other clients) differ among themselves: the prefix lies where more than half of the latest meet. For
+  estimated documents only `x = 0` counts.
+- Tokens per estimated token, over all scopes: the median of `(cached - prefix) / x` where reports with `x = 0` confirm
+  the prefix, or the least-squares slope of prompt tokens over estimated document tokens, which needs no cache. The one
   with the smaller standard error counts, and changes the ratio by twice that error or more.
-
-What stands behind the documents needs no learning: prompt and answer together are reported, and what they have beyond
-the documents stands behind them.
 """
 
 from __future__ import annotations
@@ -38,10 +28,7 @@ _RATIOS = (0.2, 8.0)
 
 
 class LearnedLengths:
-    """What was learnt of one engine's prompts, for all orderers that follow it.
-
-    `ratio` are the tokens that one estimated token turned out to be.
-    """
+    """What was learnt of one engine's prompts. `ratio`: tokens per estimated token."""
 
     def __init__(self) -> None:
         self.ratio = 1.0
@@ -52,27 +39,23 @@ class LearnedLengths:
         self._seen = 0
 
     def of(self, scope: Hashable) -> ScopeLengths:
-        """The lengths of a scope, which live as long as anything refers to them."""
         return self._scopes.setdefault(scope, ScopeLengths(self))
 
     def hit(self, estimated_tokens: float, tokens: float) -> None:
-        """Held documents of so many estimated tokens were so many."""
         self._hits.append(tokens / estimated_tokens)
         self._look()
 
     def prompt(self, estimated_tokens: int, prompt_tokens: float) -> None:
-        """A prompt with documents of so many estimated tokens has so many tokens in all."""
         self._prompts.append((estimated_tokens, prompt_tokens))
         self._look()
 
     def _look(self) -> None:
-        """Estimate anew, ever more rarely: trees have to follow a change."""
         self._seen += 1
         if self._seen < self._next_look:
             return
         self._next_look = min(self._seen + self._seen // 2, self._seen + 2 * _SAMPLES)
         error, ratio = min(_median(self._hits), _slope(self._prompts))
-        # A difference within the error is none.
+        # Differences within the error are ignored.
         if error <= _MAX_ERROR and abs(ratio - self.ratio) > 2 * error and _RATIOS[0] <= ratio <= _RATIOS[1]:
             self.ratio = ratio
             for scope in list(self._scopes.values()):
@@ -82,10 +65,8 @@ class LearnedLengths:
 class ScopeLengths:
     """What was learnt of one scope's prompts.
 
-    `prefix_tokens` is what stands in front of the documents (None: there is nothing to be said against what the orderer
-    was told). `estimated`: the documents' lengths are. `losses` counts how often others were found to have taken room
-    from this scope, whatever the order of its documents, and `kept_blocks` is what they had left the last time.
-    `version` is another one after any change.
+    `prefix_tokens` is None while nothing contradicts the settings. `losses` counts evictions by other clients,
+    `kept_blocks` is what the last one left. `version` changes with any of these.
     """
 
     def __init__(self, lengths: LearnedLengths) -> None:
@@ -99,13 +80,11 @@ class ScopeLengths:
 
     @property
     def ratio(self) -> float:
-        """Tokens per token of the documents' lengths as they were given."""
         return self._lengths.ratio if self.estimated else 1.0
 
     def scale(self, tokens: Sequence[int]) -> Sequence[int]:
-        """Estimated lengths, as long as they turned out to be."""
         if not self.estimated:
-            # The trees of this scope follow from the next request on, and with them what this one puts there.
+            # The scope's trees follow from the next request on, this one's nodes included.
             self.estimated = True
             self.version += 1
             return tokens
@@ -113,13 +92,13 @@ class ScopeLengths:
         return tokens if ratio == 1 else [round(ratio * each) for each in tokens]
 
     def learn_loss(self, kept_blocks: int) -> None:
-        """Others have taken all room but so many blocks."""
+        """Other clients have taken all room but `kept_blocks`."""
         self.kept_blocks = kept_blocks
         self.losses += 1
         self.version += 1
 
     def learn_hit(self, prefix_tokens: int, held_tokens: int, cached_tokens: float, block_size: int) -> None:
-        """Behind the prefix, as long as is thought now, so many tokens of documents were held; so many were reused."""
+        """After a prefix of `prefix_tokens`, `held_tokens` of documents were held, and `cached_tokens` were reused."""
         if held_tokens and self.estimated:
             if sum(vote <= prefix_tokens < vote + block_size for vote in self._votes) >= _SURE_VOTES:
                 found = cached_tokens + (block_size - 1) / 2 - prefix_tokens
@@ -131,13 +110,11 @@ class ScopeLengths:
             self._elect(prefix_tokens, block_size)
 
     def learn_prompt(self, documents_tokens: int, prompt_tokens: float) -> None:
-        """The documents were thought to have so many tokens, the prompt has so many."""
         if self.estimated:
             self._lengths.prompt(round(documents_tokens / self.ratio), prompt_tokens)
 
     def _elect(self, prefix_tokens: int, block_size: int) -> None:
-        """Take the middle of where most of the latest reports agree, if those are more than half. A prefix that agrees
-        with them stays."""
+        """Take the middle of where more than half of the latest reports agree. A prefix that agrees with them stays."""
         votes = sorted(self._votes)
         first = best_first = best_last = 0
         for last, vote in enumerate(votes):
@@ -153,7 +130,6 @@ class ScopeLengths:
 
 
 def _median(values: Sequence[float]) -> tuple[float, float]:
-    """(standard error, median)."""
     if len(values) < _MIN_SAMPLES:
         return inf, 1.0
     middle = sorted(values)[len(values) // 2]
@@ -163,7 +139,6 @@ def _median(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _slope(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """(standard error, slope) of a line through points, by least squares."""
     count = len(points)
     if count < _MIN_SAMPLES:
         return inf, 1.0
