@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from ragorder.eval.report.metrics import Metric
 from ragorder.eval.report.reading import Cell, Run, key_of
+from ragorder.eval.report.statistics import Comparison, StatisticsError, Summary, compare, summary
 from ragorder.eval.report.words import cell_words
-from ragorder.eval.statistics import Comparison, StatisticsError, Summary, compare, summary
 
 if TYPE_CHECKING:
     import numpy as np

@@ -5,11 +5,11 @@ from __future__ import annotations
 from importlib.resources import files
 from typing import Any
 
+from ragorder.eval.experiments.replacement.report import replacement_pictures
+from ragorder.eval.experiments.serving.pictures import pictures_of
+from ragorder.eval.experiments.tiering.report import tiering_pictures
 from ragorder.eval.report.canvas import COLOURS, need_matplotlib
-from ragorder.eval.report.pictures import pictures_of
-from ragorder.eval.report.replacement import replacement_pictures
 from ragorder.eval.report.sections import STATISTICS, Progress, Report, silent
-from ragorder.eval.report.tiering import tiering_pictures
 
 __all__ = ["need_jinja", "render_html"]
 

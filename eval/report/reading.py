@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ragorder.eval.report.pipelining_lines import Pipelined
-from ragorder.eval.report.replacement_lines import Replaced
-from ragorder.eval.report.tiering_lines import Tiered
-from ragorder.eval.statistics import need_scipy
+from ragorder.eval.experiments.pipelining.lines import Pipelined
+from ragorder.eval.experiments.replacement.lines import Replaced
+from ragorder.eval.experiments.tiering.lines import Tiered
+from ragorder.eval.report.statistics import need_scipy
 
 if TYPE_CHECKING:
     import numpy as np

@@ -8,22 +8,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ragorder.eval.experiments.pipelining.lines import Pipelined
+from ragorder.eval.experiments.pipelining.report import pipelining_engine, pipelining_tables
+from ragorder.eval.experiments.quality.report import quality_not_measured, quality_tables
+from ragorder.eval.experiments.replacement.lines import Replaced
+from ragorder.eval.experiments.replacement.report import replacement_engine, replacement_tables
+from ragorder.eval.experiments.tiering.lines import Tiered
+from ragorder.eval.experiments.tiering.report import tiering_engine, tiering_tables
 from ragorder.eval.report.finding import finding
 from ragorder.eval.report.groups import Group, group_runs
 from ragorder.eval.report.metrics import CACHED, TTFT_P50
 from ragorder.eval.report.paper import paper_rows
-from ragorder.eval.report.pipelining import pipelining_engine, pipelining_tables
-from ragorder.eval.report.pipelining_lines import Pipelined
-from ragorder.eval.report.quality import quality_not_measured, quality_tables
 from ragorder.eval.report.reading import Results, Run, Session
-from ragorder.eval.report.replacement import replacement_engine, replacement_tables
-from ragorder.eval.report.replacement_lines import Replaced
+from ragorder.eval.report.statistics import BLOCK
 from ragorder.eval.report.suites import SuiteInfo
 from ragorder.eval.report.tables import Entry, Table, comparison_tables, detail_tables
-from ragorder.eval.report.tiering import tiering_engine, tiering_tables
-from ragorder.eval.report.tiering_lines import Tiered
 from ragorder.eval.report.words import cell_words, figure, policy_words
-from ragorder.eval.statistics import BLOCK
 
 __all__ = ["Progress", "Report", "Section", "make_report", "silent"]
 

@@ -18,9 +18,9 @@ from ragorder.eval.report.metrics import (
     Metric,
 )
 from ragorder.eval.report.paper import paper_beside, paper_heading
+from ragorder.eval.report.statistics import Comparison, Summary, summary
 from ragorder.eval.report.suites import SuiteInfo
 from ragorder.eval.report.words import THIN, change_words, figure, policy_words
-from ragorder.eval.statistics import Comparison, Summary, summary
 
 __all__ = ["Entry", "Table", "comparison_tables", "detail_tables"]
 

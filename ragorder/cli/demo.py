@@ -37,8 +37,8 @@ def demo(engine: str, model: Path | None, limit: int, waiting: int) -> None:
 
     Each question is served twice, on two engines that are alike, and who is first takes turns.
     """
-    from ragorder.eval.demo import run_demo
     from ragorder.eval.engines.base import EngineError
+    from ragorder.eval.running.demo import run_demo
 
     try:
         with progress_bar() as progress:

@@ -279,7 +279,7 @@ def _builder(tokenizer: Any, **templates: str | None) -> PromptBuilder:
 
 
 def _load(tokenizer: str) -> Any:
-    from ragorder.eval.serving import load_tokenizer
+    from ragorder.eval.engines.models import load_tokenizer
 
     try:
         return load_tokenizer(tokenizer)

@@ -212,8 +212,8 @@ def _load(options: Mapping[str, Any], settings: Settings) -> TieredEngine:
 
 def _random_model() -> tuple[str, str]:
     """Its folder in the cache of this user, and the dtype that this machine computes fast."""
+    from ragorder.eval.engines.models import random_model
     from ragorder.eval.engines.vllm import has_fast_bfloat16
-    from ragorder.eval.serving import random_model
 
     return str(random_model()), "bfloat16" if has_fast_bfloat16() else "float32"
 

@@ -21,10 +21,8 @@ from click.testing import CliRunner
 
 from ragorder.cli import main
 from ragorder.cli.eval_report import report as report_command
-from ragorder.eval.bench import Bench, run_traces
-from ragorder.eval.capacity import Capacity
-from ragorder.eval.harness.suite import read_suite
-from ragorder.eval.quality import summarise
+from ragorder.eval.engines.capacity import Capacity
+from ragorder.eval.experiments.quality import summarise
 from ragorder.eval.report import (
     Report,
     ReportError,
@@ -35,6 +33,9 @@ from ragorder.eval.report import (
     render_markdown,
 )
 from ragorder.eval.report.suites import SuiteInfo, info_of
+from ragorder.eval.running.bench import run_traces
+from ragorder.eval.running.specs import Bench
+from ragorder.eval.running.suite import read_suite
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 FLAGS = "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"

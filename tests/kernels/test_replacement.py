@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ragorder.eval.scheduling import main, measure_scheduling
+from ragorder.eval.experiments.replacement.scheduling import main, measure_scheduling
 from ragorder.kernels.policies import POLICIES, History, ReplacementPolicy, Tier, TierNode, make_policy
 
 KEYS = range(12)
