@@ -58,3 +58,8 @@ def _processor() -> str:
             return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
         return platform.processor()
+
+
+def load_average() -> float | None:
+    """Of the last minute; None where the system has none."""
+    return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None

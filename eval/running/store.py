@@ -10,10 +10,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
-__all__ = ["RESULTS", "SCHEMA", "Store", "StoreError"]
+from ragorder.eval.running.record import RESULTS
 
-RESULTS = "results.jsonl"
-SCHEMA = 1
+__all__ = ["Store", "StoreError"]
 
 Line = Mapping[str, Any]
 
@@ -124,19 +123,16 @@ class Store:
             measured.append((f"{line['suite']} {line['session']}", line["policy"], place))
 
 
+_MEASURED = ("suite", "cell", "seed", "policy", "dry_run")
 _KEYS = {
-    "run": ("suite", "cell", "seed", "policy"),
-    "quality": ("suite", "cell", "seed", "policy", "dry_run"),
-    "pipelining": ("suite", "cell", "seed", "policy"),
-    "replacement": ("suite", "cell", "seed", "policy"),
-    "tiering": ("suite", "cell", "seed", "policy"),
     "unavailable": ("suite", "cell", "policy", "reason"),
     "check": ("name", "suite", "cell", "seed", "policy", "dry_run"),
 }
+"""What makes a line of its type one of a kind; all others are measurements."""
 
 
 def _name(line: Line) -> str:
-    keys = _KEYS.get(str(line.get("type")), ())
+    keys = _KEYS.get(str(line.get("type")), _MEASURED)
     return json.dumps([line.get("type"), *(line.get(key) for key in keys)], sort_keys=True)
 
 

@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from importlib.resources import files
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from ragorder.eval.data.names import unknown
-from ragorder.eval.experiments.pipelining.cells import PIPELINE_POLICIES, PipeliningCell
-from ragorder.eval.experiments.quality.cells import QualityCell, check_orders
-from ragorder.eval.experiments.replacement import REPLACEMENT_POLICIES
-from ragorder.eval.experiments.replacement.cells import ReplacementCell
-from ragorder.eval.experiments.serving.cells import Cell, SuiteError, complaint
-from ragorder.eval.experiments.tiering import ARMS
-from ragorder.eval.experiments.tiering.cells import TieringCell
+from ragorder.eval.running.cells import SuiteError, complaint
+from ragorder.eval.running.experiment import experiment_of, suite_files
 from ragorder.eval.running.policies import POLICIES
 
 __all__ = ["GROUPS", "PaperRow", "Reduced", "Report", "Suite", "choose_suites", "load_suite", "load_suites"]
@@ -27,7 +21,6 @@ __all__ = ["GROUPS", "PaperRow", "Reduced", "Report", "Suite", "choose_suites", 
 GROUPS = ("paper", "ours", "all")
 _FROM_PAPER = re.compile(r"(ragcache-)?(table|figure)-\d+|pressure")
 _STRICT = ConfigDict(extra="forbid", frozen=True)
-_POLICIES_OF = {"pipelining": PIPELINE_POLICIES, "replacement": REPLACEMENT_POLICIES, "tiering": ARMS}
 
 
 class Report(BaseModel):
@@ -97,7 +90,7 @@ class Suite(BaseModel):
     title: str
     source: str
     says: str
-    kind: Literal["serve", "quality", "pipelining", "replacement", "tiering"] = "serve"
+    kind: str = "serve"
     needs: str = ""
     takes_corpora: bool = False
     policies: tuple[str, ...] = ()
@@ -111,16 +104,20 @@ class Suite(BaseModel):
     report: Report
     paper: tuple[PaperRow, ...] = ()
 
+    @field_validator("kind")
+    @classmethod
+    def _known_kind(cls, kind: str) -> str:
+        experiment_of(kind)
+        return kind
+
     @field_validator("policies")
     @classmethod
     def _known(cls, policies: tuple[str, ...], info: Any) -> tuple[str, ...]:
         if len(set(policies)) < len(policies):
             raise ValueError("the same policy twice")
+        known = experiment_of(info.data["kind"]).policies if "kind" in info.data else None
         for policy in policies:
-            # The orders of a suite about quality have guards in their names: see `check_orders`.
-            kind = info.data.get("kind")
-            known = _POLICIES_OF.get(kind, POLICIES)
-            if kind != "quality" and policy not in known:
+            if known is not None and policy not in known:
                 raise ValueError(f"unknown policy {policy!r}: choose from {', '.join(known)}")
         return policies
 
@@ -161,11 +158,6 @@ class Suite(BaseModel):
                     found.append(point)
         return found
 
-    @property
-    def cells(self) -> list[Cell]:
-        """The cells of a suite that serves. Raises SuiteError."""
-        return [Cell.read(point, f"{self.name}.toml: cell {_short(point)}") for point in self.points]
-
     def with_corpora(self, names: Iterable[str]) -> Suite:
         """The same with corpora of the user's own behind its own, if it takes any."""
         swept = self.sweep.get("corpus", ())
@@ -196,10 +188,7 @@ class Suite(BaseModel):
 
 def load_suites() -> dict[str, Suite]:
     """All suites that come with the package, the paper's by number, then ours. Raises SuiteError."""
-    folders = [folder for folder in files("ragorder.eval").joinpath("experiments").iterdir() if folder.is_dir()]
-    declared = sorted((file for folder in folders for file in folder.iterdir()), key=lambda file: file.name)
-    named = {file.name: file.read_text("utf-8") for file in declared if file.name.endswith(".toml")}
-    suites = [read_suite(name.removesuffix(".toml"), text, name) for name, text in named.items()]
+    suites = [read_suite(file.stem, file.read_text("utf-8"), file.name) for file in suite_files()]
     return {suite.name: suite for suite in sorted(suites, key=_place)}
 
 
@@ -222,29 +211,15 @@ def read_suite(name: str, text: str, where: str) -> Suite:
         suite = Suite.model_validate({**fields, "name": name})
     except ValidationError as error:
         raise SuiteError(f"{where}: {complaint(error)}") from None
-    _check_cells(suite, where)
+    experiment = experiment_of(suite.kind)
+    experiment.check(suite, where)
     try:
         short_form = suite.short_form
     except ValidationError as error:
         raise SuiteError(f"{where}: [reduced] {complaint(error)}") from None
     if short_form is not None:
-        _check_cells(short_form, f"{where}: [reduced]")
+        experiment.check(short_form, f"{where}: [reduced]")
     return suite
-
-
-def _check_cells(suite: Suite, where: str) -> None:
-    read: Callable[[Mapping[str, Any], str], object] = Cell.read
-    if suite.kind == "quality":
-        check_orders(suite.policies, where)
-        read = QualityCell.read
-    elif suite.kind == "pipelining":
-        read = PipeliningCell.read
-    elif suite.kind == "replacement":
-        read = ReplacementCell.read
-    elif suite.kind == "tiering":
-        read = TieringCell.read
-    for point in suite.points:
-        read(point, f"{where}: cell {_short(point)}")
 
 
 def choose_suites(names: Sequence[str]) -> list[Suite]:
@@ -272,7 +247,3 @@ def _place(suite: Suite) -> tuple[bool, bool, int, str]:
     kind, _, number = suite.name.partition("-")
     numbered = suite.from_paper and number.isdigit()
     return not suite.from_paper, not numbered, int(number) if numbered else 0, kind
-
-
-def _short(point: Mapping[str, Any]) -> str:
-    return "{" + ", ".join(f"{name} = {value}" for name, value in point.items()) + "}"

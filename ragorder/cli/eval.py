@@ -32,7 +32,7 @@ def list_suites() -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from ragorder.eval.experiments.serving.cells import SuiteError
+    from ragorder.eval.running.cells import SuiteError
     from ragorder.eval.running.suite import load_suites
 
     try:
@@ -134,7 +134,7 @@ def run(
     from ragorder.eval.data.corpora import CorpusError
     from ragorder.eval.data.corpora.loader import corpora_in
     from ragorder.eval.engines.base import EngineError
-    from ragorder.eval.experiments.serving.cells import SuiteError
+    from ragorder.eval.running.cells import SuiteError
     from ragorder.eval.running.options import HarnessError, Options
     from ragorder.eval.running.session import run_suites
     from ragorder.eval.running.specs import EventsAddress

@@ -135,7 +135,8 @@ def quality(
     from ragorder.eval.experiments.quality.kept import judge_kept
     from ragorder.eval.experiments.quality.tables import print_quality
     from ragorder.eval.running.policies import PolicyError
-    from ragorder.eval.running.store import RESULTS, SCHEMA, Store, StoreError
+    from ragorder.eval.running.record import RESULTS, SCHEMA
+    from ragorder.eval.running.store import Store, StoreError
 
     if embedding_model and retriever != "dense":
         raise click.UsageError("--embedding-model goes with --retriever dense")

@@ -23,9 +23,9 @@ from ragorder.eval.engines.base import EngineError
 from ragorder.eval.engines.models import built_prompts
 from ragorder.eval.engines.server import Process, VLLMServer
 from ragorder.eval.engines.sim import SimEngine
-from ragorder.eval.experiments.serving.cells import SuiteError
 from ragorder.eval.peers import PeerError
 from ragorder.eval.running.bench import run_traces
+from ragorder.eval.running.cells import SuiteError
 from ragorder.eval.running.options import HarnessError, Options
 from ragorder.eval.running.session import Outcome, plan_run, run_suites
 from ragorder.eval.running.specs import Bench

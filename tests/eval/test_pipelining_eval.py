@@ -38,8 +38,8 @@ from ragorder.eval.experiments.pipelining import (
 )
 from ragorder.eval.experiments.pipelining.modes import ask
 from ragorder.eval.experiments.pipelining.speculation import _rate
-from ragorder.eval.experiments.serving.cells import SuiteError
 from ragorder.eval.report import known_suites, make_report, read_results, render_markdown
+from ragorder.eval.running.cells import SuiteError
 from ragorder.eval.running.specs import Bench
 from ragorder.eval.running.suite import Suite, choose_suites, load_suites, read_suite
 from ragorder.pipelining import Provisional, Retrieval

@@ -34,8 +34,8 @@ from ragorder.eval.experiments.replacement import (
     skewed_stream,
     stream_of_trace,
 )
-from ragorder.eval.experiments.serving.cells import SuiteError
 from ragorder.eval.report import known_suites, make_report, read_results, render_html, render_markdown
+from ragorder.eval.running.cells import SuiteError
 from ragorder.eval.running.suite import Suite, choose_suites, load_suites, read_suite
 
 JSON = dict[str, Any]

@@ -23,10 +23,10 @@ from ragorder.cli.eval import eval as eval_command
 from ragorder.eval.data.trace import Request, Trace
 from ragorder.eval.engines.prompts import NumberedPrompts
 from ragorder.eval.engines.server import VLLMServer
-from ragorder.eval.experiments.serving.cells import SuiteError
 from ragorder.eval.experiments.tiering import ARMS, ROOMS, Verdict, judge, make_sizes, make_stream
 from ragorder.eval.report import known_suites, make_report, read_results, render_html, render_markdown
 from ragorder.eval.report.suites import info_of
+from ragorder.eval.running.cells import SuiteError
 from ragorder.eval.running.suite import Suite, choose_suites, read_suite
 from ragorder.kernels.store import ChunkStore
 

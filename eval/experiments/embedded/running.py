@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from ragorder.eval.data.machine import describe_environment
-from ragorder.eval.running.store import RESULTS, SCHEMA, Store
+from ragorder.eval.running.record import RESULTS, SCHEMA
+from ragorder.eval.running.store import Store
 
 __all__ = ["Advance", "Experiment", "Rows", "read_lines", "run"]
 

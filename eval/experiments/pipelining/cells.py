@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from ragorder.eval.experiments.serving.cells import SuiteCell
+from ragorder.eval.running.cells import SuiteCell
 
 __all__ = ["PIPELINE_POLICIES", "PipeliningCell"]
 

@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ragorder.eval.experiments.pipelining.lines import Pipelined
+from ragorder.eval.experiments.pipelining.record import PipeliningRecord
 from ragorder.eval.report.paper import number
-from ragorder.eval.report.reading import Results, key_of
+from ragorder.eval.report.part import Part
+from ragorder.eval.report.reading import Results
 from ragorder.eval.report.statistics import Comparison, compare, summary
 from ragorder.eval.report.suites import PaperRow, SuiteInfo
 from ragorder.eval.report.tables import Entry, Table
 from ragorder.eval.report.words import THIN, change_words, figure, signed
+from ragorder.eval.running.record import key_of
 
 if TYPE_CHECKING:
-    from ragorder.eval.experiments.pipelining.lines import Floats
+    from ragorder.eval.experiments.pipelining.record import Floats
 
-__all__ = ["pipelining_engine", "pipelining_tables"]
+__all__ = ["pipelining_part"]
 
 _SLACK = 0.10
 _LESS = 0.02
@@ -43,10 +45,15 @@ _THROUGHPUT = (
     "clients would ask for if a request took no longer than alone, in terms of what is served. Refused: of the "
     "occasions to speculate, those for which the engine had too much to do."
 )
-_Group = Sequence[Pipelined]
+_Group = Sequence[PipeliningRecord]
 
 
-def pipelining_engine(lines: _Group) -> str:
+def pipelining_part(suite: SuiteInfo, results: Results) -> Part:
+    lines = results.of(PipeliningRecord, suite.name)
+    return Part(_pipelining_tables(suite, lines), engine=_engine(lines))
+
+
+def _engine(lines: _Group) -> str:
     """The engines, in words."""
     found = [
         f"a live server, model {line.engine.get('model')}, blocks of {line.engine.get('block_size')} tokens"
@@ -55,15 +62,14 @@ def pipelining_engine(lines: _Group) -> str:
     return "; ".join(dict.fromkeys(found))
 
 
-def pipelining_tables(suite: SuiteInfo, results: Results) -> list[Table]:
+def _pipelining_tables(suite: SuiteInfo, lines: _Group) -> list[Table]:
     """What was measured of a suite about pipelines, with the paper's numbers beside it."""
-    groups: dict[object, list[Pipelined]] = {}
-    for line in results.pipelining:
-        if line.suite == suite.name:
-            groups.setdefault((key_of(line.cell), key_of(line.engine), line.policy), []).append(line)
+    groups: dict[object, list[PipeliningRecord]] = {}
+    for line in lines:
+        groups.setdefault((key_of(line.cell), key_of(line.engine), line.policy), []).append(line)
     tables: list[Table] = []
     for measure, make in _TABLES.items():
-        chosen = [lines for lines in groups.values() if lines[0].cell.get("measure") == measure]
+        chosen = [group for group in groups.values() if group[0].cell.get("measure") == measure]
         tables += make(suite, chosen) if chosen else []
     return tables
 
@@ -168,7 +174,7 @@ _TABLES: Mapping[str, Callable[[SuiteInfo, Sequence[_Group]], list[Table]]] = {
 }
 
 
-def _bounds(line: Pipelined) -> Floats:
+def _bounds(line: PipeliningRecord) -> Floats:
     import numpy as np
 
     waited = np.maximum(line.column("warmup", "retrieval_ms"), line.column("alone", "system_ms"))
@@ -209,14 +215,14 @@ def _extra(lines: _Group) -> Entry:
     return Entry(signed(100 * (ours / plain - 1)), f"{plain:,.0f} → {ours:,.0f} tokens")
 
 
-def _retrieval(line: Pipelined) -> str:
+def _retrieval(line: PipeliningRecord) -> str:
     if (share := line.cell.get("retrieval_of_system")) is not None:
         pause = summary([float(value) for value in line.column("none", "retrieval_ms")])
         return f"{share:g} × T_sys ({figure(pause.p50 if pause else None, 0)}{THIN}ms)"
     return f"{line.cell['retrieval_ms']:g}{THIN}ms"
 
 
-def _search(line: Pipelined) -> str:
+def _search(line: PipeliningRecord) -> str:
     cell = line.cell
     taken = f"stretched to {cell['search_ms']:g}{THIN}ms" if cell.get("search_ms") else "not stretched"
     kind = {"ivf": "IVF", "hnsw": "HNSW"}.get(cell.get("index", "ivf"), "")

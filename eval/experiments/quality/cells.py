@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from ragorder.eval.experiments.serving.cells import SuiteCell, SuiteError
+from ragorder.eval.running.cells import SuiteCell, SuiteError
 
 __all__ = ["QualityCell", "check_orders"]
 

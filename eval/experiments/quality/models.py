@@ -20,8 +20,8 @@ _LONGEST_HEADER = 100_000_000
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """`parameters` is None where nothing says how many there are. `random_weights`: made by `ragorder.eval.engines.tiny_model`.
-    `from_name`: the number was read from the model's name."""
+    """`parameters` is None where nothing says how many there are. `random_weights`: made by
+    `ragorder.eval.engines.tiny_model`. `from_name`: the number was read from the model's name."""
 
     name: str
     parameters: int | None = None

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ragorder.eval.report.reading import Quality, Results, key_of
+from ragorder.eval.experiments.quality.record import QualityRecord
+from ragorder.eval.report.part import Part
+from ragorder.eval.report.reading import Results
 from ragorder.eval.report.statistics import summary
 from ragorder.eval.report.suites import SuiteInfo
 from ragorder.eval.report.tables import Entry, Table
 from ragorder.eval.report.words import THIN, cell_words, figure, policy_words, signed
+from ragorder.eval.running.record import key_of
 
-__all__ = ["quality_not_measured", "quality_tables"]
+__all__ = ["quality_not_measured", "quality_part"]
 
 _Check = Mapping[str, Any]
 
@@ -25,19 +28,25 @@ _PLACES = "Over all orders; places from the front. A question counts once for ea
 _NOT_IN_TITLES = ("data", "base_url", "model", "engine", "answers")
 
 
-def quality_tables(suite: SuiteInfo, results: Results) -> tuple[list[Table], list[str]]:
+def quality_part(suite: SuiteInfo, results: Results) -> Part:
+    tables, words = _quality_tables(suite, results)
+    lines = results.of(QualityRecord, suite.name)
+    policies = [line.policy for line in lines]
+    return Part(tables, words, baseline=suite.baseline if suite.baseline in policies else "".join(policies[:1]))
+
+
+def _quality_tables(suite: SuiteInfo, results: Results) -> tuple[list[Table], list[str]]:
     """Of each cell that measured something what the checks say; and what must be said about all of them."""
-    cells: dict[object, list[Quality]] = {}
-    for line in results.quality:
-        if line.suite == suite.name:
-            cells.setdefault(_key(line), []).append(line)
+    cells: dict[object, list[QualityRecord]] = {}
+    for line in results.of(QualityRecord, suite.name):
+        cells.setdefault(_key(line), []).append(line)
     if not cells:
         nothing = "Quality was not measured. Nothing was asked; a capable model is needed: its scores would stand here."
         return [], [nothing] * (suite.kind == "quality")
     tables: list[Table] = []
     said: dict[str, dict[str, None]] = {}
     for key, lines in cells.items():
-        checks = [check for check in results.quality_checks if _check_key(check) == key]
+        checks = [check for check in results.own_checks if _check_key(check) == key]
         verdict = next((check for check in checks if check["name"] == "quality-verdict"), None)
         title = _title(lines[0], several=sum(line.cell == lines[0].cell for line in _firsts(cells)) > 1)
         if verdict is None or any(line.policy not in verdict["reordered"] for line in lines):
@@ -53,18 +62,19 @@ def quality_tables(suite: SuiteInfo, results: Results) -> tuple[list[Table], lis
 
 def quality_not_measured(results: Results) -> str | None:
     """Why nothing is known about quality, if nothing is."""
-    verdicts = [check for check in results.quality_checks if check["name"] == "quality-verdict"]
+    verdicts = [check for check in results.own_checks if check["name"] == "quality-verdict"]
     if any(verdict["measured"] for verdict in verdicts):
         return None
-    if not results.quality:
+    asked = results.of(QualityRecord)
+    if not asked:
         return "no capable model answered questions"
-    if all(line.dry_run for line in results.quality):
+    if all(line.dry_run for line in asked):
         return "only a dry run, whose answers are made up"
     reasons = dict.fromkeys(str(verdict["reason"]) for verdict in verdicts if not verdict["dry_run"])
     return "; ".join(reasons) or "the answers have not been compared yet"
 
 
-def _key(line: Quality) -> object:
+def _key(line: QualityRecord) -> object:
     return line.suite, key_of(line.cell), line.seed, line.dry_run
 
 
@@ -72,16 +82,16 @@ def _check_key(check: _Check) -> object:
     return check["suite"], key_of(check["cell"]), check["seed"], check["dry_run"]
 
 
-def _firsts(cells: Mapping[object, Sequence[Quality]]) -> list[Quality]:
+def _firsts(cells: Mapping[object, Sequence[QualityRecord]]) -> list[QualityRecord]:
     return [lines[0] for lines in cells.values()]
 
 
-def _title(line: Quality, *, several: bool) -> str:
+def _title(line: QualityRecord, *, several: bool) -> str:
     said = {name: value for name, value in line.cell.items() if value is not None and name not in _NOT_IN_TITLES}
-    return ", ".join(filter(None, (cell_words(said), line.model, f"seed {line.seed}" * several)))
+    return ", ".join(filter(None, (cell_words(said), line.model_name, f"seed {line.seed}" * several)))
 
 
-def _table(title: str, lines: Sequence[Quality], checks: Sequence[_Check], verdict: _Check | None) -> Table:
+def _table(title: str, lines: Sequence[QualityRecord], checks: Sequence[_Check], verdict: _Check | None) -> Table:
     compared = {check["policy"]: check for check in checks if check["name"] == "quality-comparison"}
     headings = ["order of documents", "exact match, %", "F1, %", "questions", "of these reordered, %"]
     table = Table(f"Answers: {title}", headings)
@@ -112,7 +122,7 @@ def _change(check: _Check, name: str) -> str:
     return f"{signed(check['f1_difference'])} [{low}, {high}]"
 
 
-def _score(line: Quality, name: str) -> float | None:
+def _score(line: QualityRecord, name: str) -> float | None:
     found = summary([100 * float(value) for value in line.rows.get(name, ())])
     return found.mean if found else None
 

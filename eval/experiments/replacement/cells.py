@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from ragorder.eval.experiments.replacement import KIB_PER_TOKEN, TierSize
-from ragorder.eval.experiments.serving.cells import SuiteCell
+from ragorder.eval.running.cells import SuiteCell
 
 __all__ = ["ReplacementCell"]
 

@@ -8,16 +8,18 @@ from statistics import fmean
 from typing import Any, Literal
 
 from ragorder.eval.experiments.replacement import KIB_PER_TOKEN
-from ragorder.eval.experiments.replacement.lines import Replaced
+from ragorder.eval.experiments.replacement.record import ReplacementRecord
 from ragorder.eval.report.canvas import Picture, draw, label_ends, style
 from ragorder.eval.report.paper import number
-from ragorder.eval.report.reading import Cell, key_of
+from ragorder.eval.report.part import Part
+from ragorder.eval.report.reading import Results
 from ragorder.eval.report.statistics import Comparison, StatisticsError, compare
 from ragorder.eval.report.suites import SuiteInfo
 from ragorder.eval.report.tables import Entry, Table
 from ragorder.eval.report.words import THIN, axis_words, figure
+from ragorder.eval.running.record import Cell, key_of
 
-__all__ = ["replacement_engine", "replacement_pictures", "replacement_tables"]
+__all__ = ["replacement_part"]
 
 _OURS, _LRU, _GDSF, _LFU = "pgdsf+history", "lru", "gdsf+history", "lfu+history"
 _MORE_HITS, _SLOWER, _SCHEDULING_MS, _NODES = 1.05, 0.01, 0.2, 100_000
@@ -59,10 +61,10 @@ class _Group:
     """A cell under all policies, with all seeds."""
 
     cell: Cell
-    policies: dict[str, dict[int, Replaced]] = field(default_factory=dict)
+    policies: dict[str, dict[int, ReplacementRecord]] = field(default_factory=dict)
     _compared: dict[tuple[str, str, str], Comparison | None] = field(default_factory=dict)
 
-    def lines(self, policy: str) -> list[Replaced]:
+    def lines(self, policy: str) -> list[ReplacementRecord]:
         return [line for _, line in sorted(self.policies.get(policy, {}).items())]
 
     def value(self, policy: str, metric: str) -> float | None:
@@ -94,13 +96,18 @@ class _Group:
         return fmean(line.facts[name] for lines in self.policies.values() for line in lines.values())
 
 
-def replacement_engine(lines: Sequence[Replaced]) -> str:
+def replacement_part(suite: SuiteInfo, results: Results) -> Part:
+    lines = results.of(ReplacementRecord, suite.name)
+    return Part(_tables(suite, lines), engine=_engine(lines), pictures=lambda: _pictures(suite, lines))
+
+
+def _engine(lines: Sequence[ReplacementRecord]) -> str:
     """What was simulated or timed, in words."""
     kinds = ["simulated tiers" if line.scheduling is None else "one tier, metadata only, timed" for line in lines]
     return "; ".join(dict.fromkeys(kinds))
 
 
-def replacement_tables(suite: SuiteInfo, lines: Sequence[Replaced]) -> list[Table]:
+def _tables(suite: SuiteInfo, lines: Sequence[ReplacementRecord]) -> list[Table]:
     """What was measured of a suite about replacement, with the paper's numbers beside it."""
     groups = _groups([line for line in lines if line.scheduling is None])
     tables = _scheduling([line for line in lines if line.scheduling is not None])
@@ -112,7 +119,7 @@ def replacement_tables(suite: SuiteInfo, lines: Sequence[Replaced]) -> list[Tabl
     return tables
 
 
-def _groups(lines: Sequence[Replaced]) -> list[_Group]:
+def _groups(lines: Sequence[ReplacementRecord]) -> list[_Group]:
     """In the order in which they were written."""
     groups: dict[object, _Group] = {}
     for line in lines:
@@ -193,10 +200,10 @@ def _bound(found: Comparison | None, holds: Callable[[float], bool]) -> str:
     return words if sure else f"{words}, within its interval"
 
 
-def _scheduling(lines: Sequence[Replaced]) -> list[Table]:
+def _scheduling(lines: Sequence[ReplacementRecord]) -> list[Table]:
     if not lines:
         return []
-    cells: dict[tuple[int, str], list[Replaced]] = {}
+    cells: dict[tuple[int, str], list[ReplacementRecord]] = {}
     for line in lines:
         cells.setdefault((int(line.cell["nodes"]), line.policy), []).append(line)
     headings = ["documents held", "policy", "p50, ms", "p99, ms", "longest, ms", f"p99 to {_SCHEDULING_MS} ms"]
@@ -291,7 +298,7 @@ def _counted(groups: Sequence[_Group]) -> str:
     return f"{words}{', a stream as it came with one of them' if once else ''}."
 
 
-def replacement_pictures(suite: SuiteInfo, lines: Sequence[Replaced]) -> list[Picture]:
+def _pictures(suite: SuiteInfo, lines: Sequence[ReplacementRecord]) -> list[Picture]:
     """For each stream a line for each policy, along what the suite sweeps."""
     x = suite.x
     if x is None:

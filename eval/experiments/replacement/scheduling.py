@@ -1,9 +1,8 @@
-"""What RAGCache's scheduling takes a request: the knowledge tree's lookup and update, and eviction (section 7.5).
+"""Scheduling time of a request: lookup and update of the knowledge tree, and eviction (RAGCache 7.5).
 
-`python -m ragorder.eval.experiments.replacement.scheduling` serves requests on a full tier of 100,000 documents, metadata only, and times each
-of them whole: the keys of its path, the lookup, the cost of what is new (bilinear interpolation), eviction to make
-room, insertion and use. The paper has 0.872 to 0.906 ms, with its queue and its pipelining decisions; what these take
-here, `python -m ragorder.eval.reordering` and the suites of pipelining measure.
+`python -m ragorder.eval.scheduling` serves requests on a full tier of 100,000 documents, metadata only, and times each
+of them whole: the keys of its path, the lookup, the cost of the new documents (bilinear interpolation), eviction,
+insertion and use. The paper's 0.872 to 0.906 ms include its queue and its pipelining decisions.
 """
 
 from __future__ import annotations

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from ragorder.eval.engines.capacity import Capacity
+from ragorder.eval.running.cells import SuiteCell
 
-__all__ = ["Cell", "SuiteCell", "SuiteError", "guard_settings"]
+__all__ = ["ServingCell", "guard_settings"]
 
 _NUMBERS = ("keep_first", "keep_last", "max_displacement")
-
-
-class SuiteError(ValueError):
-    """A suite does not exist, or its file is wrong. The message says where and what to change."""
 
 
 def _capacity(value: Any) -> Any:
@@ -51,26 +47,7 @@ def _guards(value: Any) -> Any:
     return value
 
 
-class SuiteCell(BaseModel):
-    """A cell of a suite of any kind. It may say only what it knows, and its name is what it says."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-    @classmethod
-    def read(cls, fields: Mapping[str, Any], where: str) -> Self:
-        """Raises SuiteError, which begins with `where`."""
-        try:
-            return cls.model_validate(dict(fields))
-        except ValidationError as error:
-            raise SuiteError(f"{where}: {complaint(error)}") from None
-
-    @property
-    def fields(self) -> dict[str, Any]:
-        """What was said, as JSON values: the cell's name in the results."""
-        return {name: getattr(self, name) for name in type(self).model_fields if name in self.model_fields_set}
-
-
-class Cell(SuiteCell):
+class ServingCell(SuiteCell):
     """What one cell may say; what it does not say is the engine's or the workload's own.
 
     `workload` is a synthetic one, `corpus` a folder below --corpora, or "pydocs" which every machine has; `order` is
@@ -92,7 +69,7 @@ class Cell(SuiteCell):
     residency: Literal["none", "lru", "events"] | None = None
 
     @model_validator(mode="after")
-    def _whole(self) -> Cell:
+    def _whole(self) -> ServingCell:
         if (self.workload is None) == (self.corpus is None):
             raise ValueError("a cell has either a workload or a corpus")
         if self.corpus is None and "order" in self.model_fields_set:
@@ -122,12 +99,3 @@ class Cell(SuiteCell):
     def varies_with_seed(self) -> bool:
         """Whether another seed is another trace."""
         return self.corpus is None or self.order == "random"
-
-
-def complaint(error: ValidationError) -> str:
-    """The first thing that is wrong, in one line, with the field's name. A name that is not known comes before one that
-    is missing: it may be that one, misspelt."""
-    first = min(error.errors(include_url=False), key=lambda each: each["type"] != "extra_forbidden")
-    field = ".".join(map(str, first["loc"]))
-    message = "unknown field" if first["type"] == "extra_forbidden" else first["msg"].removeprefix("Value error, ")
-    return f"{field}: {message}" if field else message

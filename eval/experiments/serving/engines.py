@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
+from ragorder.eval.experiments.serving.cells import ServingCell
 from ragorder.eval.running.bench import run_traces
+from ragorder.eval.running.experiment import Job
 from ragorder.eval.running.options import SIM_LIKE, Options
-from ragorder.eval.running.plan import Job, served_as
 from ragorder.eval.running.runner import Run
 from ragorder.eval.running.specs import Bench, EventsAddress
 
@@ -23,7 +23,7 @@ _Sizes = tuple[int | None, int | None]
 
 class Engines:
     """The engines of an invocation: each job has them with an empty cache. Those that take long to start (in this
-    process, or a server) stay until a job needs another size. Use it in a `with` block."""
+    process, or a server) stay until a job needs another size, or `close`."""
 
     def __init__(self, options: Options) -> None:
         self._options = options
@@ -31,17 +31,14 @@ class Engines:
         self._server: tuple[_Sizes, str, EventsAddress] | None = None
         self._stack = ExitStack()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def close(self) -> None:
         self._stack.close()
 
-    def serve(self, job: Job, advance: Callable[[], None]) -> list[Run]:
+    def serve(self, job: Job, advance: Callable[[], None], *, times_builds: bool) -> list[Run]:
         """The runs of the job's policies, in their order, served. Raises as `run_bench` does."""
         if self._pool is None:
             self._pool = self._open_pool()
-        (runs,) = run_traces(self._bench(job), lambda description, steps: advance, pool=self._pool)
+        (runs,) = run_traces(self._bench(job, times_builds), lambda description, steps: advance, pool=self._pool)
         return runs
 
     def _open_pool(self) -> EnginePool[Any] | None:
@@ -55,13 +52,13 @@ class Engines:
             return self._stack.enter_context(TorchPool())
         return None
 
-    def _bench(self, job: Job) -> Bench:
+    def _bench(self, job: Job, times_builds: bool) -> Bench:
         options, cell = self._options, job.cell
         live = options.engine == "openai"
         base_url, events = options.base_url, options.events
         if live and base_url is None:
             base_url, events = self._own_server((cell.capacity.tokens, cell.block_size))
-        policies = tuple(served_as(policy, cell) for policy in job.policies)
+        policies = tuple(_served_as(policy, cell) for policy in job.policies)
         return Bench(
             workloads=() if cell.workload is None else (cell.workload,),
             corpora=() if job.corpus is None else (job.corpus,),
@@ -85,7 +82,7 @@ class Engines:
             seeds=(job.seed,),
             limit=job.requests,
             settings=cell.settings,
-            time_builds=job.times_builds,
+            time_builds=times_builds,
             timelines=job.suite.keeps_timelines,
         )
 
@@ -104,3 +101,8 @@ class Engines:
             events = EventsAddress(server.events_endpoint, server.replay_endpoint, server.events_topic)
             self._server = (sizes, server.base_url, events)
         return self._server[1:]
+
+
+def _served_as(policy: str, cell: ServingCell) -> str:
+    """The name among the benchmark's policies: auto with the engine's events is one of its own there."""
+    return "events" if policy == "auto" and cell.residency == "events" else policy

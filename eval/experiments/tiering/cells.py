@@ -6,8 +6,8 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
-from ragorder.eval.experiments.serving.cells import SuiteCell
 from ragorder.eval.experiments.tiering import ROOMS
+from ragorder.eval.running.cells import SuiteCell
 from ragorder.kernels.policies import POLICIES
 
 __all__ = ["TieringCell"]

@@ -9,14 +9,17 @@ from typing import Any
 
 from ragorder.adapters.observing.tier_stats import SOURCES, TIERS
 from ragorder.eval.experiments.tiering import ARMS, MOST_WORSE, REQUIRED, Verdict, judge
-from ragorder.eval.experiments.tiering.lines import Tiered
+from ragorder.eval.experiments.tiering.record import TieringRecord
 from ragorder.eval.report.canvas import LINE, Picture, draw, style
-from ragorder.eval.report.reading import Cell, key_of
+from ragorder.eval.report.part import Part
+from ragorder.eval.report.reading import Results
 from ragorder.eval.report.statistics import StatisticsError, compare
+from ragorder.eval.report.suites import SuiteInfo
 from ragorder.eval.report.tables import Entry, Table
 from ragorder.eval.report.words import THIN, change_words, figure
+from ragorder.eval.running.record import Cell, key_of
 
-__all__ = ["tiering_engine", "tiering_pictures", "tiering_tables"]
+__all__ = ["tiering_part"]
 
 _FITS = {
     "device": "the device's pool",
@@ -38,13 +41,13 @@ class _Group:
     """A cell with both arms and those seeds that both have."""
 
     cell: Cell
-    arms: dict[str, dict[int, Tiered]] = field(default_factory=lambda: {arm: {} for arm in ARMS})
+    arms: dict[str, dict[int, TieringRecord]] = field(default_factory=lambda: {arm: {} for arm in ARMS})
 
     @property
     def seeds(self) -> list[int]:
         return sorted(self.arms[_ALONE].keys() & self.arms[_WITH].keys())
 
-    def lines(self, arm: str) -> list[Tiered]:
+    def lines(self, arm: str) -> list[TieringRecord]:
         return [self.arms[arm][seed] for seed in self.seeds]
 
     @property
@@ -63,7 +66,12 @@ class _Group:
         return {source: 100 * tokens / every for source, tokens in sums.items()}
 
 
-def tiering_engine(lines: Sequence[Tiered]) -> str:
+def tiering_part(suite: SuiteInfo, results: Results) -> Part:
+    lines = results.of(TieringRecord, suite.name)
+    return Part(_tables(lines), engine=_engine(lines), pictures=lambda: _pictures(lines))
+
+
+def _engine(lines: Sequence[TieringRecord]) -> str:
     """The engines, in words."""
     found = [
         f"two live servers, model {line.engine.get('model')}, blocks of {line.block_size} tokens" for line in lines
@@ -71,7 +79,7 @@ def tiering_engine(lines: Sequence[Tiered]) -> str:
     return "; ".join(dict.fromkeys(found))
 
 
-def tiering_tables(lines: Sequence[Tiered]) -> list[Table]:
+def _tables(lines: Sequence[TieringRecord]) -> list[Table]:
     """What was measured of a suite about tiers on a real engine."""
     groups = _groups(lines)
     if not groups:
@@ -97,7 +105,7 @@ def tiering_tables(lines: Sequence[Tiered]) -> list[Table]:
     return [table]
 
 
-def tiering_pictures(lines: Sequence[Tiered]) -> list[Picture]:
+def _pictures(lines: Sequence[TieringRecord]) -> list[Picture]:
     """How many times shorter tiers make the time, a row for each cell, with its interval."""
     groups = [(group, verdict) for group, verdict in _groups(lines) if verdict.known]
     if not groups:
@@ -124,7 +132,7 @@ def tiering_pictures(lines: Sequence[Tiered]) -> list[Picture]:
     return [draw(paint, title="What tiers save", alt=said, caption=caption, height=1.1 + 0.42 * len(names))]
 
 
-def _groups(lines: Sequence[Tiered]) -> list[tuple[_Group, Verdict]]:
+def _groups(lines: Sequence[TieringRecord]) -> list[tuple[_Group, Verdict]]:
     """In the order in which they were written, those of which there is something to say."""
     groups: dict[object, _Group] = {}
     for line in lines:
@@ -141,7 +149,7 @@ def _stream(group: _Group) -> str:
     return f"{words}: {figure(line.facts['working_set_tokens'], 0)} tokens"
 
 
-def _sizes(line: Tiered) -> Entry:
+def _sizes(line: TieringRecord) -> Entry:
     disk = line.facts.get("disk_bytes")
     sizes = [_megabytes(line.facts["host_bytes"]), "–" if disk is None else _megabytes(disk)]
     return Entry(f"{figure(line.facts['blocks'] * line.block_size, 0)} tokens, {', '.join(sizes)}")
