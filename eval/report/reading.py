@@ -54,7 +54,8 @@ class Results:
     @property
     def suites(self) -> list[str]:
         """The names of all suites of which there is anything."""
-        return list(dict.fromkeys(line.suite for line in (*self.records, *self.unavailable)))
+        names = [line.suite for line in self.records] + [line.suite for line in self.unavailable]
+        return list(dict.fromkeys(names))
 
     @property
     def runs(self) -> list[RunRecord]:

@@ -16,7 +16,7 @@ from ragorder.eval.report.words import THIN, change_words, figure, signed
 from ragorder.eval.running.record import key_of
 
 if TYPE_CHECKING:
-    from ragorder.eval.experiments.pipelining.record import Floats
+    from ragorder.eval.running.record import Floats
 
 __all__ = ["pipelining_part"]
 

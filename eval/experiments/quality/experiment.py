@@ -77,7 +77,7 @@ class Quality(Experiment):
         options, store, suite, policies = self.options, self.store, job.suite, job.policies
         cell: QualityCell = job.cell
         reason, data = self._reason(cell.dataset)
-        missing = policies if reason is not None else ()
+        missing: Sequence[str] = policies if reason is not None else ()
         seeds = options.seeds if cell.varies_with_seed else options.seeds[:1]
         for seed in seeds if reason is None else ():
             bench = QualityBench(
