@@ -17,10 +17,11 @@ LIVE = --workload paper-shuf --limit 120 --capacity-tokens 16384 --arrivals pois
 HOUR = --workload zipf10 --policy retrieval --policy auto --capacity-tokens 800000 --prefill-rate 1280000 --decode-rate 400
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet --no-input
 APT := $(if $(filter-out 0,$(shell id -u)),sudo -n )apt-get
+TESTS = HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 GPU := $(shell command -v nvidia-smi 2>/dev/null)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types imports unit test-lowest test-newest vllm bench bench-vllm bench-live bench-load chaos clean
+.PHONY: help demo check test test-all static lint types imports fast merge all test-lowest test-newest vllm bench bench-vllm bench-live bench-load chaos clean
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -28,7 +29,16 @@ help: ## This list
 demo: $(VENV)/.$(ENGINE) ## Serve questions on Python's own documentation in two orders (ENGINE=torch or sim needs no vLLM)
 	$(BIN)/ragorder demo --engine $(ENGINE) --limit $(LIMIT)
 
-test: lint types imports unit ## Lint, types, import rules and all tests, real vLLM included
+check: $(VENV)/.dev ## Before each push: lint, types, import rules, and the tests that need no engine and no patience
+	@$(MAKE) --no-print-directory -j2 static fast
+
+test: $(VENV)/.dev $(VENV)/.chromium ## Before each merge, and what CI runs: the same with real vLLM and all formats and paths
+	@$(MAKE) --no-print-directory -j2 static merge
+
+test-all: $(VENV)/.dev $(VENV)/.chromium ## Before an issue is called done: every test, grid and notebook, lowest versions
+	@$(MAKE) --no-print-directory static all test-lowest
+
+static: lint imports types
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -40,8 +50,15 @@ types: $(VENV)/.dev
 imports: $(VENV)/.dev
 	$(BIN)/lint-imports
 
-unit: $(VENV)/.dev $(VENV)/.chromium
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
+# The rings of the tests: see tests/conftest.py.
+fast: $(VENV)/.dev
+	$(TESTS) -m "not merge and not slow"
+
+merge: $(VENV)/.dev $(VENV)/.chromium
+	$(TESTS) -m "not slow"
+
+all: $(VENV)/.dev $(VENV)/.chromium
+	RAGORDER_TESTS=all $(TESTS)
 
 test-lowest: ## Core, commands, proxy, client and adapters with the lowest versions that pyproject.toml allows (minutes)
 	requirements/try.sh $(PYTHON) $(VENV)-lowest lowest

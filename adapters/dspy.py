@@ -1,4 +1,4 @@
-"""DSPy: a retrieval module whose passages come in the order that the engine's cache wants."""
+"""DSPy: a retrieval module that orders passages for the engine's prefix cache."""
 
 from __future__ import annotations
 
@@ -12,39 +12,41 @@ try:
 except ImportError as error:
     raise ImportError("ragorder.adapters.dspy needs dspy: pip install 'ragorder[dspy]'") from error
 
+from ragorder._moved import renamed
 from ragorder.adapters.reorder import Key, Reorder, ScopeOf, Tokens
-from ragorder.orders import Orders
+from ragorder.orderer import OrdererLike
 
-__all__ = ["CacheOrderedRetrieve"]
+__all__ = ["CacheOrderRetriever"]
+
+__getattr__ = renamed(__name__)
 
 
-class CacheOrderedRetrieve(dspy.Module):  # type: ignore[misc, unused-ignore]
-    """A retriever whose passages come in the order that reuses most of the engine's prefix cache. Thread-safe.
+class CacheOrderRetriever(dspy.Module):  # type: ignore[misc, unused-ignore]
+    """A retriever that returns passages in the order that reuses most of the engine's prefix cache. Thread-safe.
 
-    Wraps a `retriever`, any module or function, which is called with the arguments that this one is called with. What
-    it gives, becomes a `dspy.Prediction(passages=…)`:
+    retrieve = CacheOrderRetriever(dspy.retrievers.Embeddings(…), orderer)
 
-    - a Prediction, or a mapping, with `passages`: every other list, tuple or numpy array of their number (indices,
-      scores) is put in order alike, and all else is kept;
+    Wraps any module or function `retriever`, passes its arguments on, and returns a `dspy.Prediction(passages=…)` for:
+
+    - a Prediction or mapping with `passages`: lists, tuples and numpy arrays of the same length (indices, scores) are
+      ordered alike, everything else is kept;
     - a list of strings;
-    - a list of rows with a `long_text`, as ColBERTv2 gives: that is the passage, and the other columns go along.
+    - a list of rows with a `long_text`, as from ColBERTv2: the passage; the other columns are ordered alike.
 
-    A passage is known by its text and by what `key` gives for it, if there is one. `tokens` gives its length in the
-    prompt, in tokens (default: four characters a token). `scope` is the tenant, or a function that names it, called
-    with the retriever's arguments: what differs in it shares no cache.
+    - `key`: a passage's identity besides its text.
+    - `tokens`: its length in the prompt (default: four characters a token).
+    - `scope`: the tenant, or a function of the retriever's arguments that returns it. Scopes share no cache.
 
-    An error of ours, or in `key`, `tokens` or `scope`, leaves the passages in retrieval order and is counted by the
-    orderer; a result without passages is given back as it is, and counted. Orderings count as served at once: a
-    retriever does not learn what becomes of its passages.
+    An internal error, or one in `key`, `tokens` or `scope`, leaves retrieval order and is counted by the orderer; so is
+    a result without passages, which is returned as it is. Orderings count as served at once.
 
-    Copies of the module, as optimisers make them, share the orderer. Saved as a whole program, it takes the orderer's
-    settings along, and has an orderer of its own when it is loaded.
+    Copies of the module share the orderer. A saved program holds the orderer's settings, and loads with a new one.
     """
 
     def __init__(
         self,
         retriever: Callable[..., Any],
-        orderer: Orders,
+        orderer: OrdererLike,
         *,
         key: Key | None = None,
         tokens: Tokens | None = None,
@@ -56,11 +58,10 @@ class CacheOrderedRetrieve(dspy.Module):  # type: ignore[misc, unused-ignore]
         self._reorder: Reorder[Any] = Reorder(orderer, text=_text, own_id=_no_id, key=key, tokens=tokens, scope=scope)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The passages, in their new order. Raises what the retriever raises."""
         return self._put_in_order(self.retriever(*args, **kwargs), args, kwargs)
 
     async def aforward(self, *args: Any, **kwargs: Any) -> Any:
-        """As `forward`. A retriever that is not asynchronous runs in a thread."""
+        """`forward`, with a synchronous retriever in a thread."""
         retriever: Any = self.retriever
         if hasattr(retriever, "aforward"):
             retriever = retriever.acall

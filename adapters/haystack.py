@@ -1,4 +1,4 @@
-"""Haystack: a ranker that puts documents in the order that the engine's cache wants."""
+"""Haystack: a ranker that orders documents for the engine's prefix cache."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ except ImportError as error:
     raise ImportError("ragorder.adapters.haystack needs haystack-ai: pip install 'ragorder[haystack]'") from error
 
 from ragorder.adapters.reorder import Key, Reorder, Tokens
-from ragorder.orderer import Orderer
-from ragorder.orders import Orders
+from ragorder.orderer import Orderer, OrdererLike
 from ragorder.settings import Settings
 
 __all__ = ["CacheOrderRanker"]
@@ -22,33 +21,31 @@ _FUNCTIONS = ("key", "tokens")
 
 @component
 class CacheOrderRanker:
-    """Puts documents in the order that reuses most of the engine's prefix cache. Thread-safe.
+    """Orders ranked documents for the engine's prefix cache. Thread-safe.
 
-    It takes documents that are ranked already, and belongs last in front of the prompt builder. They come back as they
-    are, each as often as it was given (unlike Haystack's own rankers, it keeps duplicates); nothing but their order
-    changes.
+    pipeline.add_component("cache_order", CacheOrderRanker(orderer))
 
-    - `orderer` is what orders; or give `settings`, the fields of `ragorder.Settings` by name, for one of its own.
-      With neither, the settings come from the environment.
-    - `top_k`: only so many of the best ranked documents are kept.
-    - `scope` is the tenant: what differs in it shares no cache.
-    - `key` gives what a document is known by besides its content (default: its id).
-    - `tokens` gives its length in the prompt, in tokens (default: four characters a token).
+    It belongs directly before the prompt builder. The documents themselves are returned, each as often as given (other
+    rankers drop duplicates).
 
-    An error of ours, or in `key` or `tokens`, leaves the documents in retrieval order and is counted by the orderer.
-    Orderings count as served at once: a ranker does not learn what becomes of its documents.
+    - `orderer`, or `settings`: fields of `ragorder.Settings` for a new orderer (default: from the environment).
+    - `top_k`: the most documents, best ranked first.
+    - `scope`: the tenant. Scopes share no cache.
+    - `key`: a document's identity besides its content (default: its id).
+    - `tokens`: its length in the prompt (default: four characters a token).
 
-    `to_dict` writes the orderer's settings; what is read again has an orderer of its own, which knows nothing of the
-    engine yet, and follows no events. Functions are written by their names, as Haystack does: they must be a module's.
-    Haystack reads foreign components if they are allowed: `Pipeline.loads(…, allowed_modules=["ragorder"])`.
+    An internal error, or one in `key` or `tokens`, leaves retrieval order and is counted by the orderer. Orderings
+    count as served at once.
 
-    Raises ValueError for a `top_k` that is not positive, and for both an orderer and settings;
-    pydantic.ValidationError for settings that are wrong.
+    `to_dict` writes the orderer's settings: `from_dict` makes a new orderer, without KV events. `key` and `tokens` are
+    written by name, and must be functions of a module. `Pipeline.loads(…, allowed_modules=["ragorder"])` reads it.
+
+    Raises ValueError for a `top_k` below 1 and for both orderer and settings; pydantic.ValidationError for settings.
     """
 
     def __init__(
         self,
-        orderer: Orders | None = None,
+        orderer: OrdererLike | None = None,
         *,
         settings: dict[str, Any] | None = None,
         top_k: int | None = None,
@@ -65,12 +62,11 @@ class CacheOrderRanker:
         self._reorder = Reorder(orderer, text=_text, own_id=_id, metadata=_meta, key=key, tokens=tokens)
 
     @property
-    def orderer(self) -> Orders:
-        """What orders."""
+    def orderer(self) -> OrdererLike:
         return self._reorder.orderer
 
     def to_dict(self) -> dict[str, Any]:
-        """The ranker's parameters. Raises haystack's SerializationError for functions that have no name."""
+        """The ranker's parameters. Raises haystack's SerializationError for functions without a name."""
         functions = {name: getattr(self._reorder, name) for name in _FUNCTIONS}
         return default_to_dict(
             self,
@@ -82,7 +78,6 @@ class CacheOrderRanker:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Self:
-        """A ranker with these parameters."""
         parameters = data.get("init_parameters", {})
         functions = {name: deserialize_callable(parameters[name]) for name in _FUNCTIONS if parameters.get(name)}
         return default_from_dict(cls, data | {"init_parameters": parameters | functions})
@@ -91,10 +86,8 @@ class CacheOrderRanker:
     def run(
         self, documents: list[Document], top_k: int | None = None, scope: str | None = None
     ) -> dict[str, list[Document]]:
-        """The `documents` in their new order. `top_k` and `scope` take the place of the ranker's own.
-
-        Raises ValueError for a `top_k` that is not positive.
-        """
+        """The ordered `documents`; `top_k` and `scope` override the ranker's own. Raises ValueError for a `top_k` below
+        1."""
         _check(top_k)
         best = documents[: top_k or self.top_k]
         ordered, ordering = self._reorder.within(self.scope if scope is None else scope, best)
@@ -105,7 +98,7 @@ class CacheOrderRanker:
     async def run_async(
         self, documents: list[Document], top_k: int | None = None, scope: str | None = None
     ) -> dict[str, list[Document]]:
-        """As `run`: ordering takes a fraction of a millisecond, and waits for nothing."""
+        # Ordering takes a fraction of a millisecond, and waits for nothing.
         return self.run(documents, top_k, scope)
 
 

@@ -1,4 +1,4 @@
-"""What the framework adapters share: they put documents in order, whatever these are, whoever asks."""
+"""Ordering of a framework's own document objects, shared by all framework adapters."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from operator import index
 from typing import Any, Generic, Self, TypeVar
 
-from ragorder.adapters.documents import name_of, order_items
 from ragorder.document import Document
-from ragorder.orderer import Orderer
+from ragorder.orderer import Orderer, OrdererLike
 from ragorder.ordering import Ordering
-from ragorder.orders import Orders
 
-__all__ = ["Key", "Reorder", "ScopeOf", "Tokens"]
+__all__ = ["Key", "Reorder", "ScopeOf", "Tokens", "degrade", "name_of", "order_items"]
 
 T = TypeVar("T")
 
@@ -21,19 +19,47 @@ Tokens = Callable[[Any], int]
 ScopeOf = str | Callable[..., Hashable] | None
 
 
+def order_items(
+    orderer: OrdererLike, items: Sequence[T], read: Callable[[T], Document], *, scope: Hashable = None
+) -> tuple[list[T], Ordering[Document]]:
+    """The items themselves, each as often as given, ordered by what `read` makes of them, and the ordering. Raises
+    nothing: items that cannot be read stay in retrieval order."""
+    items = list(items)
+    try:
+        documents = [read(item) for item in items]
+    except Exception as error:
+        return items, orderer.fall_back([Document("")] * len(items), error)
+    ordering = orderer.order(documents, scope=scope)
+    return [items[rank] for rank in ordering.permutation], ordering
+
+
+def name_of(item: T, own_id: Any, key: Callable[[T], Any] | None) -> str:
+    """An item's identity besides its text: the result of the user's `key`, else its own id, else nothing."""
+    name = key(item) if key is not None else None
+    name = own_id if name is None else name
+    return "" if name is None else str(name)
+
+
+def degrade(orderer: OrdererLike, reason: str) -> None:
+    """`orderer.degrade`, which a user's own wrapper may lack."""
+    note = getattr(orderer, "degrade", None)
+    if note is not None:
+        note(reason)
+
+
 class Reorder(Generic[T]):
-    """Puts the documents of requests in order. Thread-safe.
+    """Orders the documents of requests. Thread-safe; raises nothing: on an error, documents stay in retrieval order.
 
-    `text`, `own_id` and `metadata` read a document, `key` and `tokens` are the user's. `scope` is one, or a function of
-    the request that gives one. Raises nothing: what fails leaves the documents in retrieval order.
+    `text`, `own_id` and `metadata` read a document; `key` and `tokens` are the user's. `scope` is a tenant, or a
+    function of the request that returns one.
 
-    A copy is the same object, for what the orderer knows of the engine is to be shared. A pickled one takes nothing
-    along but the orderer's settings, and makes an `Orderer` of its own from them.
+    A copy is the same object, since the orderer's knowledge of the engine is to be shared. A pickle holds the orderer's
+    settings only, and loads with a new `Orderer`.
     """
 
     def __init__(
         self,
-        orderer: Orders,
+        orderer: OrdererLike,
         *,
         text: Callable[[T], str],
         own_id: Callable[[T], Any],
@@ -51,7 +77,7 @@ class Reorder(Generic[T]):
         self._scope = scope
 
     def __call__(self, items: Sequence[T], *request: Any, **named: Any) -> tuple[list[T], Ordering[Document]]:
-        """The items in their new order, and the ordering, which the caller settles; in the scope of this request."""
+        """The ordered items, and the ordering for the caller to finish."""
         try:
             scope = self._scope(*request, **named) if callable(self._scope) else self._scope
         except Exception as error:
@@ -59,7 +85,6 @@ class Reorder(Generic[T]):
         return self.within(scope, items)
 
     def within(self, scope: Hashable, items: Sequence[T]) -> tuple[list[T], Ordering[Document]]:
-        """The same in a scope."""
         return order_items(self.orderer, items, self._read, scope=scope)
 
     def _read(self, item: T) -> Document:

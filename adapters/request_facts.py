@@ -1,29 +1,84 @@
-"""What a request tells a vLLM with ragorder's tiers (adapters/vllm_tiers) of itself: where its documents end, and whose
-it is. The text of neither."""
+"""Facts about a request for a vLLM with ragorder's tiers: where its documents end, its tenant, a token's cost.
+
+{"kv_transfer_params": {"ragorder": {"documents": [end offset in tokens of each document, in prompt order],
+"tenant": "<opaque digest>", "cost": seconds per new token, "prefix": tokens in front of the first document}}}
+
+Each fact may be missing or null. Standard library only: vLLM's processes load this module.
+"""
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import pairwise
 from typing import Any
 
-__all__ = ["FACTS", "FIELD", "PREFIX", "request_facts", "tenant_digest", "with_facts"]
+__all__ = [
+    "FACTS",
+    "FIELD",
+    "PREFIX",
+    "RequestFacts",
+    "add_facts",
+    "read_facts",
+    "request_facts",
+    "tenant_digest",
+    "with_facts",
+]
 
 FIELD = "kv_transfer_params"
 """The field of a request's body, and the key in the extra_args of vLLM's SamplingParams."""
 FACTS = "ragorder"
-"""The key of the facts in there."""
+"""The key of the facts in that field."""
 PREFIX = "prefix"
-"""The key, in the facts, of how many tokens are in front of the first document: for the embedded engine."""
+"""The key, in the facts, of the tokens in front of the first document: for the embedded engine."""
 
-# Whoever sees a digest can try no names on it: the key is nowhere else, and gone with this process.
+# A digest cannot be tried against names: the key exists in this process only.
 _KEY = secrets.token_bytes(32)
+_MAX_DOCUMENTS = 4096
+_MAX_TENANT_LENGTH = 256
+_MAX_TOKENS = 1 << 53
+# No engine takes as long for a token; and the cost that a request claims keeps its chunks in the cache.
+_MAX_COST_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFacts:
+    """`documents`: prompt positions, in tokens, where documents end; `tenant`: a digest; `cost`: seconds per new token,
+    if the client knows better than the profile."""
+
+    documents: tuple[int, ...] = ()
+    tenant: str | None = None
+    cost: float | None = None
+
+
+def read_facts(kv_transfer_params: object) -> RequestFacts | None:
+    """The facts in a request's `kv_transfer_params`; None if there are none. Raises ValueError for malformed facts."""
+    if not isinstance(kv_transfer_params, Mapping) or kv_transfer_params.get(FACTS) is None:
+        return None
+    facts = kv_transfer_params[FACTS]
+    if not isinstance(facts, Mapping):
+        raise ValueError("facts are a map with documents, tenant and cost")
+    documents, tenant, cost = facts.get("documents"), facts.get("tenant"), facts.get("cost")
+    if documents is not None:
+        if not isinstance(documents, list | tuple) or len(documents) > _MAX_DOCUMENTS:
+            raise ValueError(f"documents are a list of up to {_MAX_DOCUMENTS} end offsets")
+        if not all(type(end) is int and 0 < end <= _MAX_TOKENS for end in documents):
+            raise ValueError("documents are end offsets in tokens, whole numbers above 0")
+        if any(after < before for before, after in pairwise(documents)):
+            raise ValueError("the end offsets of documents ascend")
+    if tenant is not None and (type(tenant) is not str or len(tenant) > _MAX_TENANT_LENGTH):
+        raise ValueError(f"a tenant is a digest of up to {_MAX_TENANT_LENGTH} characters")
+    if cost is not None:
+        if type(cost) not in (int, float) or not 0 <= cost <= _MAX_COST_S:
+            raise ValueError(f"a cost is the seconds per new token, from 0 to {_MAX_COST_S:g}")
+        cost = float(cost)
+    return RequestFacts(tuple(documents or ()), tenant, cost)
 
 
 def tenant_digest(scope: Hashable) -> str | None:
-    """What stands for a tenant: the same in all requests of this process, and without a meaning outside. None for no
-    tenant."""
+    """A digest that is the same for a tenant throughout this process, and meaningless elsewhere. None for no tenant."""
     if scope is None:
         return None
     name = scope if isinstance(scope, bytes) else str(scope).encode("utf-8", "surrogatepass")
@@ -31,8 +86,7 @@ def tenant_digest(scope: Hashable) -> str | None:
 
 
 def request_facts(document_ends: Sequence[int], scope: Hashable, prefix_tokens: int = 0) -> dict[str, Any]:
-    """The facts of a request whose documents end at these tokens of its prompt, in its order, and begin behind its
-    first `prefix_tokens`. What is not known is left out."""
+    """The facts of a request, without those that are unknown."""
     facts: dict[str, Any] = {}
     if document_ends:
         facts["documents"] = list(document_ends)
@@ -44,8 +98,8 @@ def request_facts(document_ends: Sequence[int], scope: Hashable, prefix_tokens: 
 
 
 def with_facts(arguments: Mapping[str, Any], document_ends: Sequence[int], scope: Hashable) -> dict[str, Any]:
-    """Arguments of a request (`extra_body` of the openai client, `extra_args` of vLLM), with the facts. What the caller
-    has put there himself stays as it is; facts of his own go before ours."""
+    """A request's arguments (the openai client's `extra_body`, vLLM's `extra_args`) with its facts. The caller's own
+    values stay, and precede ours."""
     sent = dict(arguments)
     params = sent.get(FIELD)
     params = {} if params is None else params
@@ -55,3 +109,19 @@ def with_facts(arguments: Mapping[str, Any], document_ends: Sequence[int], scope
         if facts:
             sent[FIELD] = {**params, FACTS: facts}
     return sent
+
+
+def add_facts(fields: dict[str, Any], document_ends: Sequence[int], scope: Hashable, prefix_tokens: int = 0) -> None:
+    """`with_facts` for a body of `msgspec.Raw` fields: the client's values stay byte by byte. Anything that should be
+    an object and is not stays for the server to refuse."""
+    import msgspec
+
+    raw_fields = dict[str, msgspec.Raw]
+    try:
+        params = msgspec.json.decode(fields.get(FIELD, b"null"), type=raw_fields | None) or {}
+        own = msgspec.json.decode(params[FACTS], type=raw_fields) if FACTS in params else {}
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return
+    facts: dict[str, Any] = request_facts(document_ends, scope, prefix_tokens) | own
+    if facts:
+        fields[FIELD] = msgspec.Raw(msgspec.json.encode(params | {FACTS: facts}))

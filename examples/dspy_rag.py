@@ -16,7 +16,7 @@ import dspy
 from openai import OpenAI
 
 from ragorder import Orderer
-from ragorder.adapters.dspy import CacheOrderedRetrieve
+from ragorder.adapters.dspy import CacheOrderRetriever
 
 TEXTS = [
     "A sundial tells the time by the shadow of its gnomon, which is parallel to the axis of the earth.",
@@ -50,7 +50,7 @@ class Answer(dspy.Signature):
 class Rag(dspy.Module):
     def __init__(self, orderer: Orderer) -> None:
         super().__init__()
-        self.retrieve = CacheOrderedRetrieve(search, orderer)
+        self.retrieve = CacheOrderRetriever(search, orderer)
         self.answer = dspy.Predict(Answer)
 
     def forward(self, question: str) -> dspy.Prediction:

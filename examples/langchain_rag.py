@@ -27,7 +27,7 @@ from langchain_openai import ChatOpenAI
 from openai import OpenAI
 
 from ragorder import Orderer
-from ragorder.adapters.langchain import CacheOrderedRetriever, FeedbackHandler
+from ragorder.adapters.langchain import CacheOrderRetriever, FeedbackHandler
 
 MANUAL = {
     "water": "Fill the tank with fresh cold water every day. Hard water leaves scale in the boiler, so use a filter.",
@@ -99,7 +99,7 @@ def main(base_url: str) -> None:
     ask("retrieval order", base_url, retriever, uuid4().hex)
 
     orderer = Orderer.for_vllm(base_url)
-    ordered = CacheOrderedRetriever(retriever=retriever, orderer=orderer, scope=lambda metadata: metadata["tenant"])
+    ordered = CacheOrderRetriever(retriever=retriever, orderer=orderer, scope=lambda metadata: metadata["tenant"])
     ask("ordered", base_url, ordered, uuid4().hex)
 
 

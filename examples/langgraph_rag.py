@@ -24,7 +24,7 @@ from langgraph.graph.message import add_messages
 from openai import OpenAI
 
 from ragorder import Orderer
-from ragorder.adapters.langchain import CacheOrderedRetriever, FeedbackHandler
+from ragorder.adapters.langchain import CacheOrderRetriever, FeedbackHandler
 
 GARDEN = {
     "tomato": "Tomatoes want sun and warm soil. Water them at the root every morning, and never on the leaves.",
@@ -52,7 +52,7 @@ def search(question: str) -> list[Document]:
 
 
 def build(llm: ChatOpenAI, orderer: Orderer) -> Any:
-    retriever = CacheOrderedRetriever(retriever=RunnableLambda(search), orderer=orderer)
+    retriever = CacheOrderRetriever(retriever=RunnableLambda(search), orderer=orderer)
 
     def retrieve(state: State) -> dict[str, Any]:
         return {"documents": retriever.invoke(str(state["messages"][-1].content))}

@@ -12,9 +12,7 @@ import sys
 import openai
 
 from ragorder import Document, Orderer, PromptBuilder
-from ragorder.adapters.observing.observed import ObservedOrderer
-from ragorder.adapters.observing.prometheus import Metrics
-from ragorder.adapters.observing.stats import Stats
+from ragorder.adapters.observing import Metrics, ObservedOrderer, Stats
 from ragorder.adapters.openai import OrderedClient
 
 DOCUMENTS = {

@@ -5,43 +5,50 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from ragorder.pipelining.engine import Chunk, Engine, Request, Usage
-from ragorder.pipelining.load import Load, prefill_batch
-from ragorder.pipelining.odds import Odds
-from ragorder.pipelining.pipeline import Committed, Pipeline, PipelinedStream, Prompts
-from ragorder.pipelining.reordering import CacheAwareQueue, Lengths, QueueFullError, ReorderingGate
+from ragorder.pipelining.load import EngineLoad, prefill_batch
+from ragorder.pipelining.pipeline import Pipeline, PipelinedStream
+from ragorder.pipelining.protocols import (
+    AnswerChunk,
+    CommittedRequest,
+    EngineRequest,
+    PipelineTrace,
+    RequestBuilder,
+    StreamingEngine,
+    Usage,
+)
+from ragorder.pipelining.reordering import CacheAwareQueue, CachedLengths, ConcurrencyLimiter, QueueFullError
 from ragorder.pipelining.retrieval import Provisional, Retrieval, plain_retrieval, staged_retrieval
+from ragorder.pipelining.speculation import SpeculationGain
 from ragorder.pipelining.sync import SyncPipeline, SyncStream
-from ragorder.pipelining.trace import Trace
 from ragorder.pipelining.warmup import Prefix, WarmUp
 
 if TYPE_CHECKING:
     from ragorder.pipelining.staged import Stage, StagedHNSW, StagedIVF, StagedSearch
 
 __all__ = [
+    "AnswerChunk",
     "CacheAwareQueue",
-    "Chunk",
-    "Committed",
-    "Engine",
-    "Lengths",
-    "Load",
-    "Odds",
+    "CachedLengths",
+    "CommittedRequest",
+    "ConcurrencyLimiter",
+    "EngineLoad",
+    "EngineRequest",
     "Pipeline",
+    "PipelineTrace",
     "PipelinedStream",
     "Prefix",
-    "Prompts",
     "Provisional",
     "QueueFullError",
-    "ReorderingGate",
-    "Request",
+    "RequestBuilder",
     "Retrieval",
+    "SpeculationGain",
     "Stage",
     "StagedHNSW",
     "StagedIVF",
     "StagedSearch",
+    "StreamingEngine",
     "SyncPipeline",
     "SyncStream",
-    "Trace",
     "Usage",
     "WarmUp",
     "plain_retrieval",

@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from ragorder.pipelining.mean import Mean
+from ragorder.pipelining.running_mean import RunningMean
 
-__all__ = ["Load", "prefill_batch"]
+__all__ = ["EngineLoad", "prefill_batch"]
 
 
 def prefill_batch(token_budget: int, prompt_tokens: int) -> int:
@@ -17,7 +17,7 @@ def prefill_batch(token_budget: int, prompt_tokens: int) -> int:
     return max(1, token_budget // max(1, prompt_tokens))
 
 
-class Load:
+class EngineLoad:
     """Counts the requests that wait for their first token (the queue of RAGCache Algorithm 2).
 
     There is room for a speculation while fewer than `max_prefill_bs` are pending. `reported` may say how many the
@@ -39,7 +39,7 @@ class Load:
         self._reported = reported
         self._pending = 0
         self._clock = clock
-        self._prefill_s = Mean()
+        self._prefill_s = RunningMean(arithmetic_start=True)
 
     @property
     def prefill_s(self) -> float | None:
@@ -72,7 +72,7 @@ class Load:
 
         def started() -> None:
             if waits:
-                self._prefill_s.learn(self._clock() - sent_s)
+                self._prefill_s.add(self._clock() - sent_s)
                 ended()
 
         try:

@@ -7,47 +7,29 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Hashable, Sequence
 from contextlib import aclosing
 from operator import attrgetter
-from typing import Any, Generic, Protocol, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
-from ragorder.pipelining.engine import Chunk, Engine, Request, Usage
-from ragorder.pipelining.load import Load
-from ragorder.pipelining.odds import Odds
+from ragorder.pipelining.load import EngineLoad
+from ragorder.pipelining.protocols import (
+    AnswerChunk,
+    EngineRequest,
+    PipelineTrace,
+    RequestBuilder,
+    StreamingEngine,
+    Usage,
+)
 from ragorder.pipelining.retrieval import Retrieval
-from ragorder.pipelining.speculation import Speculation, counted
-from ragorder.pipelining.trace import Trace
+from ragorder.pipelining.speculation import Speculation, SpeculationGain, counted
 from ragorder.pipelining.warmup import WarmUp
 
-__all__ = ["Committed", "Pipeline", "PipelinedStream", "Prompts"]
+__all__ = ["Pipeline", "PipelinedStream"]
 
 Q = TypeVar("Q")
 D = TypeVar("D")
-R = TypeVar("R", bound=Request)
-R_co = TypeVar("R_co", bound=Request, covariant=True)
-Q_contra = TypeVar("Q_contra", contravariant=True)
-D_contra = TypeVar("D_contra", contravariant=True)
+R = TypeVar("R", bound=EngineRequest)
 
 _logger = logging.getLogger("ragorder")
 _own_key: Callable[[Any], Hashable] = attrgetter("key")
-
-
-class Committed(Protocol[R_co]):
-    """A request that is sent for good. It is either confirmed, with what the engine reports, or discarded."""
-
-    @property
-    def request(self) -> R_co: ...
-
-    def confirm(self, usage: Usage | None, /) -> None: ...
-
-    def discard(self) -> None: ...
-
-
-class Prompts(Protocol[Q_contra, D_contra, R_co]):
-    """How a question and its documents, in retrieval order, become a request."""
-
-    def predict_cached_tokens(self, question: Q_contra, documents: Sequence[D_contra], /) -> R_co:
-        """The request that `commit` would make now. Nothing is recorded."""
-
-    def commit(self, question: Q_contra, documents: Sequence[D_contra], /) -> Committed[R_co]: ...
 
 
 class Pipeline(Generic[Q, D, R]):
@@ -58,7 +40,7 @@ class Pipeline(Generic[Q, D, R]):
       generation on the ones before is aborted and, if there is room, one on the new ones begins. In the end a
       generation is taken only if its request is the one that the final documents make; else the answer is generated
       anew, and finds in the engine's cache what both have in common. So the answer is the one without speculation.
-    - `odds` have it speculate only where recent searches say that it saves more than it may cost; without, it is
+    - `gain` have it speculate only where recent searches say that it saves more than it may cost; without, it is
       Algorithm 2 as it stands.
 
     `key` tells documents apart. `clock` gives seconds.
@@ -67,18 +49,18 @@ class Pipeline(Generic[Q, D, R]):
     def __init__(
         self,
         retrieval: Retrieval[Q, D],
-        prompts: Prompts[Q, D, R],
-        engine: Engine[R],
+        prompts: RequestBuilder[Q, D, R],
+        engine: StreamingEngine[R],
         *,
         warm_up: WarmUp[Q] | None = None,
-        load: Load | None = None,
-        odds: Odds | None = None,
+        load: EngineLoad | None = None,
+        gain: SpeculationGain | None = None,
         key: Callable[[D], Hashable] = _own_key,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.warm_up = warm_up
         self.load = load
-        self.odds = odds
+        self.gain = gain
         self._retrieval = retrieval
         self._prompts = prompts
         self._engine = engine
@@ -90,8 +72,8 @@ class Pipeline(Generic[Q, D, R]):
 
         Raises what retrieval and the engine raise, and nothing of its own.
         """
-        trace = Trace()
-        return PipelinedStream(_Course(self, question, trace).run(), trace)
+        trace = PipelineTrace()
+        return PipelinedStream(_QuestionRun(self, question, trace).run(), trace)
 
     async def answer(self, question: Q) -> PipelinedStream:
         """The whole answer: a stream that has ended. Raises what `stream` does."""
@@ -112,7 +94,7 @@ class PipelinedStream(AsyncIterator[str]):
     `text` is what has come so far, `usage` what the engine reported at the end, `trace` how it went.
     """
 
-    def __init__(self, chunks: AsyncGenerator[Chunk, None], trace: Trace) -> None:
+    def __init__(self, chunks: AsyncGenerator[AnswerChunk, None], trace: PipelineTrace) -> None:
         self.trace = trace
         self.usage: Usage | None = None
         self._pieces: list[str] = []
@@ -141,10 +123,10 @@ class PipelinedStream(AsyncIterator[str]):
         await self._chunks.aclose()
 
 
-class _Course(Generic[Q, D, R]):
+class _QuestionRun(Generic[Q, D, R]):
     """The way of one question."""
 
-    def __init__(self, pipeline: Pipeline[Q, D, R], question: Q, trace: Trace) -> None:
+    def __init__(self, pipeline: Pipeline[Q, D, R], question: Q, trace: PipelineTrace) -> None:
         self._pipeline = pipeline
         self._question = question
         self._trace = trace
@@ -152,7 +134,7 @@ class _Course(Generic[Q, D, R]):
         self._keys: tuple[Hashable, ...] | None = None
         self._speculation: Speculation[R] | None = None
 
-    async def run(self) -> AsyncGenerator[Chunk, None]:
+    async def run(self) -> AsyncGenerator[AnswerChunk, None]:
         self._start_s = self._pipeline._clock()
         try:
             documents = await self._retrieve()
@@ -186,22 +168,22 @@ class _Course(Generic[Q, D, R]):
             if warming is not None:
                 warming.leave()
         trace.retrieval_s = trace.exposed_search_s = ended_s = self._elapsed_s()
-        if pipeline.odds is not None and seen:
+        if pipeline.gain is not None and seen:
             final = self._keys_of(documents)
-            pipeline.odds.learn([(keys == final, ended_s - at_s) for keys, at_s in seen])
+            pipeline.gain.learn([(keys == final, ended_s - at_s) for keys, at_s in seen])
         return documents
 
     def _keys_of(self, documents: Sequence[D]) -> tuple[Hashable, ...]:
         return tuple(map(self._pipeline._key, documents))
 
-    async def _speculate(self, documents: Sequence[D], load: Load) -> None:
+    async def _speculate(self, documents: Sequence[D], load: EngineLoad) -> None:
         """RAGCache Algorithm 2, lines 6-10. Documents that make the same request are no change; what was refused or
         declined is tried again after the next stage."""
-        keys, odds = self._keys_of(documents), self._pipeline.odds
+        keys, gain = self._keys_of(documents), self._pipeline.gain
         if keys == self._keys:
             return
         try:
-            request = self._pipeline._prompts.predict_cached_tokens(self._question, documents)
+            request = self._pipeline._prompts.preview(self._question, documents)
         except Exception as error:
             _logger.warning("no speculation: %s", type(error).__name__)
             await self._abort()
@@ -211,7 +193,7 @@ class _Course(Generic[Q, D, R]):
             if not load.has_room:
                 self._trace.refused += 1
                 return
-            if odds is not None and not odds.favour(self._trace.stages, load.prefill_s):
+            if gain is not None and not gain.worthwhile(self._trace.stages, load.prefill_s):
                 self._trace.declined += 1
                 return
             self._trace.speculations += 1
@@ -226,7 +208,7 @@ class _Course(Generic[Q, D, R]):
             speculation.cancel()
             await speculation.ended()
 
-    async def _answer(self, documents: Sequence[D]) -> AsyncGenerator[Chunk, None]:
+    async def _answer(self, documents: Sequence[D]) -> AsyncGenerator[AnswerChunk, None]:
         committed = self._pipeline._prompts.commit(self._question, documents)
         usage, began = None, False
         try:
@@ -246,7 +228,7 @@ class _Course(Generic[Q, D, R]):
             raise
         committed.confirm(usage)
 
-    async def _generate(self, request: R) -> AsyncGenerator[Chunk, None]:
+    async def _generate(self, request: R) -> AsyncGenerator[AnswerChunk, None]:
         speculation = self._speculation
         if speculation is not None and not speculation.failed and speculation.request == request:
             self._speculation = None

@@ -12,14 +12,14 @@ from itertools import islice
 from operator import attrgetter
 from typing import Generic, NamedTuple, TypeVar
 
-__all__ = ["CacheAwareQueue", "Lengths", "QueueFullError", "ReorderingGate", "Ticket"]
+__all__ = ["CacheAwareQueue", "CachedLengths", "ConcurrencyLimiter", "QueueFullError", "Ticket"]
 
 T = TypeVar("T")
 
 _logger = logging.getLogger("ragorder")
 
 
-class Lengths(NamedTuple):
+class CachedLengths(NamedTuple):
     """Of a request's prompt, the tokens that the engine would find in its cache, and those that it would compute."""
 
     cached_tokens: float
@@ -40,7 +40,7 @@ class Ticket(Generic[T]):
 
     __slots__ = ("_lengths", "_number", "_priority", "item", "overtaken")
 
-    def __init__(self, item: T, lengths: Callable[[], Lengths] | None, number: int) -> None:
+    def __init__(self, item: T, lengths: Callable[[], CachedLengths] | None, number: int) -> None:
         self.item = item
         self.overtaken = 0
         self._lengths = lengths
@@ -76,7 +76,7 @@ class CacheAwareQueue(Generic[T]):
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def enter(self, item: T, lengths: Callable[[], Lengths] | None = None) -> Ticket[T]:
+    def enter(self, item: T, lengths: Callable[[], CachedLengths] | None = None) -> Ticket[T]:
         """Wait at the end of the queue."""
         self._entered += 1
         ticket = self._waiting[self._entered] = Ticket(item, lengths, self._entered)
@@ -123,11 +123,11 @@ class CacheAwareQueue(Generic[T]):
             return 0.0
 
 
-class ReorderingGate(Generic[T]):
+class ConcurrencyLimiter(Generic[T]):
     """Lets at most `limit` requests through at a time; the others wait in the `queue`, which nobody else fills, at most
     `max_waiting` of them (None: no bound). For one event loop.
 
-        async with gate.turn(request, lengths):
+        async with limiter.slot(request, lengths):
             ...  # order the documents, send the request, read the answer to its end
 
     A request that is slow takes one of the places, and no more. One that is cancelled while it waits leaves the queue.
@@ -148,7 +148,7 @@ class ReorderingGate(Generic[T]):
         self._waking = False
 
     @asynccontextmanager
-    async def turn(self, item: T, lengths: Callable[[], Lengths] | None = None) -> AsyncIterator[None]:
+    async def slot(self, item: T, lengths: Callable[[], CachedLengths] | None = None) -> AsyncIterator[None]:
         """Wait for a place, and hold it until the block ends. What is done in the block before its first `await` is
         done before the next one is chosen. Raises QueueFullError if there is no room to wait."""
         if self.in_flight < self.limit and not self.queue:
@@ -158,9 +158,9 @@ class ReorderingGate(Generic[T]):
         try:
             yield
         finally:
-            self._give_back()
+            self._release()
 
-    async def _wait(self, item: T, lengths: Callable[[], Lengths] | None) -> None:
+    async def _wait(self, item: T, lengths: Callable[[], CachedLengths] | None) -> None:
         if self.max_waiting is not None and len(self.queue) >= self.max_waiting:
             raise QueueFullError(f"{len(self.queue)} requests wait already")
         ticket = self.queue.enter(item, lengths)
@@ -172,10 +172,10 @@ class ReorderingGate(Generic[T]):
                 self.queue.leave(ticket)
             else:
                 # It was let through at the very moment at which it gave up.
-                self._give_back()
+                self._release()
             raise
 
-    def _give_back(self) -> None:
+    def _release(self) -> None:
         self.in_flight -= 1
         if not self._waking:
             self._admit()

@@ -1,21 +1,22 @@
-"""A request that is generated before anybody knows whether it will be wanted (RAGCache section 5.3)."""
+"""Speculative generation on provisional documents (RAGCache section 5.3), and its expected gain."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Generic, TypeVar
 
-from ragorder.pipelining.engine import Chunk, Engine
-from ragorder.pipelining.load import Load
+from ragorder.pipelining.load import EngineLoad
+from ragorder.pipelining.protocols import AnswerChunk, StreamingEngine
+from ragorder.pipelining.running_mean import RunningMean
 
-__all__ = ["Speculation", "counted"]
+__all__ = ["Speculation", "SpeculationGain", "counted"]
 
 R = TypeVar("R")
 
 
-async def counted(engine: Engine[R], request: R, load: Load | None) -> AsyncGenerator[Chunk, None]:
+async def counted(engine: StreamingEngine[R], request: R, load: EngineLoad | None) -> AsyncGenerator[AnswerChunk, None]:
     """The engine's stream; the request counts as pending until its first chunk."""
     async with aclosing(engine.stream(request)) as stream:
         if load is None:
@@ -31,10 +32,10 @@ async def counted(engine: Engine[R], request: R, load: Load | None) -> AsyncGene
 class Speculation(Generic[R]):
     """Generates in a task of its own and keeps what comes. In the end it is either taken (`chunks`) or aborted."""
 
-    def __init__(self, engine: Engine[R], request: R, load: Load, *, at_s: float) -> None:
+    def __init__(self, engine: StreamingEngine[R], request: R, load: EngineLoad, *, at_s: float) -> None:
         self.request = request
         self.at_s = at_s
-        self._chunks: asyncio.Queue[Chunk | None] = asyncio.Queue()
+        self._chunks: asyncio.Queue[AnswerChunk | None] = asyncio.Queue()
         self._error: Exception | None = None
         self._task = asyncio.create_task(self._generate(engine, load))
 
@@ -51,7 +52,7 @@ class Speculation(Generic[R]):
         """Wait until the request is over, however it ended."""
         await asyncio.wait((self._task,))
 
-    async def chunks(self) -> AsyncGenerator[Chunk, None]:
+    async def chunks(self) -> AsyncGenerator[AnswerChunk, None]:
         """What was generated so far, and what is to come. Closing it early aborts the request."""
         try:
             while (chunk := await self._chunks.get()) is not None:
@@ -62,7 +63,7 @@ class Speculation(Generic[R]):
             self.cancel()
             await self.ended()
 
-    async def _generate(self, engine: Engine[R], load: Load) -> None:
+    async def _generate(self, engine: StreamingEngine[R], load: EngineLoad) -> None:
         try:
             async with aclosing(counted(engine, self.request, load)) as stream:
                 async for chunk in stream:
@@ -71,3 +72,30 @@ class Speculation(Generic[R]):
             self._error = error
         finally:
             self._chunks.put_nowait(None)
+
+
+class SpeculationGain:
+    """Expected gain of a speculation, learnt from all searches, speculated on or not.
+
+    A speculation on the right documents saves the rest of the search, at most a prefill. One on the wrong documents may
+    keep the engine busy beyond the search: an iteration that has begun is not aborted.
+    """
+
+    def __init__(self) -> None:
+        # For each stage: the share of searches in which it had the final documents, and the seconds left after it.
+        self._stages: list[tuple[RunningMean, RunningMean]] = []
+
+    def learn(self, stages: Sequence[tuple[bool, float]]) -> None:
+        """Record a search: for each stage, whether its documents were the final ones, and the seconds left after it."""
+        for number, seen in enumerate(stages):
+            if number == len(self._stages):
+                self._stages.append((RunningMean(arithmetic_start=True), RunningMean(arithmetic_start=True)))
+            for mean, value in zip(self._stages[number], seen, strict=True):
+                mean.add(value)
+
+    def worthwhile(self, stage: int, prefill_s: float | None) -> bool:
+        """Whether a speculation after this stage (from 1) saves time on average. True before the first search."""
+        right, left_s = (mean.value for mean in self._stages[stage - 1]) if stage <= len(self._stages) else (None, None)
+        if prefill_s is None or right is None or left_s is None:
+            return True
+        return right * min(left_s, prefill_s) >= (1 - right) * max(0.0, prefill_s - left_s)

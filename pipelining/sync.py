@@ -7,9 +7,8 @@ import threading
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, Generic, Self, TypeVar
 
-from ragorder.pipelining.engine import Usage
 from ragorder.pipelining.pipeline import Pipeline, PipelinedStream
-from ragorder.pipelining.trace import Trace
+from ragorder.pipelining.protocols import PipelineTrace, Usage
 
 __all__ = ["SyncPipeline", "SyncStream"]
 
@@ -101,7 +100,7 @@ class SyncStream(Iterator[str]):
         return self._stream.usage
 
     @property
-    def trace(self) -> Trace:
+    def trace(self) -> PipelineTrace:
         """How it went."""
         return self._stream.trace
 

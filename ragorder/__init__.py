@@ -1,8 +1,9 @@
-"""ragorder: orders retrieved documents so that a serving engine reuses more of its prefix cache."""
+"""Order of retrieved documents for the prefix cache of a serving engine."""
 
 import logging
 from typing import TYPE_CHECKING
 
+from ragorder._moved import install
 from ragorder.degraded import DegradedWarning
 from ragorder.document import Document
 from ragorder.orderer import Orderer
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     __version__: str
 
 logging.getLogger(__name__).addHandler(logging.NullHandler())
+install()
 
 
 def __getattr__(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Locks in a child process: one that another thread of the parent held at the fork is never given back there."""
+"""Locks in a child process: a lock that another thread of the parent held at the fork is never released there."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ __all__ = ["Forked", "follow"]
 
 class Forked(Protocol):
     def after_fork(self) -> None:
-        """Called in the child, before anything else is: none of the parent's other threads goes on."""
+        """Called in the child before anything else; the parent's other threads are gone."""
 
 
 _followed: WeakSet[Forked] = WeakSet()
 
 
 def follow(each: Forked) -> None:
-    """Have an object told of forks, as long as it lives."""
+    """Call `after_fork` of an object in child processes, as long as the object lives."""
     _followed.add(each)
 
 

@@ -1,16 +1,17 @@
-"""One scope of the orderer: a knowledge tree with its residency, its prefix search and its tail policy."""
+"""Scope of an orderer: a knowledge tree with its residency, prefix search and tail policy."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from copy import copy as shallow_copy
 from functools import partial
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
-from ragorder._collector import when_collected
+from ragorder._deferred import run_or_defer
+from ragorder._request import OrderRequest
 from ragorder.ordering import Ordering, RequestOutcome
 from ragorder.settings import Settings
-from ragorder.trie.backlog import CachedPath
+from ragorder.trie.plan import CachedPath
 from ragorder.trie.residency import (
     EngineBlocks,
     EventsResidency,
@@ -27,68 +28,41 @@ from ragorder.trie.search import BestPathSearch, GreedySearch, PrefixSearch, ran
 from ragorder.trie.tail import AutoTail, FrequencyTail, QueueTail, RankTail, Tail, Waiting
 from ragorder.trie.tree import Key, KnowledgeTree
 
-__all__ = ["Contents", "Request", "Scope"]
+__all__ = ["EngineContents", "Scope", "ScopeOwner"]
 
 D = TypeVar("D")
 
 
-class Request(Generic[D]):
-    """A request's documents in rank order, with what the tree must know of each. Keys are distinct. `estimated`: their
-    lengths are, at so many characters a token."""
-
-    __slots__ = ("documents", "estimated", "groups", "keys", "ranks", "token_ids", "tokens")
-
-    def __init__(
-        self,
-        documents: list[D],
-        keys: Sequence[Key],
-        ranks: Mapping[Key, int],
-        tokens: Sequence[int],
-        groups: Sequence[Hashable | None],
-        token_ids: Sequence[TokenIds] = (),
-        estimated: bool = False,
-    ) -> None:
-        self.documents = documents
-        self.estimated = estimated
-        self.keys = keys
-        self.ranks = ranks
-        self.tokens = tokens
-        self.groups = groups
-        self.token_ids = token_ids
-
-
-class Contents(NamedTuple):
-    """What the engine holds, block by block, and how this orderer's prompts begin."""
+class EngineContents(NamedTuple):
+    """The engine's blocks, and the first tokens of this orderer's prompts."""
 
     blocks: EngineBlocks
     prefix_ids: TokenIds
 
 
-class Owner(Protocol):
-    """What a scope asks of its orderer."""
+class ScopeOwner(Protocol):
+    """The part of an orderer that its scopes use."""
 
     clock: Iterator[int]
-    later: Callable[[Callable[[], None]], None]
+    defer: Callable[[Callable[[], None]], None]
     """Calls a outcome in its turn."""
     report: Callable[[Exception], None]
     """Counts an internal error."""
 
     def changed(self, scope: Scope) -> None:
-        """The scope's tree is another than it was counted. Called in turn."""
+        """Count the scope's tree anew. Called under the lock."""
 
 
 class Scope:
-    """What one (model, template, tenant) has in the engine's cache.
-
-    The caller serialises all calls but `settle`, which hands it what ends the lease.
-    """
+    """Contents of the engine's cache for one (model, template, tenant). The caller serialises all calls but
+    `finish`."""
 
     def __init__(
         self,
         name: Hashable,
         settings: Settings,
-        owner: Owner,
-        contents: Contents | None = None,
+        owner: ScopeOwner,
+        contents: EngineContents | None = None,
         lengths: ScopeLengths | None = None,
     ) -> None:
         self.name = name
@@ -109,7 +83,7 @@ class Scope:
         self.search = _make_search(settings)
         self.tail = _make_tail(settings)
 
-    def order(self, request: Request[D], waiting: Waiting, suffix_tokens: int | None) -> Ordering[D]:
+    def order(self, request: OrderRequest[D], waiting: Waiting, suffix_tokens: int | None) -> Ordering[D]:
         """Order one request and count it as in flight."""
         self.residency.refresh(request)
         self.tail.observe(request.keys)
@@ -117,24 +91,24 @@ class Scope:
         return self._begin(request, permutation, guard_cost_tokens, suffix_tokens)
 
     def copy(self) -> Scope:
-        """A scope of its own that continues from here, with a mirror that nothing corrects."""
+        """An independent scope that continues from here, with a mirror that nothing corrects."""
         self.residency.refresh()
         copy = shallow_copy(self)
-        copy._owner = _Alone(self._owner.clock)
+        copy._owner = _DetachedOwner(self._owner.clock)
         copy.whole = True
         copy.mirror = copy.residency = self.mirror.copy()
         copy.tree = copy.mirror.tree
         copy.tail = self.tail.copy()
         return copy
 
-    def preview(self, request: Request[D], waiting: Waiting) -> list[int]:
+    def preview(self, request: OrderRequest[D], waiting: Waiting) -> list[int]:
         """The permutation that `order` would give now. Nothing is recorded."""
         self.residency.refresh(request)
         with self.tail.observing(request.keys):
             return self._arrange(request, waiting)[0]
 
-    def predict_cached_tokens(self, request: Request[D]) -> tuple[int, int]:
-        """(cached tokens, tokens up to the end of the documents) of the request if it were ordered now. Nothing is
+    def predict_cached_tokens(self, request: OrderRequest[D]) -> tuple[int, int]:
+        """(cached tokens, tokens up to the end of the documents) if the request were ordered now. Nothing is
         recorded."""
         self.residency.refresh(request)
         permits = None if self._guards is None else self._guards.for_request(len(request.keys), request.groups).permits
@@ -142,19 +116,18 @@ class Scope:
         return max(0, self.tree.cached_tokens(node)), self.tree.root.end + sum(self._tokens(request))
 
     def holds_prefix(self) -> bool:
-        """Whether what stands in front of the documents is held, or being computed, or fills no block."""
+        """Whether the tokens before the documents are held, or being computed, or fill no block."""
         self.residency.refresh()
         return self.mirror.holds(self.tree.root)
 
-    def cached_path(self, request: Request[D]) -> CachedPath:
-        """The best cached path of a request."""
+    def cached_path(self, request: OrderRequest[D]) -> CachedPath:
         tree = self.tree
         self.residency.refresh(request)
         node = self.search.find(tree, request.ranks)
         keys = tuple(request.keys[rank] for rank in ranks_on_path(node, request.ranks))
         return CachedPath(keys, max(0, tree.cached_tokens(node) - tree.root.end), node.stamp)
 
-    def start(self, request: Request[D], planned: list[int], suffix_tokens: int | None) -> Ordering[D]:
+    def start(self, request: OrderRequest[D], planned: list[int], suffix_tokens: int | None) -> Ordering[D]:
         """Count a planned request as in flight."""
         self.residency.refresh()
         self.tail.observe(request.keys)
@@ -162,8 +135,8 @@ class Scope:
             planned = self._guards.for_request(len(planned), request.groups).complete((), planned)
         return self._begin(request, planned, 0, suffix_tokens)
 
-    def settle(self, lease: Lease, outcome: RequestOutcome) -> None:
-        """End a lease, in its turn. Any thread may call this at any time, and never waits."""
+    def finish(self, lease: Lease, outcome: RequestOutcome) -> None:
+        """End a lease, in its turn. Callable by any thread at any time; never waits."""
         reported: Sequence[float | None]
         served, *reported = outcome
         wrong = None
@@ -172,9 +145,9 @@ class Scope:
         except Exception as error:
             reported = ()
             wrong = error
-        self._owner.later(partial(self._end, lease, served, reported))
+        self._owner.defer(partial(self._end, lease, served, reported))
         if wrong is not None:
-            when_collected(partial(self._owner.report, wrong))
+            run_or_defer(partial(self._owner.report, wrong))
 
     def _end(self, lease: Lease, served: bool, reported: Sequence[float | None]) -> None:
         # What was forgotten, or left half changed, has no requests any more.
@@ -189,18 +162,17 @@ class Scope:
         self.whole = True
 
     def close(self) -> None:
-        """The scope is forgotten."""
         self.whole = False
         self.closed = True
         if isinstance(self.mirror, EventsResidency):
             self.mirror.close()
 
-    def _tokens(self, request: Request[D]) -> Sequence[int]:
-        """The lengths of the documents, estimates as they turned out to be."""
+    def _tokens(self, request: OrderRequest[D]) -> Sequence[int]:
+        """The documents' lengths; estimates are corrected by what was learnt."""
         return self._lengths.scale(request.tokens) if request.estimated else request.tokens
 
-    def _arrange(self, request: Request[D], waiting: Waiting) -> tuple[list[int], int]:
-        """The permutation, and the cached tokens that guards cost."""
+    def _arrange(self, request: OrderRequest[D], waiting: Waiting) -> tuple[list[int], int]:
+        """(permutation, cached tokens that the guards cost)."""
         tree, keys, ranks = self.tree, request.keys, request.ranks
         node = self.search.find(tree, ranks)
         if self._guards is None:
@@ -219,7 +191,7 @@ class Scope:
         return prefix + self.tail.arrange(keys, prefix, rest, waiting)
 
     def _begin(
-        self, request: Request[D], permutation: list[int], guard_cost_tokens: int, suffix_tokens: int | None
+        self, request: OrderRequest[D], permutation: list[int], guard_cost_tokens: int, suffix_tokens: int | None
     ) -> Ordering[D]:
         path = self.tree.insert(request.keys, self._tokens(request), permutation)
         suffix_tokens = self._suffix_tokens if suffix_tokens is None else suffix_tokens
@@ -234,18 +206,18 @@ class Scope:
             lease.cached_documents,
             lease.cached_tokens,
             guard_cost_tokens,
-            self.settle,
+            self.finish,
             lease,
             path[-1].end,
         )
 
 
-class _Alone:
-    """The owner of a copy: what is settled is settled at once."""
+class _DetachedOwner:
+    """Owner of a copied scope: leases end at once."""
 
     def __init__(self, clock: Iterator[int]) -> None:
         self.clock = clock
-        self.later: Callable[[Callable[[], None]], None] = _at_once
+        self.defer: Callable[[Callable[[], None]], None] = _at_once
         self.report: Callable[[Exception], None] = _raise
 
     def changed(self, scope: Scope) -> None:
@@ -261,7 +233,7 @@ def _raise(error: Exception) -> None:
 
 
 def _make_mirror(
-    name: Hashable, settings: Settings, tree: KnowledgeTree, contents: Contents | None, clock: Iterator[int]
+    name: Hashable, settings: Settings, tree: KnowledgeTree, contents: EngineContents | None, clock: Iterator[int]
 ) -> LRUResidency:
     if settings.residency == "none":
         return NoResidency(tree, settings.max_nodes, clock)

@@ -1,4 +1,4 @@
-"""The scopes of an orderer, which share one engine's cache, and one bound on memory."""
+"""Scopes of an orderer, which share one engine's cache and one bound on memory."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from heapq import heapify, heappop, heappush, heapreplace
 from itertools import count
 from sys import maxsize
 
-from ragorder._scope import Owner, Scope
+from ragorder._scope import Scope, ScopeOwner
 from ragorder.settings import Settings
 
 __all__ = ["Scopes"]
 
 
-class Scopes(OrderedDict[Hashable, Scope], Owner):
-    """By name, least recently used first.
+class Scopes(OrderedDict[Hashable, Scope], ScopeOwner):
+    """Scopes by name, least recently used first.
 
-    There are at most `max_scopes` of them, with `max_nodes` nodes together, and with as many blocks together as the
-    engine holds: as in its cache, what was used least recently goes first, whichever scope it belongs to.
+    At most `max_scopes`, with `max_nodes` nodes together and together no more blocks than the engine holds: the least
+    recently used blocks go first, whichever scope they belong to.
     """
 
     def __init__(
         self,
         settings: Settings,
-        later: Callable[[Callable[[], None]], None],
+        defer: Callable[[Callable[[], None]], None],
         report: Callable[[Exception], None],
     ) -> None:
         super().__init__()
         self.clock = count(1)
-        self.later = later
+        self.defer = defer
         self.report = report
         self._max_scopes = settings.max_scopes
         self._max_nodes = settings.max_nodes
@@ -42,11 +42,12 @@ class Scopes(OrderedDict[Hashable, Scope], Owner):
 
     @property
     def evicted_blocks(self) -> int:
-        """Blocks that were counted as evicted so far, those of forgotten scopes as well."""
+        """Blocks counted as evicted so far, including those of forgotten scopes."""
         return self._evicted_blocks + sum(scope.mirror.evicted_blocks for scope in dict.values(self))
 
     def add(self, scope: Scope) -> Scope:
-        """A new scope, instead of one that was left half changed, or of the least recently used one if need be."""
+        """Add a scope in place of one that was left half changed, or of the least recently used one if there are too
+        many."""
         if (former := self.get(scope.name)) is not None:
             self.forget(former)
         if len(self) >= self._max_scopes and (first := self._first()) is not None:
@@ -57,7 +58,6 @@ class Scopes(OrderedDict[Hashable, Scope], Owner):
         return scope
 
     def forget(self, scope: Scope) -> None:
-        """The scope is as new when it is used again."""
         try:
             del self[scope.name]
         except Exception:
@@ -77,7 +77,6 @@ class Scopes(OrderedDict[Hashable, Scope], Owner):
             heapify(self._by_age)
 
     def clear(self) -> None:
-        """Forget them all."""
         self._evicted_blocks = self.evicted_blocks
         for scope in dict.values(self):
             scope.close()
@@ -91,7 +90,7 @@ class Scopes(OrderedDict[Hashable, Scope], Owner):
             self._make_room(scope)
 
     def _first(self, current: Scope | None = None) -> Scope | None:
-        """The least recently used but the current one."""
+        """The least recently used scope other than `current`."""
         try:
             return next((scope for scope in self.values() if scope is not current), None)
         except Exception:
@@ -109,7 +108,7 @@ class Scopes(OrderedDict[Hashable, Scope], Owner):
             self._blocks += scope.blocks - blocks
 
     def _make_room(self, current: Scope) -> None:
-        """Within a change of `current`, which is therefore not whole."""
+        """Called within a change of `current`, which is therefore not whole."""
         while self._nodes > self._max_nodes or self._blocks > self._max_blocks:
             scope = self._oldest(current)
             if scope is None:
@@ -122,7 +121,7 @@ class Scopes(OrderedDict[Hashable, Scope], Owner):
                 continue
             excess = self._blocks - self._max_blocks
             scope.whole = False
-            scope.mirror.give_up(excess if excess > 0 else maxsize)
+            scope.mirror.evict(excess if excess > 0 else maxsize)
             self._count(scope)
             scope.whole = scope is not current
             if not (scope.tree.size or scope.blocks or scope.tree.root.leases or scope is current):
@@ -130,7 +129,7 @@ class Scopes(OrderedDict[Hashable, Scope], Owner):
                 self.forget(scope)
 
     def _oldest(self, current: Scope) -> Scope | None:
-        """The scope that has what was used least recently; None if there is nothing that could be given up."""
+        """The scope with the least recently used evictable blocks, if there is one."""
         by_age = self._by_age
         busy = []
         found = None
@@ -148,6 +147,6 @@ class Scopes(OrderedDict[Hashable, Scope], Owner):
             else:
                 found = scope
         for scope in busy:
-            # Nothing of it is settled: whatever will be is newer than now.
+            # Nothing of it is finished: whatever will be is newer than now.
             heappush(by_age, (next(self.clock), next(self._numbers), scope))
         return found

@@ -1,4 +1,4 @@
-"""A planned batch: orderings that start one after another, as the caller serves them."""
+"""Planned batch: orderings that start one after another as the caller serves them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ D = TypeVar("D")
 
 
 class Batch(Sequence[Ordering[D]], Generic[D]):
-    """The orderings of a batch in the order in which to serve the requests; `Ordering.index` says which is which.
+    """The orderings of a batch in serving order; `Ordering.index` is the request's position in the input.
 
-    An ordering counts as in flight from the moment it is first taken from the batch: serve as you iterate. `indices`
-    is the whole serving order and takes nothing.
+        for ordering in orderer.order_batch(requests):
+            serve(requests[ordering.index], ordering.documents)
+
+    An ordering counts as in flight once it is first taken from the batch: serve while iterating. `indices` is the whole
+    serving order and takes nothing.
     """
 
     def __init__(self, indices: Sequence[int], start: Callable[[int], Ordering[D]]) -> None:

@@ -1,4 +1,4 @@
-"""Numbers of tokens as people write them."""
+"""Numbers of tokens as text."""
 
 from __future__ import annotations
 

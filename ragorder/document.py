@@ -1,4 +1,4 @@
-"""The unit that is ordered: a retrieved document."""
+"""Retrieved document."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _CHARACTERS_PER_TOKEN = 4
 
 
 class Estimate(int):
-    """A length in tokens that nobody counted: the engine's may be another."""
+    """An estimated length in tokens: the engine's may differ."""
 
 
 def estimate_tokens(text: str) -> Estimate:
@@ -35,11 +35,11 @@ def content_key(id: str, text: str) -> str:
 class Document:
     """A retrieved document, immutable.
 
-    `tokens` is the length of the document in the prompt, header included, in tokens of the served model; where it is
-    not given, it is estimated at four characters a token. `key` identifies the document *and* its content: changed
-    text under an old id is another document.
+        Document("faq-7", "Orders are shipped on the next working day.", score=0.83, metadata={"source": "faq"})
 
-    Raises TypeError for an id or a text that is not a string, ValueError for a negative number of tokens.
+    `tokens` is its length in the prompt, header included, in tokens of the served model (default: an estimate at four
+    characters a token). `key` identifies the document *and* its content: changed text under an old id is another
+    document. Raises TypeError for an id or a text that is no string, ValueError for negative `tokens`.
     """
 
     id: str
@@ -67,11 +67,8 @@ class Document:
 
 
 def check_readable(given: Sequence[Any], wanted: Mapping[str, str]) -> None:
-    """Objects that are no documents, in every call: a string, a dictionary, a (document, score) pair.
-
-    `wanted` are the attributes that are read of a document, each with the argument that says it otherwise. Raises
-    TypeError where none of the objects has one of them; it names the type, and nothing of the content.
-    """
+    """Raise TypeError if no object has one of the attributes in `wanted`, which maps each to the `Orderer` argument
+    that replaces it. The message names the type and no content."""
     for attribute, argument in wanted.items():
         if given and not any(_has(each, attribute) for each in given):
             kind = type(given[0]).__name__

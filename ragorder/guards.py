@@ -1,4 +1,4 @@
-"""Quality guards: how far ordering may move a document from where retrieval put it."""
+"""Quality guards: limits on how far a document may move from its retrieval rank."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ __all__ = ["Guards", "RequestGuards"]
 class Guards:
     """Limits on the order of the documents; the default limits nothing.
 
-    `keep_first` and `keep_last`: so many top-ranked documents have fixed places, at the front in rank order, or at the
-    end with rank 1 next to the question. Displacement and groups are about the documents without a fixed place:
-    `max_displacement` positions at most between a document's rank and its place; with `keep_groups` documents of one
-    group keep their order among themselves.
+    `keep_first`, `keep_last`: so many top-ranked documents have fixed places, at the front in rank order, or at the end
+    with rank 1 next to the question. For the others, `max_displacement` limits the distance between rank and place, and
+    with `keep_groups` the documents of a group keep their relative order.
     """
 
     keep_first: int = 0
@@ -28,12 +27,12 @@ class Guards:
         return bool(self.keep_first or self.keep_last or self.keep_groups or self.max_displacement is not None)
 
     def for_request(self, count: int, groups: Sequence[Hashable | None]) -> RequestGuards:
-        """The guards for a request of `count` documents; `groups[rank]` is a document's group (None: none)."""
+        """The guards for a request of `count` documents; `groups[rank]` is a document's group (None: no group)."""
         return RequestGuards(self, count, groups)
 
 
 class RequestGuards:
-    """Which orders of one request's documents, given by rank, the guards allow."""
+    """The orders of one request's documents, given by rank, that the guards allow."""
 
     def __init__(self, guards: Guards, count: int, groups: Sequence[Hashable | None]) -> None:
         self._first = range(min(guards.keep_first, count))
@@ -72,7 +71,7 @@ class RequestGuards:
         return True
 
     def _may_stand(self, rank: int, place: int, earliest: int, placed: set[int]) -> bool:
-        """`earliest` is the best rank not yet placed. Once it is as late as it may be, it must come now."""
+        """`earliest` is the best rank not yet placed. At its latest allowed place it must come now."""
         if rank == earliest:
             return True
         previous = self._previous_in_group.get(rank)
@@ -80,7 +79,7 @@ class RequestGuards:
         return in_group_order and rank - place <= self._limit and place + 1 - earliest <= self._limit
 
     def complete(self, prefix: Sequence[int], preferred: Sequence[int]) -> list[int]:
-        """The allowed order that begins with `prefix` and then follows the preferred order as closely as it may."""
+        """The allowed order that begins with `prefix` and then follows the preferred order as closely as possible."""
         first = [*prefix[: len(self._first)], *self._first[len(prefix) :]]
         begun = list(prefix[len(first) :])
         middle = begun[: len(self._middle)] + self._arrange(begun[: len(self._middle)], preferred)

@@ -1,4 +1,4 @@
-"""The result of ordering one request."""
+"""Result of ordering one request."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 
-from ragorder._collector import when_collected
+from ragorder._deferred import run_or_defer
 
 __all__ = ["Ordering", "RequestOutcome"]
 
@@ -14,7 +14,7 @@ D = TypeVar("D")
 
 
 class RequestOutcome(NamedTuple):
-    """How a request ended: `served` or discarded, and what the engine reported of it, in tokens."""
+    """Whether a request was served, and the token counts that the engine reported."""
 
     served: bool
     cached_tokens: float | None = None
@@ -23,24 +23,23 @@ class RequestOutcome(NamedTuple):
 
 
 class Ordering(Generic[D]):
-    """A request's documents in the order in which they belong into the prompt.
+    """A request's documents in prompt order. Call `confirm` after the answer, `discard` after a failure: late, twice or
+    never is allowed.
 
-    - `documents`: the caller's own documents, all of them, each as often as it was given.
-    - `permutation`: for each place, the retrieval rank (from 0) of the document that stands there.
-    - `prefix_documents`: how many leading documents the engine is expected to hold.
-    - `cached_tokens`: the prompt tokens that the engine is expected to reuse, system prompt included.
-    - `documents_end`: the prompt tokens up to the end of the last document, as far as they were predicted.
-    - `guard_cost_tokens`: cached tokens that the quality guards cost this request.
-    - `index`: the position of the request in its batch (0 outside a batch).
-    - `fallback`: whether an internal error left the documents in retrieval order.
-
-    After the engine answered, call `confirm`; after it failed, `discard`. Either may be called late, twice or never.
+    - `documents`: the caller's own documents, each as often as it was given.
+    - `permutation`: for each place, the retrieval rank (from 0) of its document.
+    - `prefix_documents`: leading documents that the engine is expected to hold.
+    - `cached_tokens`: prompt tokens that the engine is expected to reuse, system prompt included.
+    - `documents_end`: expected prompt tokens up to the end of the last document.
+    - `guard_cost_tokens`: cached tokens that the quality guards cost.
+    - `index`: position of the request in its batch (0 outside a batch).
+    - `fallback`: an internal error left the documents in retrieval order.
     """
 
     __slots__ = (
+        "_finish",
         "_lease",
         "_observers",
-        "_settle",
         "cached_tokens",
         "documents",
         "documents_end",
@@ -58,7 +57,7 @@ class Ordering(Generic[D]):
         prefix_documents: int = 0,
         cached_tokens: int = 0,
         guard_cost_tokens: int = 0,
-        settle: Callable[[Any, RequestOutcome], None] | None = None,
+        finish: Callable[[Any, RequestOutcome], None] | None = None,
         lease: object = None,
         documents_end: int = 0,
     ) -> None:
@@ -70,7 +69,7 @@ class Ordering(Generic[D]):
         self.guard_cost_tokens = guard_cost_tokens
         self.index = 0
         self.fallback = False
-        self._settle = settle
+        self._finish = finish
         self._lease = lease
         self._observers: tuple[Callable[[RequestOutcome], None], ...] = ()
 
@@ -88,7 +87,7 @@ class Ordering(Generic[D]):
 
     @property
     def displacement(self) -> float:
-        """Mean distance, in positions, of a document from where retrieval put it."""
+        """Mean distance, in positions, of a document from its retrieval rank."""
         moves = [abs(place - rank) for place, rank in enumerate(self.permutation)]
         return sum(moves) / len(moves) if moves else 0.0
 
@@ -99,27 +98,27 @@ class Ordering(Generic[D]):
         *,
         prompt_tokens: float | None = None,
     ) -> None:
-        """The engine served the request. If it reports them, `cached_tokens` are those that it reused from its cache,
-        `total_tokens` those of prompt and answer together, and `prompt_tokens` those of the prompt alone."""
+        """The engine served the request. As far as it reports them: `cached_tokens` reused from its cache,
+        `total_tokens` of prompt and answer, `prompt_tokens` of the prompt."""
         self._end(RequestOutcome(True, cached_tokens, total_tokens, prompt_tokens))
 
     def discard(self) -> None:
-        """The request failed or was never sent: do not count on what it would have left in the cache."""
+        """The request failed or was never sent: what it would have cached is not counted on."""
         self._end(RequestOutcome(False))
 
     def add_done_callback(self, observer: Callable[[RequestOutcome], None]) -> None:
-        """Have `observer` called once, when the ordering is first confirmed or discarded. It must not raise.
+        """Call `observer` once, when the ordering is first confirmed or discarded. It must not raise.
 
-        An observer may take locks. Where a finaliser settles the ordering it is therefore called later, by the next
-        call of this package: the thread that the garbage collector interrupted may hold such a lock.
+        It may take locks: if a finaliser finishes the ordering, it is called by the next call of this package, since
+        the thread that the garbage collector interrupted may hold such a lock.
         """
         self._observers += (observer,)
 
     def _end(self, outcome: RequestOutcome) -> None:
         observers, self._observers = self._observers, ()
         try:
-            if self._settle is not None:
-                self._settle(self._lease, outcome)
+            if self._finish is not None:
+                self._finish(self._lease, outcome)
         finally:
             for observer in observers:
-                when_collected(partial(observer, outcome))
+                run_or_defer(partial(observer, outcome))

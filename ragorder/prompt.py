@@ -1,4 +1,4 @@
-"""The prompt builder: what stays the same stands first, so that the engine's prefix cache can use it."""
+"""Prompt builder: the stable parts come first, where the engine's prefix cache can reuse them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ from string import Formatter
 from typing import Any, NamedTuple
 
 from ragorder.document import Document, content_key, estimate_tokens
-from ragorder.kept import Kept
-from ragorder.neutralise import make_escape
+from ragorder.lru_cache import LRUCache
 from ragorder.ordering import Ordering
-from ragorder.pieces import pieces
-from ragorder.tokens import Frame, SegmentTokenizer
+from ragorder.tokens import PromptFrame, SegmentTokenizer, special_token_escaper, split_text
 
 __all__ = ["Prompt", "PromptBuilder", "Span"]
 
@@ -37,9 +35,9 @@ class Span:
 class Prompt:
     """One prompt in the forms that engines take.
 
-    `token_ids` are exact: a document's tokens never depend on its neighbours. An engine that is given `text` or
-    `messages` makes its own tokens, which may differ by a few where segments meet. `token_ids` is None and `spans` is
-    empty for a builder without a tokenizer.
+    `token_ids` are exact: a document's tokens never depend on its neighbours. An engine given `text` or `messages`
+    makes its own tokens, which may differ slightly at the seams. Without a tokenizer `token_ids` is None and `spans` is
+    empty.
     """
 
     text: str
@@ -49,7 +47,7 @@ class Prompt:
 
 
 class _Segment(NamedTuple):
-    """A document in the prompt: its tokens, how many there are, and how many of them fill it up to whole blocks."""
+    """A document in the prompt: its tokens, their number, and how many of them pad it to whole blocks."""
 
     tokens: int
     ids: bytes = b""
@@ -59,17 +57,20 @@ class _Segment(NamedTuple):
 class PromptBuilder:
     """Builds prompts as system prompt, documents, question.
 
-    - `document_template` shows {id}, {text} and, if wanted, {title} (from the document's metadata). It knows no rank
-      and no position: a number in front of a document changes with the order, and ends the reuse of the cache there.
-    - `question_template` shows {query}. Everything that varies from request to request belongs there.
-    - `tokenizer` (transformers) is the served model's; its chat template frames the prompt.
-    - `state_ranking` says after the documents how retrieval ranked them, by id.
-    - `align_to` (tokens, the engine's block size; needs the tokenizer) pads system prompt and documents with newlines
-      to whole blocks, so that no block is lost where documents meet.
-    - `cached_documents` is how many documents' tokens are kept, in 64 MiB at most: by digest, and without their texts.
+        builder = PromptBuilder("Answer briefly.", tokenizer=AutoTokenizer.from_pretrained(model))
+        prompt = builder.build("When are orders shipped?", orderer.order(documents))
 
-    Control tokens in documents and questions are neutralised, and lone surrogates replaced.
-    Raises ValueError for a template with other or missing fields, or for `align_to` without a tokenizer.
+    - `document_template` shows {id}, {text} and optionally {title} (from the metadata), never rank or position: a
+      number before a document changes with the order and ends the reuse of the cache there.
+    - `question_template` shows {query}. Everything that varies between requests belongs there.
+    - `tokenizer` (transformers) is the served model's; its chat template frames the prompt.
+    - `state_ranking` states the retrieval ranking, by id, after the documents.
+    - `align_to` (the engine's block size in tokens; needs the tokenizer) pads system prompt and documents with newlines
+      to whole blocks, so that no block is lost between documents.
+    - `cached_documents` documents' tokens are kept, in 64 MiB at most, by digest and without texts.
+
+    Special tokens in documents and questions are escaped, and lone surrogates replaced. Raises ValueError for a
+    template with wrong fields, or for `align_to` without a tokenizer.
     """
 
     def __init__(
@@ -102,11 +103,13 @@ class PromptBuilder:
         self._state_ranking = state_ranking
         self._align_to = align_to
         self._tokenizer = SegmentTokenizer(tokenizer) if tokenizer is not None else None
-        self._neutralise = make_escape(self._tokenizer.control_tokens() if self._tokenizer else None)
-        frame = self._tokenizer.frame(system) if self._tokenizer else Frame(f"{system}\n\n", "\n", system_role=True)
+        self._escape = special_token_escaper(self._tokenizer.special_tokens() if self._tokenizer else None)
+        frame = (
+            self._tokenizer.frame(system) if self._tokenizer else PromptFrame(f"{system}\n\n", "\n", system_role=True)
+        )
         self._head, self._tail, self._system_role = frame
         self.shown = frozenset(_fields(document_template))
-        self._kept: Kept[_Segment] = Kept(cached_documents, _KEPT_BYTES)
+        self._kept: LRUCache[_Segment] = LRUCache(cached_documents, _KEPT_BYTES)
         self._filler = self._find_filler() if align_to is not None else 0
         ids, padding = self._encode(self._head)
         self._head, self._head_ids = self._head + "\n" * padding, tuple(ids)
@@ -134,20 +137,19 @@ class PromptBuilder:
         text = self._render(document)
         if self._tokenizer is None:
             return estimate_tokens(text)
-        tokens = sum(len(self._tokenizer.encode(piece)) for piece in pieces(text))
+        tokens = sum(len(self._tokenizer.encode(piece)) for piece in split_text(text))
         return tokens + (-tokens % self._align_to if self._align_to else 0)
 
     @property
     def prefix_ids(self) -> Sequence[int]:
-        """The tokens in front of the first document (none without a tokenizer)."""
+        """The tokens before the first document (none without a tokenizer)."""
         return self._head_ids
 
     def document_ids(self, document: Document) -> Sequence[int]:
-        """The tokens of the document in the prompt (none without a tokenizer): for `Orderer(token_ids=…)`."""
+        """The document's tokens in the prompt (none without a tokenizer): for `Orderer(token_ids=…)`."""
         return array("q", self._segment(document).ids)
 
     def build(self, query: str, documents: Ordering[Document] | Sequence[Document]) -> Prompt:
-        """The prompt for a question and its documents, in the order given."""
         ordered = documents.documents if isinstance(documents, Ordering) else list(documents)
         ranking = documents.permutation if isinstance(documents, Ordering) else range(len(ordered))
         token_ids: list[int] | None = None
@@ -163,13 +165,14 @@ class PromptBuilder:
         return Prompt(self._head + turn + self._tail, self._messages(turn), token_ids, spans)
 
     def turn(self, query: str, documents: Sequence[Document], ranking: Sequence[int]) -> str:
-        """The user's message: documents in the order given, then the question. `ranking` has their retrieval ranks."""
+        """The user's message: documents in the order given, then the question. `ranking` holds their retrieval
+        ranks."""
         texts = [self._render(document) for document in documents]
         if self._align_to is not None:
             segments = map(self._segment, documents)
             texts = [text + "\n" * segment.padding for text, segment in zip(texts, segments, strict=True)]
         # Once more as a whole: two documents must not make up a control token between them.
-        return self._neutralise("".join(texts) + self._question(query, documents, ranking))
+        return self._escape("".join(texts) + self._question(query, documents, ranking))
 
     def _messages(self, turn: str) -> list[dict[str, str]]:
         if not self.system:
@@ -179,13 +182,13 @@ class PromptBuilder:
         return [{"role": "system", "content": self.system}, {"role": "user", "content": turn}]
 
     def suffix_tokens(self, query: str) -> int:
-        """Tokens behind the last document for a question, without the ranking note and the answer."""
+        """Tokens after the last document for a question, without the ranking note and the answer."""
         text = self._question(query, (), ()) + self._tail
         return len(self._tokenizer.encode(text)) if self._tokenizer else estimate_tokens(text)
 
     def _render(self, document: Document) -> str:
         title = str(document.metadata.get("title", ""))
-        return self._neutralise(self._document_template.format(id=document.id, text=document.text, title=title))
+        return self._escape(self._document_template.format(id=document.id, text=document.text, title=title))
 
     def _segment(self, document: Document) -> _Segment:
         key = document.key
@@ -210,10 +213,10 @@ class PromptBuilder:
             best_first = [document.id for _, document in sorted(zip(ranking, ordered, strict=True), key=itemgetter(0))]
             question = f"Documents from most to least relevant: {', '.join(best_first)}\n\n{question}"
         # Chat templates trim the end of a turn.
-        return self._neutralise(question).rstrip()
+        return self._escape(question).rstrip()
 
     def _encode(self, text: str) -> tuple[list[int], int]:
-        """The tokens of a text, filled up to whole blocks if that is wanted, and by how many."""
+        """(tokens of a text, padded to whole blocks under `align_to`; number of padding tokens)."""
         if self._tokenizer is None:
             return [], 0
         ids = self._tokenizer.encode(text)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Literal, Self, TypedDict
 
 from pydantic import Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -10,13 +10,14 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from ragorder.counts import parse_count
 from ragorder.guards import Guards
 
-__all__ = ["Settings"]
+__all__ = ["OrdererOptions", "Settings"]
 
 
 class Settings(BaseSettings):
-    """What the orderer must know of the engine and of the prompt, and how it is to order.
+    """Properties of the engine and the prompt, and policies of the orderer. Raises pydantic.ValidationError for an
+    unknown name or value.
 
-    An unknown name or value raises pydantic.ValidationError, which names it.
+        Settings(capacity_tokens=262_144, block_size=16, tail="rank")
     """
 
     model_config = SettingsConfigDict(env_prefix="RAGORDER_", extra="forbid", frozen=True)
@@ -73,5 +74,29 @@ class Settings(BaseSettings):
 
     @property
     def guards(self) -> Guards:
-        """The quality guards that the settings ask for."""
         return Guards(self.keep_first, self.keep_last, self.max_displacement, self.keep_groups)
+
+
+class OrdererOptions(TypedDict, total=False):
+    """The fields of `Settings` as keyword arguments."""
+
+    capacity_tokens: int | None
+    block_size: int
+    prefix_tokens: int
+    suffix_tokens: int
+    search: Literal["best", "greedy"]
+    tail: Literal["auto", "rank", "frequency", "queue"]
+    residency: Literal["lru", "none"]
+    feedback: bool
+    partial_blocks_first: bool
+    search_budget: int
+    keep_first: int
+    keep_last: int
+    max_displacement: int | None
+    keep_groups: bool
+    events_endpoint: str | None
+    replay_endpoint: str | None
+    events_topic: str
+    max_nodes: int
+    max_scopes: int
+    strict: bool

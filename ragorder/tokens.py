@@ -1,21 +1,42 @@
-"""The served model's tokenizer, as the prompt builder uses it: segment by segment, never across a seam."""
+"""Tokens of the served model: its tokenizer, applied segment by segment, and its special tokens, escaped in texts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator
 from threading import Lock
 from typing import Any, NamedTuple
 
 from ragorder import _fork
 
-__all__ = ["Frame", "SegmentTokenizer"]
+__all__ = ["PLACEHOLDER", "PromptFrame", "SegmentTokenizer", "repair_unicode", "special_token_escaper", "split_text"]
 
-_SLOT = "@@ragorder-documents@@"
+PLACEHOLDER = "@@ragorder-documents@@"
+"""Text that stands in a rendered chat template where the documents will be."""
+
+# A tokenizer takes some 150 bytes for each character of a text.
+_PIECE_CHARACTERS = 1 << 15
+# A piece may end this far back, in front of white space: tokens do not extend across the beginning of a word.
+_BACK_CHARACTERS = 256
+
+# The control tokens of the common chat templates, for when the served model's tokenizer is not at hand.
+_COMMON_SPECIAL_TOKENS = re.compile(
+    r"<\|[^|<>\s]{1,64}\|>|<｜[^｜<>\s]{1,64}｜>|</?s>|<(?:bos|eos|pad|unk|mask|cls|sep)>"
+    r"|\[/?(?:INST|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_CALLS|TOOL_RESULTS)\]|<</?SYS>>"
+    r"|<(?:start|end)_of_(?:turn|image)>|</?(?:tool_call|tool_response|think)>",
+    re.IGNORECASE,
+)
+
+_PASSES = 8
+# The longest match of the pattern above, in characters, and some.
+_LONGEST = 128
+# A search keeps all other threads from running until it ends: it goes through a long text window by window.
+_WINDOW = 1 << 15
 
 
-class Frame(NamedTuple):
-    """What the chat template puts before and after the user's turn, the system prompt included; whether that has a role
-    of its own or opens the user's turn."""
+class PromptFrame(NamedTuple):
+    """What the chat template puts before and after the user's turn, system prompt included. Without `system_role` the
+    system prompt opens the user's turn."""
 
     before: str
     after: str
@@ -23,10 +44,8 @@ class Frame(NamedTuple):
 
 
 class SegmentTokenizer:
-    """Wraps a Hugging Face tokenizer (`transformers.PreTrainedTokenizerBase`). Thread-safe.
-
-    Raises TypeError for anything else.
-    """
+    """Wraps a Hugging Face tokenizer (`transformers.PreTrainedTokenizerBase`; TypeError for anything else).
+    Thread-safe."""
 
     def __init__(self, tokenizer: Any) -> None:
         if not hasattr(tokenizer, "encode") or not hasattr(tokenizer, "added_tokens_decoder"):
@@ -37,44 +56,116 @@ class SegmentTokenizer:
         _fork.follow(self)
 
     def after_fork(self) -> None:
-        """A lock of its own for a child process."""
         self._lock = Lock()
 
     def encode(self, text: str) -> list[int]:
-        """The token ids of one segment; control tokens in it count as such."""
+        """The token ids of one segment; special tokens in it count as such."""
         with self._lock:
             ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False, verbose=False)
         return ids
 
-    def control_tokens(self) -> Iterator[str]:
-        """The texts that the tokenizer turns into a control token wherever they stand."""
+    def special_tokens(self) -> Iterator[str]:
+        """The texts that the tokenizer turns into a special token wherever they stand."""
         yield from self._tokenizer.all_special_tokens
         for added in self._tokenizer.added_tokens_decoder.values():
             text = added.content
             if added.special or (text[:1] in "<[" and text[-1:] in ">]"):
                 yield text
 
-    def frame(self, system: str) -> Frame:
-        """The frame of a prompt. A tokenizer without a chat template frames with its begin-of-sequence token.
-
-        Raises ValueError if the template does not show the user's text exactly once.
-        """
+    def frame(self, system: str) -> PromptFrame:
+        """The frame of a prompt; without a chat template, the begin-of-sequence token. Raises ValueError if the
+        template does not show the user's text exactly once."""
         if not getattr(self._tokenizer, "chat_template", None):
             bos = getattr(self._tokenizer, "bos_token", None) or ""
-            return Frame(f"{bos}{system}\n\n", "\n", system_role=True)
-        user = {"role": "user", "content": _SLOT}
+            return PromptFrame(f"{bos}{system}\n\n", "\n", system_role=True)
+        user = {"role": "user", "content": PLACEHOLDER}
         system_role = True
         try:
             rendered = self._render([{"role": "system", "content": system}, user] if system else [user])
         except Exception:
             # Some templates (Gemma's, Mistral's first) know no system role.
             system_role = False
-            rendered = self._render([{"role": "user", "content": f"{system}\n\n{_SLOT}"}])
-        before, slot, after = rendered.partition(_SLOT)
-        if not slot or _SLOT in after:
+            rendered = self._render([{"role": "user", "content": f"{system}\n\n{PLACEHOLDER}"}])
+        before, slot, after = rendered.partition(PLACEHOLDER)
+        if not slot or PLACEHOLDER in after:
             raise ValueError("the tokenizer's chat template must show the user's message exactly once")
-        return Frame(before, after, system_role)
+        return PromptFrame(before, after, system_role)
 
     def _render(self, messages: list[dict[str, str]]) -> str:
         rendered: str = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         return rendered
+
+
+def repair_unicode(text: str) -> str:
+    """Replace each lone surrogate, which no tokenizer and no wire format accepts, by U+FFFD."""
+    if text.isascii():
+        return text
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def special_token_escaper(special_tokens: Iterable[str] | None = None) -> Callable[[str], str]:
+    """A function that breaks special tokens in a text by a space after their first character, or else removes them.
+
+    `special_tokens` are those of the served model's tokenizer (None: those of common chat templates).
+    """
+    pattern, longest = _COMMON_SPECIAL_TOKENS, _LONGEST
+    if special_tokens is not None:
+        longest_first = sorted({token for token in special_tokens if token.strip()}, key=lambda t: (-len(t), t))
+        if not longest_first:
+            return repair_unicode
+        pattern = re.compile("|".join(re.escape(token) for token in longest_first))
+        longest = len(longest_first[0])
+
+    def escape_special_tokens(text: str) -> str:
+        text = repair_unicode(text)
+        # A broken token can leave another one behind that overlapped it, or make one up with the space.
+        for _ in range(_PASSES):
+            broken = _replace(pattern, longest, text, _break)
+            if broken is None:
+                return text
+            text = broken
+        while (without := _replace(pattern, longest, text, _drop)) is not None:
+            text = without
+        return text
+
+    return escape_special_tokens
+
+
+def _break(match: re.Match[str]) -> str:
+    token = match[0]
+    return f"{token[0]} {token[1:]}" if len(token) > 1 else "\N{REPLACEMENT CHARACTER}"
+
+
+def _drop(match: re.Match[str]) -> str:
+    return ""
+
+
+def _replace(pattern: re.Pattern[str], longest: int, text: str, by: Callable[[re.Match[str]], str]) -> str | None:
+    """`pattern.sub`, window by window; None without a match. No match is longer than `longest`."""
+    pieces: list[str] = []
+    copied = start = 0
+    while start < len(text):
+        seam = start + _WINDOW
+        # A match that begins behind the seam may be cut off; it is the first of the next window.
+        for match in pattern.finditer(text, start, seam + longest):
+            if match.start() >= seam:
+                break
+            pieces += (text[copied : match.start()], by(match))
+            copied = match.end()
+        start = max(seam, copied)
+    return "".join((*pieces, text[copied:])) if pieces else None
+
+
+def split_text(text: str) -> Iterator[str]:
+    """Split a long text into pieces of at most 32,768 characters, in front of white space where possible.
+
+    A cut changes the number of tokens by two at most.
+    """
+    start = 0
+    while len(text) - start > _PIECE_CHARACTERS:
+        end = start + _PIECE_CHARACTERS
+        natural = max(text.rfind(blank, end - _BACK_CHARACTERS, end) for blank in (" ", "\n"))
+        end = natural if natural > 0 else end
+        yield text[start:end]
+        start = end
+    yield text[start:]

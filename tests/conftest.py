@@ -16,9 +16,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest
 from click.testing import CliRunner, Result
 from hypothesis import settings
+from support.rings import examples
 
 # A test of a property takes as long as it takes: on a busy machine a deadline fails at random.
-settings.register_profile("ragorder", deadline=None)
+settings.register_profile("ragorder", deadline=None, max_examples=examples(100))
 settings.load_profile("ragorder")
 
 # Before 8.2 click mixes the two streams, or else leaves standard error out of `output`: the tests know what came later.
@@ -56,6 +57,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     def needs_engine(item: pytest.Item) -> bool:
         return item.get_closest_marker("vllm") is not None or not ENGINES.isdisjoint(getattr(item, "fixturenames", ()))
 
+    for item in filter(needs_engine, items):
+        item.add_marker(pytest.mark.merge)
     # Each worker collects for itself, and is told of no number of processes.
     if hasattr(config, "workerinput"):
         for item in items:

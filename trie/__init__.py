@@ -1,7 +1,6 @@
-"""The knowledge tree and what works on it: prefix search, tail policies, residency, batch plans."""
+"""The knowledge tree, and what works on it: prefix search, tail policies, residency, batch plans."""
 
-from ragorder.trie.backlog import CachedPath, plan_backlog
-from ragorder.trie.plan import plan
+from ragorder.trie.plan import CachedPath, plan, plan_backlog
 from ragorder.trie.tree import Key, KnowledgeTree, Node
 
 __all__ = ["CachedPath", "Key", "KnowledgeTree", "Node", "plan", "plan_backlog"]

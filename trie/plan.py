@@ -1,23 +1,25 @@
-"""Plan a whole batch: the order of every request's documents and the order in which the requests are served.
+"""Plan of a batch: the order of the requests and of each request's documents, from scratch or from a warm cache.
 
-A batch served depth first along a trie prefills every node of the trie once, so the best plan is the cheapest trie in
-which every request, read as a set of documents, is a path. `plan` builds a cheap one bottom-up and then improves it.
+A batch served depth first along a trie prefills every node once, so the best plan is the cheapest trie in which every
+request, read as a set of documents, is a path. `plan` builds a cheap one bottom-up and improves it.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import chain, islice, pairwise
 from math import log
 from operator import itemgetter
+from typing import NamedTuple
 
 from ragorder.trie.tree import Key
 
-__all__ = ["plan"]
+__all__ = ["CachedPath", "plan", "plan_backlog"]
 
 _Documents = frozenset[int]
+Planned = tuple[int, list[Key]]
 
 _SCARCITY = 0.05
 """Price of a document that a merge leaves behind: this share of its tokens for every e-fold of its popularity."""
@@ -29,12 +31,12 @@ _MOST_CANDIDATES = 1024
 """Candidates examined for the partner of one cluster."""
 
 
-def plan(requests: Sequence[Sequence[Key]], tokens: Mapping[Key, int]) -> list[tuple[int, list[Key]]]:
-    """(index of the request, its documents in serving order) in serving order.
+def plan(requests: Sequence[Sequence[Key]], tokens: Mapping[Key, int]) -> list[Planned]:
+    """(index of the request, its documents in order) in serving order.
 
-    Requests that share documents come one after another and start with what they share, so that an LRU prefix cache
-    that holds little more than one prompt serves every shared prefix. Never worse than the given orders of documents,
-    near-linear in the total number of documents, and the same in every process.
+    Requests that share documents follow one another and start with what they share, so that an LRU prefix cache of
+    little more than one prompt serves every shared prefix. Never worse than the given orders of documents, near-linear
+    in the total number of documents, and the same in every process.
     """
     number: dict[Key, int] = {}
     given = [[number.setdefault(key, len(number)) for key in request] for request in requests]
@@ -59,7 +61,7 @@ def _as_given(given: list[list[int]]) -> list[tuple[int, list[int]]]:
 
 
 def _saved_tokens(orders: list[tuple[int, list[int]]], tokens: list[int]) -> int:
-    """Tokens that each request shares, as a prefix, with the one served before it."""
+    """Tokens that each request shares, as a prefix, with its predecessor."""
     saved = 0
     for (_, before), (_, order) in pairwise(orders):
         for document, other in zip(order, before, strict=False):
@@ -70,11 +72,11 @@ def _saved_tokens(orders: list[tuple[int, list[int]]], tokens: list[int]) -> int
 
 
 class _Trie:
-    """A trie over sets of documents: the first nodes are the leaves, one per distinct request; the last leaf is
-    followed by the root, and then by inner nodes.
+    """A trie over sets of documents. The first nodes are the leaves, one for each distinct request, then the root, then
+    inner nodes.
 
-    A node holds *all* documents of its path, which never change; only its parent does. No two siblings share a
-    document beyond their parent's, so that `branch` finds the one child that goes on with a document.
+    A node holds *all* documents of its path, which never change; only its parent does. No two siblings share a document
+    beyond their parent's, so that `branch` finds the one child that continues with a document.
     """
 
     def __init__(self, leaves: Sequence[_Documents], tokens: Sequence[int]) -> None:
@@ -92,7 +94,7 @@ class _Trie:
         return sum(map(self.tokens.__getitem__, documents))
 
     def add(self, documents: _Documents) -> int:
-        """A new node, not yet attached."""
+        """Add a node that is not yet attached."""
         self.documents.append(documents)
         self.weight.append(self.weigh(documents))
         self.parent.append(-1)
@@ -119,14 +121,14 @@ class _Trie:
         return parent
 
     def dissolve(self, node: int) -> int:
-        """Put the only child of the node in its place and return that child."""
+        """Replace the node by its only child, which is returned."""
         (child,) = self.children[node]
         self.detach(child)
         self.attach(child, self.detach(node))
         return child
 
     def best_place(self, node: int) -> tuple[int, int]:
-        """The tokens that the node's documents can share elsewhere, and the node to share them with."""
+        """(tokens that the node's documents can share elsewhere, the node to share them with)."""
         wanted = self.documents[node]
         most, place = 0, self.root
         stack = [self.root]
@@ -148,7 +150,7 @@ class _Trie:
         return most, place
 
     def graft(self, node: int, place: int) -> None:
-        """Attach a cut-off subtree so that it shares with `place` what both have in common."""
+        """Attach a cut-off subtree so that it shares its common documents with `place`."""
         shared = self.documents[node] & self.documents[place]
         if place < self.root or len(shared) < len(self.documents[place]):
             fork = self.add(shared)
@@ -176,7 +178,7 @@ class _Trie:
             self.graft(node, place)
 
     def paths(self, preferred: Sequence[Sequence[int]]) -> Iterable[tuple[int, list[int]]]:
-        """(leaf, its documents) depth first; what a leaf shares with no other keeps its preferred order."""
+        """(leaf, its documents) depth first; documents that a leaf shares with no other keep their preferred order."""
         stack: list[tuple[int, list[int]]] = [(self.root, [])]
         while stack:
             node, path = stack.pop()
@@ -224,10 +226,10 @@ def _build(trie: _Trie) -> None:
 
 
 class _Clusters:
-    """Clusters of the members of `base`, merged two by two; a cluster is what all its members share beyond the base.
+    """Clusters of the members of `base`, merged pairwise; a cluster is what all its members share beyond the base.
 
-    A merge saves exactly the tokens of the intersection. What its parts lose might have been shared with others, the
-    likelier the more popular it is, so that a merge pays a price for every document that it leaves behind.
+    A merge saves exactly the tokens of the intersection. The other documents of its parts might have been shared with
+    others, the more probably the more popular they are: a merge pays a price for each.
     """
 
     def __init__(self, trie: _Trie, base: int, members: list[int]) -> None:
@@ -263,7 +265,7 @@ class _Clusters:
             del self.holders[document][cluster]
 
     def best_pair(self, cluster: int) -> list[tuple[float, int, int]]:
-        """(its cost, the cluster, its best partner), if there is one; the rarest documents look for it first."""
+        """[(cost, cluster, its best partner)], or []; the rarest documents are examined first."""
         worth: dict[int, float] = {}
         documents = sorted(self.documents[cluster], key=self.popularity.__getitem__)
         budget = max(_MOST_CANDIDATES, 16 * len(documents))
@@ -322,3 +324,94 @@ class _Clusters:
                 trie.attach(node, parent)
                 parent = node
             stack += [(part, parent) for part in reversed(self.parts[cluster])]
+
+
+class CachedPath(NamedTuple):
+    """The best cached path of a request: its documents, their held tokens, and the time of its last use."""
+
+    keys: tuple[Key, ...]
+    tokens: int
+    stamp: int
+
+
+def plan_backlog(
+    requests: Sequence[Sequence[Key]], tokens: Mapping[Key, int], cached: Sequence[CachedPath]
+) -> list[Planned]:
+    """(index of the request, its documents in order) in serving order, for a cache that holds a path for each request.
+
+    Requests that gain more from their cached path than from their places in a plan from scratch are served first,
+    before their path is evicted: least recently used paths first, requests of one path together.
+    """
+    planned = plan(requests, tokens)
+    places: dict[CachedPath, list[int]] = {}
+    for place, (index, _) in enumerate(planned):
+        if cached[index].tokens:
+            places.setdefault(cached[index], []).append(place)
+    scratch = _Scratch([order for _, order in planned], tokens)
+    on_path: list[Planned] = []
+    moved: set[int] = set()
+    for path in sorted(places, key=lambda path: path.stamp):
+        # What the requests of one path share in the plan, they share on the path as well: they move together, or alone.
+        for group in (places[path], [place for place in places[path] if path.tokens > scratch.cost([place])]):
+            extended = _extend(path, [planned[place][0] for place in group], requests, tokens)
+            if path.tokens + _saved_on_path(extended, tokens) > scratch.cost(group):
+                on_path += extended
+                moved.update(group)
+                break
+    return on_path + [each for place, each in enumerate(planned) if place not in moved]
+
+
+class _Scratch:
+    """The documents of a plan from scratch, in serving order."""
+
+    def __init__(self, orders: Sequence[Sequence[Key]], tokens: Mapping[Key, int]) -> None:
+        self._orders = [[], *orders, []]
+        self._tokens = tokens
+
+    def cost(self, places: Sequence[int]) -> int:
+        """The tokens no longer shared if the requests at these places, in rising order, are taken out."""
+        cost = 0
+        for first, last in _runs(places):
+            cost += sum(self._shared(place, place + 1) for place in range(first - 1, last + 1))
+            cost -= self._shared(first - 1, last + 1)
+        return cost
+
+    def _shared(self, place: int, other: int) -> int:
+        return _shared(self._orders[place + 1], self._orders[other + 1], self._tokens)
+
+
+def _runs(places: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """(first, last) of each run of consecutive places."""
+    first = last = None
+    for place in places:
+        if first is None or last is None:
+            first = place
+        elif place != last + 1:
+            yield first, last
+            first = place
+        last = place
+    if first is not None and last is not None:
+        yield first, last
+
+
+def _extend(
+    path: CachedPath, indices: Sequence[int], requests: Sequence[Sequence[Key]], tokens: Mapping[Key, int]
+) -> list[Planned]:
+    """The requests on their cached path, planned from its end."""
+    held = list(path.keys)
+    placed = set(held)
+    beyond = plan([[key for key in requests[index] if key not in placed] for index in indices], tokens)
+    return [(indices[number], held + order) for number, order in beyond]
+
+
+def _saved_on_path(planned: Sequence[Planned], tokens: Mapping[Key, int]) -> int:
+    return sum(_shared(order, after, tokens) for (_, order), (_, after) in pairwise(planned))
+
+
+def _shared(one: Sequence[Key], other: Sequence[Key], tokens: Mapping[Key, int]) -> int:
+    shared = 0
+    for key, opposite in zip(one, other, strict=False):
+        if key != opposite:
+            break
+        shared += tokens[key]
+    return shared

@@ -1,4 +1,4 @@
-"""The knowledge tree: document sequences that were served, as a trie (RAGCache++ section 3.2)."""
+"""Knowledge tree: served document sequences, as a trie (RAGCache++ section 3.2)."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ Key = Hashable
 
 
 class Node:
-    """One document after one particular sequence of documents.
+    """One document after a particular sequence of documents.
 
     `end` is the prompt position in tokens where the document ends. A KV block belongs to the node in which its last
-    token lies: `blocks` of them, of which the engine does not hold `missing`, counted from the tail, and fills
-    `provisional` only now, for requests in flight. `stamp` is the time of the last use and `leases` the number of
-    requests in flight that use the node. A residency keeps these four.
+    token lies: `blocks` in all, of which the last `missing` are not held by the engine, and `provisional` are held only
+    for requests in flight. `stamp` is the time of the last use, `leases` the number of requests in flight that use the
+    node. A residency maintains these four.
     """
 
     __slots__ = ("blocks", "children", "end", "key", "leases", "missing", "parent", "provisional", "stamp")
@@ -44,7 +44,7 @@ class Node:
 
 
 class KnowledgeTree:
-    """A trie over document keys below a root that stands for the system prompt of `prefix_tokens` tokens."""
+    """A trie over document keys; the root stands for the system prompt of `prefix_tokens` tokens."""
 
     def __init__(self, block_size: int, prefix_tokens: int = 0) -> None:
         self.block_size = block_size
@@ -52,10 +52,8 @@ class KnowledgeTree:
         self.size = 0
 
     def insert(self, keys: Sequence[Key], tokens: Sequence[int], order: Iterable[int]) -> list[Node]:
-        """The path of the documents `keys[i]` of `tokens[i]` tokens, for each i in `order`; the root comes first.
-
-        Nodes that did not exist are made, with every block missing.
-        """
+        """The path, from the root, of the documents `keys[i]` of `tokens[i]` tokens, for each i in `order`. New nodes
+        have every block missing."""
         block_size = self.block_size
         node = self.root
         path = [node]
@@ -77,7 +75,7 @@ class KnowledgeTree:
         return path
 
     def remove(self, node: Node) -> None:
-        """Take out a leaf. The root stays."""
+        """Remove a leaf. The root stays."""
         parent = node.parent
         if parent is not None:
             siblings = parent.children
@@ -88,11 +86,11 @@ class KnowledgeTree:
             self.size -= 1
 
     def cached_tokens(self, node: Node) -> int:
-        """Tokens of the prompt up to the node that the engine holds, if it holds every ancestor whole."""
+        """Prompt tokens up to the node that the engine holds, if it holds all ancestors whole."""
         return (node.end // self.block_size - node.missing) * self.block_size
 
     def copy(self) -> tuple[KnowledgeTree, dict[Node, Node]]:
-        """Another tree with the same nodes, and which of them stands for which of this one's."""
+        """Another tree with the same nodes, and the map from each node to its copy."""
         tree = KnowledgeTree(self.block_size)
         tree.size = self.size
         copies: dict[Node, Node] = {}
@@ -108,7 +106,7 @@ class KnowledgeTree:
         return tree, copies
 
     def walk(self, top: Node | None = None) -> Iterator[Node]:
-        """Every node from `top` (None: the root) down, parents before children."""
+        """Every node from `top` (default: the root) down, parents before children."""
         stack = [top or self.root]
         while stack:
             node = stack.pop()

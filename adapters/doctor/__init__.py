@@ -1,1 +1,9 @@
-"""TODO."""
+"""Checks of a server, its KV events and its prompts: what keeps the prefix cache from being reused."""
+
+from ragorder.adapters.doctor.events import Events
+from ragorder.adapters.doctor.finding import Finding, Verdict
+from ragorder.adapters.doctor.prompts import PromptSample
+from ragorder.adapters.doctor.server import examine
+from ragorder.adapters.http_client import AddressError, ServerError
+
+__all__ = ["AddressError", "Events", "Finding", "PromptSample", "ServerError", "Verdict", "examine"]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ragorder.adapters.http_server.errors import ProxyError
+from ragorder.adapters.http_server.errors import HTTPError
 
 if TYPE_CHECKING:
     from ragorder.kernels.engine import Completion, TokenLogprobs, Update
@@ -56,7 +56,7 @@ class Answer(ABC):
         self._sent: dict[int, int] = {}
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
-        """The answer in one piece. Raises ProxyError if one of its requests failed."""
+        """The answer in one piece. Raises HTTPError if one of its requests failed."""
         choices = []
         for index, completion in enumerate(completions):
             check(completion)
@@ -65,7 +65,7 @@ class Answer(ABC):
         return self._head | {"object": self.whole_object, "choices": choices, "usage": usage(completions)}
 
     def pieces(self, index: int, update: Update) -> Iterator[dict[str, Any]]:
-        """What a step brought for a prompt, as parts of a stream. Raises ProxyError if its request failed."""
+        """What a step brought for a prompt, as parts of a stream. Raises HTTPError if its request failed."""
         completion = update.completion
         if completion is not None:
             check(completion)
@@ -158,12 +158,12 @@ class ChatAnswer(Answer):
 
 
 def check(completion: Completion) -> None:
-    """Raises ProxyError if a request did not end as it should have."""
+    """Raises HTTPError if a request did not end as it should have."""
     if completion.finish_reason == "error":
         message = f"The engine could not answer this request: {completion.error or 'its log has the reason'}"
-        raise ProxyError(500, message, code="engine_error")
+        raise HTTPError(500, message, code="engine_error")
     if completion.finish_reason == "abort":
-        raise ProxyError(503, "The request was aborted.", code="aborted")
+        raise HTTPError(503, "The request was aborted.", code="aborted")
 
 
 def _finite(logprob: float) -> float:

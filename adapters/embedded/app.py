@@ -24,9 +24,8 @@ from ragorder.adapters.embedded.answers import DONE, Answer, ChatAnswer, Complet
 from ragorder.adapters.embedded.metrics import EngineMetrics
 from ragorder.adapters.embedded.prompts import Asked, Prompts
 from ragorder.adapters.embedded.worker import EngineStoppedError, EngineWorker, TooManyAtOnceError, TooManyWaitingError
-from ragorder.adapters.http_server.errors import ProxyError
-from ragorder.adapters.http_server.request_body import ClientGoneError, Incoming
-from ragorder.adapters.proxy.answering import AnswerErrors
+from ragorder.adapters.http_server.errors import ErrorMiddleware, HTTPError
+from ragorder.adapters.http_server.request_body import ClientGoneError, RequestBody
 from ragorder.kernels.engine import Completion, RequestRefusedError, Update
 
 __all__ = ["BODY_LIMIT", "hosted", "make_engine_app"]
@@ -66,7 +65,7 @@ def make_engine_app(
         if scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1003, "reason": "no WebSocket here"})
             return
-        raise ProxyError(404, "The embedded engine has no such route.", code="not_found")
+        raise HTTPError(404, "The embedded engine has no such route.", code="not_found")
 
     routes = [
         Route("/v1/completions", _Endpoint(server, server.complete), methods=["POST"]),
@@ -76,7 +75,7 @@ def make_engine_app(
         Route("/health", _health_of(worker)),
         Route("/metrics", show_metrics),
     ]
-    return AnswerErrors(Router(routes, redirect_slashes=False, default=unknown))
+    return ErrorMiddleware(Router(routes, redirect_slashes=False, default=unknown))
 
 
 def hosted(app: ASGIApp, worker: EngineWorker) -> ASGIApp:
@@ -109,11 +108,11 @@ class _Endpoint:
         self._answer = answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        incoming = Incoming(scope["headers"], receive, self._server.body_limit)
+        body = RequestBody(scope["headers"], receive, self._server.body_limit)
         with anyio.CancelScope() as client_is_there:
-            leaving = asyncio.create_task(incoming.wait_until_gone(client_is_there))
+            leaving = asyncio.create_task(body.wait_until_gone(client_is_there))
             try:
-                await self._answer(await incoming.read(), send)
+                await self._answer(await body.read(), send)
             except ClientGoneError:
                 pass
             finally:
@@ -161,12 +160,12 @@ class _Server:
                     completions = await _completions(updates, len(asked.requests))
                     await _send_json(answer.whole(completions), send)
         except RequestRefusedError as error:
-            raise ProxyError(400, f"The engine refuses this request: {error}", code="request_refused") from None
+            raise HTTPError(400, f"The engine refuses this request: {error}", code="request_refused") from None
         except TooManyAtOnceError as error:
-            raise ProxyError(400, f"prompt: {error}.", code="invalid_prompt", param="prompt") from None
+            raise HTTPError(400, f"prompt: {error}.", code="invalid_prompt", param="prompt") from None
         except TooManyWaitingError as error:
             message = f"{error}: try again later."
-            raise ProxyError(503, message, code="too_many_waiting", headers=_RETRY) from None
+            raise HTTPError(503, message, code="too_many_waiting", headers=_RETRY) from None
         except EngineStoppedError as error:
             raise _stopped(str(error)) from None
 
@@ -186,10 +185,10 @@ class _Server:
                     begun = True
                 if pieces:
                     await send({"type": "http.response.body", "body": pieces, "more_body": True})
-        except (ProxyError, EngineStoppedError) as error:
+        except (HTTPError, EngineStoppedError) as error:
             if not begun:
                 raise
-            failure = error if isinstance(error, ProxyError) else _stopped(str(error))
+            failure = error if isinstance(error, HTTPError) else _stopped(str(error))
             await send({"type": "http.response.body", "body": event(failure.content)})
             return
         options = asked.body.stream_options
@@ -210,5 +209,5 @@ async def _send_json(content: Any, send: Send) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-def _stopped(why: str) -> ProxyError:
-    return ProxyError(503, f"The engine computes nothing any more: {why}.", code="engine_stopped")
+def _stopped(why: str) -> HTTPError:
+    return HTTPError(503, f"The engine computes nothing any more: {why}.", code="engine_stopped")

@@ -9,7 +9,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta
 
-from ragorder.adapters.http_server.errors import ProxyError
+from ragorder.adapters.http_server.errors import HTTPError
 
 __all__ = ["ChatBody", "CommonBody", "CompletionBody", "Message", "TextPart", "TokenizeBody", "read_body"]
 
@@ -162,13 +162,13 @@ B = TypeVar("B", CompletionBody, ChatBody, TokenizeBody)
 
 
 def read_body(content: bytes, kind: type[B]) -> B:
-    """Read a body. Raises ProxyError for what is no body of this kind, or asks for what the engine cannot do."""
+    """Read a body. Raises HTTPError for what is no body of this kind, or asks for what the engine cannot do."""
     try:
         fields = msgspec.json.decode(content)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        raise ProxyError(400, "The body must be JSON in UTF-8.", code="invalid_json") from None
+        raise HTTPError(400, "The body must be JSON in UTF-8.", code="invalid_json") from None
     if not isinstance(fields, dict):
-        raise ProxyError(400, "The body must be a JSON object.", code="invalid_json")
+        raise HTTPError(400, "The body must be a JSON object.", code="invalid_json")
     known = {field.encode_name for field in msgspec.structs.fields(kind)}
     asked = {name: value for name, value in fields.items() if value is not None}
     for name in asked.keys() - known:
@@ -183,7 +183,7 @@ def read_body(content: bytes, kind: type[B]) -> B:
     except msgspec.ValidationError as error:
         raise _invalid(str(error)) from None
     except RecursionError:
-        raise ProxyError(400, "The body is nested too deeply.", code="invalid_body") from None
+        raise HTTPError(400, "The body is nested too deeply.", code="invalid_body") from None
     if not isinstance(body, TokenizeBody):
         _check(body)
     return body
@@ -206,23 +206,23 @@ def _check(body: CommonBody) -> None:
             raise _wrong("prompt", f"may have {_MOST_PROMPTS:,} prompts, not {len(body.prompt):,}")
 
 
-def _wrong(name: str, message: str) -> ProxyError:
-    return ProxyError(400, f"{name}: {message}.", code=f"invalid_{name}", param=name)
+def _wrong(name: str, message: str) -> HTTPError:
+    return HTTPError(400, f"{name}: {message}.", code=f"invalid_{name}", param=name)
 
 
-def _unsupported(name: str) -> ProxyError:
+def _unsupported(name: str) -> HTTPError:
     name = name[:_LONGEST_NAME]
     message = f"{name}: the embedded engine does not support it, or not with this value. Leave it out."
-    return ProxyError(400, message, code="unsupported_field", param=name)
+    return HTTPError(400, message, code="unsupported_field", param=name)
 
 
-def _invalid(message: str) -> ProxyError:
+def _invalid(message: str) -> HTTPError:
     """What msgspec says of a value (its type, its place, and no more of it)."""
     what, _, where = message.partition(" - at `$")
     where = where.rstrip("`").lstrip(".")
     if not where and (missing := re.search("required field `(.*)`", what)):
         where = missing[1]
-    return ProxyError(400, f"{where or 'body'}: {what}.", code="invalid_body", param=where or None)
+    return HTTPError(400, f"{where or 'body'}: {what}.", code="invalid_body", param=where or None)
 
 
 def _dicts(value: object) -> list[dict[str, Any]]:

@@ -16,17 +16,16 @@ from ragorder.adapters.embedded.bodies import (
     TokenizeBody,
     read_body,
 )
-from ragorder.adapters.http_server.errors import ProxyError
+from ragorder.adapters.http_server.errors import HTTPError
 from ragorder.adapters.openai.request import checked_salt
-from ragorder.adapters.request_facts import FACTS, PREFIX
-from ragorder.adapters.vllm_tiers.facts import RequestFacts, read_facts
+from ragorder.adapters.request_facts import FACTS, PREFIX, RequestFacts, read_facts
 from ragorder.kernels.engine import Request, Sampling
+from ragorder.tokens import PLACEHOLDER
 
 __all__ = ["Asked", "Prompts"]
 
 B = TypeVar("B", bound=CommonBody)
 
-_SLOT = "@@ragorder-documents@@"
 _LONGEST_COMPLAINT = 200
 
 
@@ -45,7 +44,7 @@ class Prompts:
     """Reads bodies. `tokenizer` (transformers) is the served model's, a copy for this one thread; None: there is none,
     and prompts must come in tokens. `longest` is how many tokens prompt and answer may have.
 
-    Everything here raises ProxyError for what cannot be served.
+    Everything here raises HTTPError for what cannot be served.
     """
 
     def __init__(self, tokenizer: Any, *, model_name: str, longest: int) -> None:
@@ -87,7 +86,7 @@ class Prompts:
         body = read_body(content, TokenizeBody)
         self._check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
-            raise ProxyError(400, "Give prompt or messages, and one of them.", code="invalid_body", param="prompt")
+            raise HTTPError(400, "Give prompt or messages, and one of them.", code="invalid_body", param="prompt")
         if body.prompt is not None:
             token_ids = self._encode(body.prompt, body.add_special_tokens is not False, "prompt")
         else:
@@ -131,8 +130,8 @@ class Prompts:
     def _front(self, body: ChatBody, token_ids: Sequence[int]) -> int:
         """In how many tokens all chats begin that differ in the last message alone."""
         *before, last = body.messages
-        text = self._template([*before, Message(last.role, _SLOT)], body)
-        head, slot, _ = text.rpartition(_SLOT)
+        text = self._template([*before, Message(last.role, PLACEHOLDER)], body)
+        head, slot, _ = text.rpartition(PLACEHOLDER)
         if not slot:
             return 0
         front = self._encode(head, body.add_special_tokens, "messages")
@@ -146,11 +145,11 @@ class Prompts:
 
     def _template(self, messages: Sequence[Message], body: ChatBody | TokenizeBody) -> str:
         if self._tokenizer is None or not self._tokenizer.chat_template:
-            raise ProxyError(400, "The model has no chat template: use /v1/completions.", code="no_chat_template")
+            raise HTTPError(400, "The model has no chat template: use /v1/completions.", code="no_chat_template")
         for name in body.chat_template_kwargs:
             if name in self._own_options:
                 where = f"chat_template_kwargs.{name}"
-                raise ProxyError(400, f"{where}: is not for a request to set.", code="invalid_body", param=where)
+                raise HTTPError(400, f"{where}: is not for a request to set.", code="invalid_body", param=where)
         said = [_as_dict(message) for message in messages]
         try:
             return str(
@@ -165,24 +164,24 @@ class Prompts:
             # Templates refuse what they do not foresee, each in its own way.
             complaint = str(error)[:_LONGEST_COMPLAINT]
             message = f"messages: the model's chat template does not take them: {complaint}"
-            raise ProxyError(400, message, code="invalid_messages", param="messages") from None
+            raise HTTPError(400, message, code="invalid_messages", param="messages") from None
 
     def _encode(self, text: str, add_special_tokens: bool, field: str) -> list[int]:
         if self._tokenizer is None:
-            raise ProxyError(400, f"{field}: must be token ids: the model has no tokenizer.", code="no_tokenizer")
+            raise HTTPError(400, f"{field}: must be token ids: the model has no tokenizer.", code="no_tokenizer")
         if len(text) > self._most_characters:
             raise self._too_long(field)
         token_ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
         return token_ids
 
-    def _too_long(self, field: str) -> ProxyError:
+    def _too_long(self, field: str) -> HTTPError:
         message = f"{field}: is longer than the {self._longest} tokens that prompt and answer may have together."
-        return ProxyError(400, message, code="context_length_exceeded", param=field)
+        return HTTPError(400, message, code="context_length_exceeded", param=field)
 
     def _check_model(self, model: str | None) -> None:
         if model is not None and model != self._model_name:
             message = f"This server has one model: {self._model_name}."
-            raise ProxyError(404, message, code="model_not_found", param="model")
+            raise HTTPError(404, message, code="model_not_found", param="model")
 
 
 def _facts_of(body: CommonBody) -> tuple[RequestFacts | None, bool]:
@@ -198,7 +197,7 @@ def _salt(body: CommonBody) -> str | None:
     try:
         return checked_salt(body.cache_salt)
     except ValueError as error:
-        raise ProxyError(400, f"cache_salt: {error}", code="invalid_cache_salt", param="cache_salt") from None
+        raise HTTPError(400, f"cache_salt: {error}", code="invalid_cache_salt", param="cache_salt") from None
 
 
 def _as_dict(message: Message) -> dict[str, str]:

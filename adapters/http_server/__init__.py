@@ -1,1 +1,1 @@
-"""The parts of an HTTP server that the proxy and the embedded engine's server share."""
+"""Parts of an HTTP server that the proxy and the embedded engine share."""

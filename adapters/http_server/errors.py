@@ -1,19 +1,24 @@
-"""Errors of the proxy's own, in the format of OpenAI's API."""
+"""Errors in the format of OpenAI's API, and the middleware that answers with them."""
 
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Sequence
 
-from starlette.types import Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-__all__ = ["ProxyError"]
+__all__ = ["ErrorMiddleware", "HTTPError"]
+
+_logger = logging.getLogger("ragorder")
 
 
-class ProxyError(Exception):
-    """The proxy's own answer to a request that is not passed on, or that the upstream server did not answer.
+class HTTPError(Exception):
+    """An answer of the server's own to a request that it cannot serve.
 
-    `message` says what is wrong and what to change; `param` names the field of the body. Nothing of a prompt is in it.
+    `message` says what is wrong and what to change, without quoting a prompt; `param` names the field of the body.
+
+        raise HTTPError(400, "prompt: must be one string.", code="invalid_prompt", param="prompt")
     """
 
     def __init__(
@@ -33,8 +38,42 @@ class ProxyError(Exception):
         self.content = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
     async def send(self, send: Send) -> None:
-        """Answer with it."""
         body = json.dumps(self.content).encode()
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), *self.headers]
         await send({"type": "http.response.start", "status": self.status, "headers": headers})
         await send({"type": "http.response.body", "body": body})
+
+
+class ErrorMiddleware:
+    """The outermost ASGI layer: answers with the HTTPError raised inside, and with a generic 500 for any other error.
+
+    An answer that has begun is broken off, so that it cannot be taken for a complete one.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        begun = False
+
+        async def noted(message: Message) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            await self._app(scope, receive, noted)
+            return
+        except HTTPError as error:
+            answer = error
+        except Exception as error:
+            # The message of an error may quote a prompt: only its type is logged.
+            _logger.error("the server failed with %s", type(error).__name__)
+            answer = HTTPError(500, "The server failed: its log has the type of the error.", code="proxy_error")
+        if begun:
+            _logger.warning("an answer was broken off: %s", answer.code)
+        else:
+            await answer.send(send)

@@ -1,4 +1,4 @@
-"""What of a message's headers goes on, and what is between two neighbours only."""
+"""Header access, and hop-by-hop header handling (RFC 9110 7.6.1)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _HOP_BY_HOP = frozenset(
 
 
 def end_to_end(headers: Iterable[tuple[bytes, bytes]], *dropped: bytes) -> Headers:
-    """The headers, names in lower case, without those that are hop by hop (RFC 9110 7.6.1) and without `dropped`."""
+    """The headers without hop-by-hop ones and `dropped`, names in lower case."""
     lowered = [(name.lower(), value) for name, value in headers]
     left_out = _HOP_BY_HOP.union(dropped)
     for name, value in lowered:
@@ -25,16 +25,14 @@ def end_to_end(headers: Iterable[tuple[bytes, bytes]], *dropped: bytes) -> Heade
 
 
 def header(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> bytes | None:
-    """The first value of a header; the names in lower case."""
+    """The first value of a header. Names must be in lower case, here and below."""
     return next((value for each, value in headers if each == name), None)
 
 
 def is_json(headers: Iterable[tuple[bytes, bytes]]) -> bool:
-    """Whether a body is JSON, as its type says; the names in lower case."""
     kind = (header(headers, b"content-type") or b"").partition(b";")[0].strip().lower()
     return kind == b"application/json" or kind.endswith(b"+json")
 
 
 def without(headers: Headers, name: bytes) -> Headers:
-    """The headers but one; the names in lower case."""
     return [(each, value) for each, value in headers if each != name]

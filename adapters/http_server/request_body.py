@@ -1,4 +1,4 @@
-"""The request that comes in: its body, and whether its client is still there."""
+"""Bounded reading of request bodies, and detection of client disconnects."""
 
 from __future__ import annotations
 
@@ -8,29 +8,28 @@ from collections.abc import AsyncIterator
 import anyio
 from starlette.types import Message, Receive
 
-from ragorder.adapters.http_server.errors import ProxyError
+from ragorder.adapters.http_server.errors import HTTPError
 from ragorder.adapters.http_server.headers import Headers, header
-from ragorder.adapters.http_server.room import Held, Room
+from ragorder.adapters.http_server.memory import MemoryBudget, MemoryShare
 
-__all__ = ["ClientGoneError", "Incoming"]
+__all__ = ["ClientGoneError", "RequestBody"]
 
-# So many bytes of a body give its client the whole time again.
+# The client's time starts over after so many bytes of a body.
 _PIECE = 1 << 18
-# Of a piece that is passed on there are copies on both sides of it, and the next one waits in the connection.
+# A forwarded chunk is copied on both sides, and the next one waits in the connection.
 _COPIES = 4
 _CLOSE = [(b"connection", b"close")]
 
 
 class ClientGoneError(Exception):
-    """The client closed the connection before its request was complete."""
+    """The client closed its connection before its request was complete."""
 
 
-class Incoming:
-    """The body of a request, of at most `limit` bytes, whose length is not declared if it is `chunked`; and whether its
-    client is still there.
+class RequestBody:
+    """The body of a request, at most `limit` bytes long, and the connection that it comes from.
 
-    `held` counts the bytes that are kept of it. A client that takes longer than `patience_s` seconds for 256 KiB, or
-    for the end, gets a 408 (None: it has all the time).
+    `share` counts the bytes that are kept of it. A client that takes longer than `client_s` seconds for 256 KiB, or for
+    the end, gets a 408 (None: no limit). `chunked`: the request declares no length.
     """
 
     def __init__(
@@ -39,34 +38,35 @@ class Incoming:
         receive: Receive,
         limit: int,
         *,
-        held: Held | None = None,
-        patience_s: float | None = None,
+        share: MemoryShare | None = None,
+        client_s: float | None = None,
     ) -> None:
         self._receive = receive
         self._limit = limit
-        self._held = held or Held(Room(limit))
-        self._patience_s = patience_s
+        self._share = share or MemoryShare(MemoryBudget(limit))
+        self._client_s = client_s
         self._received = asyncio.Event()
         self._length = 0
         self.chunked = header(headers, b"transfer-encoding") is not None
         self._declared = header(headers, b"content-length")
 
     async def read(self) -> bytes:
-        """The whole body. Raises ProxyError if it has two lengths, is too long, or comes too slowly."""
+        """The whole body. Raises HTTPError if it declares two lengths, is too long, or comes too slowly;
+        ClientGoneError."""
         self._check_declared()
         chunks: list[bytes] = []
         try:
             async for chunk in self._chunks():
-                self._held.add(len(chunk))
+                self._share.add(len(chunk))
                 chunks.append(chunk)
             return b"".join(chunks)
         finally:
-            # The traceback of a refusal would keep them until that is sent.
+            # Otherwise a refusal's traceback would keep them until it is sent.
             chunks.clear()
 
     async def stream(self) -> AsyncIterator[bytes] | None:
-        """The body as it comes, None for a request without. Raises ProxyError for two lengths, and for a body that is
-        too long: at once if it says so, else when it has become so."""
+        """The body as it arrives; None for a request without one. Raises HTTPError as `read` does: at once for what the
+        headers declare, otherwise while the body is iterated."""
         self._check_declared()
         if self.chunked or (self._declared or b"0").strip(b"0"):
             return self._pieces()
@@ -83,12 +83,12 @@ class Incoming:
 
     async def _pieces(self) -> AsyncIterator[bytes]:
         async for chunk in self._chunks():
-            self._held.keep(_COPIES * len(chunk))
+            self._share.resize(_COPIES * len(chunk))
             yield chunk
-        self._held.keep(0)
+        self._share.resize(0)
 
     async def _chunks(self) -> AsyncIterator[bytes]:
-        more, left_s, pieces = True, self._patience_s, 0
+        more, left_s, pieces = True, self._client_s, 0
         clock = asyncio.get_running_loop().time
         while more:
             since = clock()
@@ -102,30 +102,29 @@ class Incoming:
             if self._length > self._limit:
                 raise self._too_long()
             if self._length // _PIECE > pieces:
-                pieces, left_s = self._length // _PIECE, self._patience_s
+                pieces, left_s = self._length // _PIECE, self._client_s
             if not more:
                 self._received.set()
             if chunk:
                 yield chunk
 
     async def _next(self, left_s: float | None) -> Message:
-        """What comes next, if it comes in time: a client that is told so has also sent what was there already."""
         try:
             async with asyncio.timeout(left_s):
                 return await self._receive()
         except TimeoutError:
-            message = f"The body came too slowly: 256 KiB may take {self._patience_s:g} s (--client-timeout)."
-            raise ProxyError(408, message, code="body_too_slow", headers=_CLOSE) from None
+            message = f"The body came too slowly: 256 KiB may take {self._client_s:g} s (--client-timeout)."
+            raise HTTPError(408, message, code="body_too_slow", headers=_CLOSE) from None
 
     def _check_declared(self) -> None:
         if self.chunked and self._declared is not None:
-            # What stands in front of the proxy may have seen another end of this request (RFC 9112 6.3).
+            # A server in front may have seen this request end elsewhere (RFC 9112 6.3).
             message = "The request has both Content-Length and Transfer-Encoding: send one of them."
-            raise ProxyError(400, message, code="invalid_http", headers=_CLOSE)
+            raise HTTPError(400, message, code="invalid_http", headers=_CLOSE)
         digits = self._declared or b"0"
         if not digits.isdigit() or len(digits) > 18 or int(digits) > self._limit:
             raise self._too_long()
 
-    def _too_long(self) -> ProxyError:
-        message = f"The body is longer than the {self._limit:,} bytes that the proxy takes (--body-limit)."
-        return ProxyError(413, message, code="body_too_large", headers=_CLOSE)
+    def _too_long(self) -> HTTPError:
+        message = f"The body is longer than the {self._limit:,} bytes that this server takes (--body-limit)."
+        return HTTPError(413, message, code="body_too_large", headers=_CLOSE)

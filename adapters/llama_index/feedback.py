@@ -1,8 +1,8 @@
-"""Feedback for LlamaIndex: what the engine reports of a request, told to the orderer."""
+"""Feedback from LlamaIndex: the outcome of each request, by spans and events."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Generator, Mapping
+from collections.abc import AsyncGenerator, Generator
 from dataclasses import dataclass
 from functools import partial
 from inspect import BoundArguments, currentframe
@@ -28,11 +28,12 @@ from llama_index.core.instrumentation.span import BaseSpan, active_span_id
 from llama_index.core.instrumentation.span_handlers import BaseSpanHandler
 from llama_index.core.postprocessor.types import BaseNodePostprocessor
 
-from ragorder.adapters.documents import degrade
+from ragorder.adapters.reorder import degrade
+from ragorder.adapters.usage import member, read_usage
+from ragorder.orderer import OrdererLike
 from ragorder.ordering import Ordering
-from ragorder.orders import Orders
 
-__all__ = ["FeedbackHandler", "settle"]
+__all__ = ["FeedbackHandler", "hand_over"]
 
 _STREAMED_SILENTLY = (
     "answers are streamed without usage, and what the engine reports of its cache is lost: give the LLM "
@@ -40,17 +41,16 @@ _STREAMED_SILENTLY = (
 )
 
 
-class _Span(BaseSpan):
-    """A span that is open, or whose answer is still to come.
+class _RequestSpan(BaseSpan):
+    """A span that is open, or has ended before its answer.
 
-    `retrieves`: it brings documents, and asks no question on them. `asks`: it is a call of a model, `request` that for
-    which it was made if this has ended. `orderings` are those made in it, each with its orderer; `answers` what the
-    calls that ended gave back, `streams` the spans of those whose answers are being streamed. `generator` is what it
-    has handed out last: a model may be asked as late as this is read. `ended`: whether it is open no more.
+    `retrieves`: a retriever or postprocessor. `calls_model`: an LLM call; `request`: the ended span that it belongs to.
+    `orderings`: those made in it, each with its orderer. `answers`: results of its ended calls; `streams`: ids of the
+    spans that are still streaming. `generator`: the one it returned last, which may call a model when it is read.
     """
 
     retrieves: bool = False
-    asks: bool = False
+    calls_model: bool = False
     request: Any = None
     orderings: list[tuple[Any, Any]] = Field(default_factory=list)
     answers: list[Any] = Field(default_factory=list)
@@ -60,36 +60,34 @@ class _Span(BaseSpan):
 
 
 @dataclass(eq=False, slots=True)
-class _Stream:
-    """An answer that is being streamed to a request. `begun`: its first token is there, so its prompt was computed."""
+class _AnswerStream:
+    """An answer in progress. `begun`: its first token has arrived, so its prompt was computed."""
 
-    request: _Span
+    request: _RequestSpan
     watched: ref[Any]
     begun: bool = False
 
 
-class FeedbackHandler(BaseSpanHandler[_Span]):
-    """Tells the orderer how each request ended, and how many tokens the engine reports as cached.
+class FeedbackHandler(BaseSpanHandler[_RequestSpan]):
+    """Reports to the orderer how each request ended, and the cached tokens that the engine reported.
 
     `llama_index.core.instrumentation.get_dispatcher().add_span_handler(FeedbackHandler())`, once, serves all adapters
-    in the process. A request is the span that asked for the documents: a query engine's or a chat engine's. If it asked
-    the model once, the numbers of that answer count, if the server reports them (vLLM: --enable-prompt-tokens-details).
-    If it asked several times (documents that do not fit into one prompt) there are no numbers. If the span fails
-    without any answer, it is discarded.
+    in the process. A request is the span of the query engine or chat engine around the retrieval. With one LLM call its
+    reported usage counts (vLLM: --enable-prompt-tokens-details); with several (documents that do not fit into one
+    prompt) there are no numbers. A span that fails without any answer is discarded.
 
-    A request whose answer is streamed ends with its stream, at the end of which the usage stands if the model asks for
-    it: `additional_kwargs={"stream_options": {"include_usage": True}}` with OpenAI-like models. An orderer whose
-    answers are streamed without it is degraded. A stream that broke, or was closed, after its first token counts as
-    served, without numbers; before it, as discarded.
+    A streamed answer reports usage if the model requests it: `additional_kwargs={"stream_options": {"include_usage":
+    True}}` with OpenAI-like models; otherwise the orderer is degraded. A stream that breaks or is closed after its
+    first token counts as served, without numbers; before it, as discarded.
 
-    Nothing here waits for a lock while an ordering is settled: a stream may be closed by the garbage collector. A copy,
-    deep or pickled, follows no requests yet.
+    Finishing an ordering never waits for a lock: the garbage collector may close a stream. A copy, deep or pickled,
+    follows no requests yet.
     """
 
-    _streams: dict[str, _Stream] = PrivateAttr(default_factory=dict)
-    # Requests that ended before their model was asked, by their ids, each with the generator that will ask it.
-    _unasked: dict[str, tuple[_Span, ref[Any]]] = PrivateAttr(default_factory=dict)
-    _heard: bool = PrivateAttr(default=False)
+    _streams: dict[str, _AnswerStream] = PrivateAttr(default_factory=dict)
+    # Requests that ended before their LLM call, by id, each with the generator that will make the call.
+    _pending: dict[str, tuple[_RequestSpan, ref[Any]]] = PrivateAttr(default_factory=dict)
+    _sees_events: bool = PrivateAttr(default=False)
 
     @classmethod
     def class_name(cls) -> str:
@@ -101,8 +99,8 @@ class FeedbackHandler(BaseSpanHandler[_Span]):
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> FeedbackHandler:
         return type(self)()
 
-    def expect(self, ordering: Ordering[Any], orderer: Orders) -> bool:
-        """Have the ordering settled by the request that is under way. False if there is none."""
+    def expect(self, ordering: Ordering[Any], orderer: OrdererLike) -> bool:
+        """Leave the ordering to the request in progress. False if there is none."""
         span = self._open(active_span_id.get())
         while span is not None and span.retrieves:
             span = self._open(span.parent_id)
@@ -119,16 +117,16 @@ class FeedbackHandler(BaseSpanHandler[_Span]):
         parent_span_id: str | None = None,
         tags: dict[str, Any] | None = None,
         **kwargs: Any,
-    ) -> _Span:
+    ) -> _RequestSpan:
         retrieves = isinstance(instance, BaseRetriever | BaseNodePostprocessor)
-        return _Span(id_=id_, parent_id=parent_span_id, retrieves=retrieves)
+        return _RequestSpan(id_=id_, parent_id=parent_span_id, retrieves=retrieves)
 
     def prepare_to_exit_span(
         self, id_: str, bound_args: BoundArguments, instance: Any = None, result: Any = None, **kwargs: Any
-    ) -> _Span | None:
+    ) -> _RequestSpan | None:
         if isinstance(result, ChatResponse | CompletionResponse):
             request = self._request_of(id_)
-            # A model's class may call that of its base: both give the same answer back.
+            # A model's method may call that of its base class: both return the same answer.
             if request is not None and not any(result.raw is answer for answer in request.answers):
                 request.answers.append(result.raw)
         elif isinstance(result, Generator | AsyncGenerator):
@@ -139,67 +137,66 @@ class FeedbackHandler(BaseSpanHandler[_Span]):
 
     def prepare_to_drop_span(
         self, id_: str, bound_args: BoundArguments, instance: Any = None, err: Any = None, **kwargs: Any
-    ) -> _Span | None:
+    ) -> _RequestSpan | None:
         return self._end(id_, failed=True)
 
     def hear(self, event: Any) -> None:
-        """An event of a model, which tells of streams what spans do not: these end before the first token."""
+        """An event of a model. Spans of streams end before the first token: events report the rest."""
         if isinstance(event, LLMChatStartEvent | LLMCompletionStartEvent):
-            self._heard = True
+            self._sees_events = True
             span = self._open(event.span_id)
             if span is not None:
-                span.asks = True
-                span.request = self._reading() if self._unasked and self._request_of(event.span_id) is None else None
+                span.calls_model = True
+                span.request = self._reading() if self._pending and self._request_of(event.span_id) is None else None
         elif (stream := self._streams.get(event.span_id or "")) is None:
             return
         elif isinstance(event, LLMChatInProgressEvent | LLMCompletionInProgressEvent):
             stream.begun = True
         elif isinstance(event, LLMChatEndEvent | LLMCompletionEndEvent):
-            self._finish(event.span_id or "", answer=getattr(event.response, "raw", None))
+            self._finish_stream(event.span_id or "", answer=getattr(event.response, "raw", None))
         elif isinstance(event, ExceptionEvent):
-            self._finish(event.span_id or "")
+            self._finish_stream(event.span_id or "")
 
-    def _open(self, id: str | None) -> _Span | None:
+    def _open(self, id: str | None) -> _RequestSpan | None:
         return None if id is None else self.open_spans.get(id)
 
-    def _request_of(self, id: str | None) -> _Span | None:
-        """The nearest span around one, or this itself, in which documents were put in order."""
+    def _request_of(self, id: str | None) -> _RequestSpan | None:
+        """The nearest span, itself or around, in which documents were ordered."""
         span = self._open(id)
         while span is not None and not span.orderings:
             if span.request is not None:
-                request: _Span = span.request
+                request: _RequestSpan = span.request
                 return request
             span = self._open(span.parent_id)
         return span
 
-    def _reading(self) -> _Span | None:
-        """The request whose generator is being read right here: it has ended, and no open span leads to it."""
+    def _reading(self) -> _RequestSpan | None:
+        """The ended request whose generator is on the current call stack: no open span leads to it."""
         frames = set()
         frame: FrameType | None = currentframe()
         while frame is not None:
             frames.add(frame)
             frame = frame.f_back
-        for request, generator in tuple(self._unasked.values()):
+        for request, generator in tuple(self._pending.values()):
             if _frame(generator) in frames:
                 return request
         return None
 
     def _follow(self, id: str, stream: Any) -> None:
-        """A span gave a stream back. It is an answer if a model was asked in it, and not in one around it: models call
-        each other, and tell of the same answer twice."""
+        # A stream is an answer only of the outermost LLM call: models call each other, and report an answer twice.
         span, request = self._open(id), self._request_of(id)
-        if span is None or request is None or not span.asks:
+        if span is None or request is None or not span.calls_model:
             return
         around = self._open(span.parent_id)
         while around is not None:
-            if around.asks:
+            if around.calls_model:
                 return
             around = self._open(around.parent_id)
         request.streams.add(id)
-        self._streams[id] = _Stream(request, ref(stream, partial(_dropped, ref(self), id)))
+        self._streams[id] = _AnswerStream(request, ref(stream, partial(_dropped, ref(self), id)))
 
-    def _finish(self, id: str, *, answer: Any = None) -> None:
-        """A stream ended, with this answer (None: without its end, or without anything reported)."""
+    def _finish_stream(self, id: str, *, answer: Any = None) -> None:
+        """A stream ended, with its last answer (None: it was cut off, or reported nothing)."""
         stream = self._streams.pop(id, None)
         if stream is None:
             return
@@ -207,44 +204,42 @@ class FeedbackHandler(BaseSpanHandler[_Span]):
         request.streams.discard(id)
         if answer is not None or stream.begun:
             request.answers.append(answer)
-        if answer is not None and _get(answer, "usage") is None:
+        if answer is not None and member(answer, "usage") is None:
             for _, orderer in request.orderings:
                 degrade(orderer, _STREAMED_SILENTLY)
         if request.ended and not request.streams:
-            self._settle(request, failed=not request.answers)
+            self._finish_request(request, failed=not request.answers)
 
     def _forget(self, id: str) -> None:
-        """A generator was forgotten: if no model was asked by it, none will be. Where models tell nothing, one was."""
-        request, _ = self._unasked.get(id, (None, None))
+        """A request's generator was dropped: there will be no LLM call, and if models send no events, there was one."""
+        request, _ = self._pending.get(id, (None, None))
         if request is not None and not request.streams:
-            self._settle(request, failed=self._heard and not request.answers)
+            self._finish_request(request, failed=self._sees_events and not request.answers)
 
-    def _end(self, id: str, *, failed: bool) -> _Span | None:
+    def _end(self, id: str, *, failed: bool) -> _RequestSpan | None:
         span = self._open(id)
         if span is None:
             return None
         span.ended = True
         if span.orderings and not failed and not span.streams and _frame(span.generator) is not None:
-            self._unasked[id] = span, span.generator
+            self._pending[id] = span, span.generator
         elif failed or not span.streams:
-            self._settle(span, failed=failed and not span.answers)
+            self._finish_request(span, failed=failed and not span.answers)
         return span
 
-    def _settle(self, request: _Span, *, failed: bool) -> None:
-        self._unasked.pop(request.id_, None)
+    def _finish_request(self, request: _RequestSpan, *, failed: bool) -> None:
+        self._pending.pop(request.id_, None)
         orderings, request.orderings = request.orderings, []
         for ordering, _ in orderings:
             if failed:
                 ordering.discard()
             elif len(orderings) == len(request.answers) == 1:
-                _confirm(ordering, _get(request.answers[0], "usage"))
+                _confirm(ordering, member(request.answers[0], "usage"))
             else:
                 ordering.confirm()
 
 
 class _Listener(BaseEventHandler):
-    """Passes the events of models on to the feedback handlers, which users add as handlers of spans."""
-
     @classmethod
     def class_name(cls) -> str:
         return "FeedbackListener"
@@ -258,8 +253,8 @@ class _Listener(BaseEventHandler):
 _listener = _Listener()
 
 
-def settle(ordering: Ordering[Any], orderer: Orders) -> None:
-    """Leave the ordering to the feedback, or count it as served if there is none."""
+def hand_over(ordering: Ordering[Any], orderer: OrdererLike) -> None:
+    """Leave the ordering to the feedback handler, or count it as served if there is none."""
     dispatcher = get_dispatcher()
     for handler in dispatcher.span_handlers:
         if isinstance(handler, FeedbackHandler) and handler.expect(ordering, orderer):
@@ -270,29 +265,23 @@ def settle(ordering: Ordering[Any], orderer: Orders) -> None:
 
 
 def _dropped(handler: ref[FeedbackHandler], id: str, stream: object) -> None:
-    """A stream was dropped, perhaps before anything was read of it: no event tells of that."""
+    # No event reports a dropped stream.
     if (alive := handler()) is not None:
-        alive._finish(id)
+        alive._finish_stream(id)
 
 
 def _forgotten(handler: ref[FeedbackHandler], id: str, generator: object) -> None:
-    """The same of what a request handed out."""
     if (alive := handler()) is not None:
         alive._forget(id)
 
 
 def _confirm(ordering: Ordering[Any], usage: Any) -> None:
-    cached = _get(_get(usage, "prompt_tokens_details"), "cached_tokens")
-    ordering.confirm(cached, _get(usage, "total_tokens"), prompt_tokens=_get(usage, "prompt_tokens"))
+    reported = read_usage(usage)
+    ordering.confirm(reported.cached_tokens, reported.total_tokens, prompt_tokens=reported.prompt_tokens)
 
 
 def _frame(generator: ref[Any] | None) -> FrameType | None:
-    """Where a generator stands; None once it has ended."""
+    # None once the generator has ended.
     alive = None if generator is None else generator()
     frame: FrameType | None = getattr(alive, "gi_frame", None) or getattr(alive, "ag_frame", None)
     return frame
-
-
-def _get(value: Any, name: str) -> Any:
-    """What models give back is an object or a dictionary."""
-    return value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)

@@ -12,14 +12,14 @@ from typing import Any, Protocol, TypeVar
 from ragorder.batch import Batch
 from ragorder.orderer import Orderer
 from ragorder.ordering import Ordering, RequestOutcome
-from ragorder.settings import Settings
+from ragorder.settings import OrdererOptions, Settings
 
 __all__ = ["Observation", "ObservedOrderer", "Watcher"]
 
 D = TypeVar("D")
 
 _logger = logging.getLogger("ragorder")
-_PLAIN = {"max_displacement": 0, "keep_first": 0, "keep_last": 0, "keep_groups": False}
+_PLAIN: OrdererOptions = {"max_displacement": 0, "keep_first": 0, "keep_last": 0, "keep_groups": False}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Watcher(Protocol):
     """Is told of every request. It is called in the serving path: it must be quick."""
 
     def ordered(self, observation: Observation) -> Callable[[RequestOutcome], None]:
-        """A request was ordered. What it returns is called once, when the request is settled.
+        """A request was ordered. What it returns is called once, when the request is finished.
 
         A watcher that has a method `watch` is given the `ObservedOrderer` by it, once.
         """
@@ -218,23 +218,26 @@ class ObservedOrderer:
                 order_s=end - between if self.shadow else between - start,
                 fallback=(served if ours is None else ours).fallback,
             )
-            settlers = [watcher.ordered(observation) for watcher in self._watchers]
+            callbacks = [watcher.ordered(observation) for watcher in self._watchers]
         except Exception as error:
             self._report(error)
             return served
-        served.add_done_callback(lambda outcome: self._settle(outcome, other, settlers))
+        served.add_done_callback(lambda outcome: self._finish(outcome, other, callbacks))
         return served
 
-    def _settle(
-        self, outcome: RequestOutcome, other: Ordering[Any] | None, settlers: Iterable[Callable[[RequestOutcome], None]]
+    def _finish(
+        self,
+        outcome: RequestOutcome,
+        other: Ordering[Any] | None,
+        callbacks: Iterable[Callable[[RequestOutcome], None]],
     ) -> None:
         try:
             if other is not None and outcome.served:
                 other.confirm(total_tokens=outcome.total_tokens)
             elif other is not None:
                 other.discard()
-            for settle in settlers:
-                settle(outcome)
+            for finished in callbacks:
+                finished(outcome)
         except Exception as error:
             self._report(error)
 

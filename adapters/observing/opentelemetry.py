@@ -43,9 +43,9 @@ class Tracing:
         span = self._tracer.start_span("ragorder.order", attributes=attributes, start_time=start_ns)
         span.end(end_ns)
         link = self._trace.Link(span.get_span_context())
-        return lambda outcome: self._settled(outcome, link)
+        return lambda outcome: self._finished(outcome, link)
 
-    def _settled(self, outcome: RequestOutcome, link: Any) -> None:
+    def _finished(self, outcome: RequestOutcome, link: Any) -> None:
         reported = {
             "ragorder.reported_cached_tokens": outcome.cached_tokens,
             "ragorder.prompt_tokens": outcome.prompt_tokens,

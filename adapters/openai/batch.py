@@ -1,4 +1,4 @@
-"""Many questions to a server: they wait in a cache-aware queue, and answers come as they are ready."""
+"""Batches of questions, sent from a cache-aware queue."""
 
 from __future__ import annotations
 
@@ -10,43 +10,40 @@ from queue import SimpleQueue
 from typing import Any, Literal
 
 from ragorder import Document
-from ragorder._collector import is_collecting
-from ragorder.adapters.openai.call import Call, Setup
+from ragorder._deferred import is_collecting
+from ragorder.adapters.openai.call import Call, CallSetup
 from ragorder.adapters.openai.reply import Answer
 from ragorder.adapters.openai.request import checked_options
 from ragorder.adapters.openai.stream import OrderedStream, generate_async
-from ragorder.pipelining.reordering import CacheAwareQueue, Lengths
+from ragorder.pipelining.reordering import CacheAwareQueue, CachedLengths
 
-__all__ = ["Backlog", "Outcome", "Question", "answer_many", "answer_many_async"]
+__all__ = ["BatchBacklog", "BatchOutcome", "BatchRequest", "answer_many", "answer_many_async"]
 
-Question = tuple[str, Sequence[Document]] | tuple[str, Sequence[Document], Hashable]
-"""A query and its documents, in retrieval order; and its scope, where it has one."""
+BatchRequest = tuple[str, Sequence[Document]] | tuple[str, Sequence[Document], Hashable]
+"""A query, its documents in retrieval order, and a scope if it has one."""
 
-Outcome = tuple[int, Answer | Exception]
-"""The place of a question among those that were given, and its answer, or why there is none."""
+BatchOutcome = tuple[int, Answer | Exception]
+"""The index of a request, and its answer or the error."""
 
-# So many of those that wait does the orderer lay out the cache for.
+# The waiting requests that an ordering takes into account.
 _FORESEEN = 8
 
 
 @dataclass(frozen=True, slots=True)
-class _Waiting:
+class _QueuedRequest:
     index: int
     query: str
     documents: Sequence[Document]
     scope: Hashable
 
 
-class Backlog:
-    """The questions that nobody has asked yet. Thread-safe.
-
-    Raises TypeError or ValueError for questions, options or numbers that cannot be.
-    """
+class BatchBacklog:
+    """The requests of a batch that are not sent yet. Thread-safe. Raises TypeError or ValueError for invalid input."""
 
     def __init__(
         self,
-        setup: Setup,
-        questions: Iterable[Question],
+        setup: CallSetup,
+        requests: Iterable[BatchRequest],
         options: dict[str, Any],
         *,
         concurrency: int,
@@ -62,21 +59,21 @@ class Backlog:
         self._setup = setup
         self._options = options
         self._lock = threading.Lock()
-        self._queue: CacheAwareQueue[_Waiting] = CacheAwareQueue(window)
-        for index, question in enumerate(questions):
-            waiting = _read(index, question)
+        self._queue: CacheAwareQueue[_QueuedRequest] = CacheAwareQueue(window)
+        for index, request in enumerate(requests):
+            waiting = _read(index, request)
             self._queue.enter(waiting, self._lengths(waiting))
-        self.questions = len(self._queue)
-        self.workers = min(concurrency, self.questions)
+        self.size = len(self._queue)
+        self.workers = min(concurrency, self.size)
 
     def take(self) -> tuple[int, Call | Exception] | None:
-        """The question to be asked next, or why it cannot be; None: there are no more. To be sent at once."""
+        """The next request's index and call, to be sent at once, or its error; None at the end."""
         with self._lock:
             if not self._queue:
                 return None
             taken = self._queue.take().item
             foreseen = self._queue.upcoming(_FORESEEN)
-        # What one tenant waits for is no business of another's.
+        # Tenants must not influence each other.
         waiting = [each.documents for each in foreseen if each.scope == taken.scope]
         try:
             question = taken.query, taken.documents, taken.scope
@@ -84,23 +81,22 @@ class Backlog:
         except (TypeError, ValueError) as error:
             return taken.index, error
 
-    def _lengths(self, waiting: _Waiting) -> Callable[[], Lengths]:
+    def _lengths(self, waiting: _QueuedRequest) -> Callable[[], CachedLengths]:
         setup = self._setup
         question_tokens: int | None = None
 
-        def lengths() -> Lengths:
+        def lengths() -> CachedLengths:
             nonlocal question_tokens
             if question_tokens is None:
                 question_tokens = setup.builder.suffix_tokens(waiting.query)
             cached_tokens, documents_end = setup.orderer.predict_cached_tokens(waiting.documents, scope=waiting.scope)
-            return Lengths(cached_tokens, documents_end + question_tokens - cached_tokens)
+            return CachedLengths(cached_tokens, documents_end + question_tokens - cached_tokens)
 
         return lengths
 
 
-def answer_many(backlog: Backlog) -> Generator[Outcome, None, None]:
-    """The outcomes as they are ready, with a thread for each request in flight. Closing it waits for the next pieces
-    that these get, and ends them there."""
+def answer_many(backlog: BatchBacklog) -> Generator[BatchOutcome, None, None]:
+    """The outcomes, with a thread for each request in flight. Closing it ends each request at its next piece."""
     ready: SimpleQueue[tuple[int, Answer | BaseException]] = SimpleQueue()
     stopped = threading.Event()
 
@@ -109,7 +105,7 @@ def answer_many(backlog: Backlog) -> Generator[Outcome, None, None]:
             index, call = taken
             outcome: Answer | BaseException | None
             try:
-                outcome = call if isinstance(call, Exception) else _ask(call, stopped)
+                outcome = call if isinstance(call, Exception) else _answer(call, stopped)
             except BaseException as error:
                 outcome = error
             if outcome is not None:
@@ -119,19 +115,19 @@ def answer_many(backlog: Backlog) -> Generator[Outcome, None, None]:
     try:
         for thread in threads:
             thread.start()
-        for _ in range(backlog.questions):
+        for _ in range(backlog.size):
             index, outcome = ready.get()
             yield index, _checked(outcome, backlog)
     finally:
         stopped.set()
         for thread in threads:
-            # Dropped, it does not wait: the collector may have interrupted an order that these threads wait for.
+            # A dropped iterator does not wait: the collector may have interrupted an order that these threads wait for.
             if thread.ident is not None and not is_collecting():
                 thread.join()
 
 
-async def answer_many_async(backlog: Backlog) -> AsyncGenerator[Outcome, None]:
-    """The outcomes as they are ready, with a task for each request in flight. Closing it ends these."""
+async def answer_many_async(backlog: BatchBacklog) -> AsyncGenerator[BatchOutcome, None]:
+    """The outcomes, with a task for each request in flight. Closing it ends these."""
     ready: asyncio.Queue[tuple[int, Answer | BaseException]] = asyncio.Queue()
 
     async def work() -> None:
@@ -142,14 +138,14 @@ async def answer_many_async(backlog: Backlog) -> AsyncGenerator[Outcome, None]:
             except Exception as error:
                 outcome = error
             except BaseException as error:
-                # Whoever waits for it is to know that it will not come.
+                # Otherwise the consumer would wait forever.
                 ready.put_nowait((index, error))
                 raise
             ready.put_nowait((index, outcome))
 
     tasks = [asyncio.create_task(work()) for _ in range(backlog.workers)]
     try:
-        for _ in range(backlog.questions):
+        for _ in range(backlog.size):
             index, outcome = await ready.get()
             yield index, _checked(outcome, backlog)
     finally:
@@ -158,14 +154,13 @@ async def answer_many_async(backlog: Backlog) -> AsyncGenerator[Outcome, None]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _read(index: int, question: Question) -> _Waiting:
-    if not isinstance(question, tuple | list) or len(question) not in (2, 3) or not isinstance(question[0], str):
+def _read(index: int, request: BatchRequest) -> _QueuedRequest:
+    if not isinstance(request, tuple | list) or len(request) not in (2, 3) or not isinstance(request[0], str):
         raise ValueError(f"request {index} must be (query, documents) or (query, documents, scope)")
-    return _Waiting(index, question[0], list(question[1]), question[2] if len(question) == 3 else None)
+    return _QueuedRequest(index, request[0], list(request[1]), request[2] if len(request) == 3 else None)
 
 
-def _ask(call: Call, stopped: threading.Event) -> Answer | None:
-    """The answer; None if it is stopped before that."""
+def _answer(call: Call, stopped: threading.Event) -> Answer | None:
     with OrderedStream(call) as stream:
         for _ in stream:
             if stopped.is_set():
@@ -173,7 +168,7 @@ def _ask(call: Call, stopped: threading.Event) -> Answer | None:
     return stream.answer
 
 
-def _checked(outcome: Answer | BaseException, backlog: Backlog) -> Answer | Exception:
+def _checked(outcome: Answer | BaseException, backlog: BatchBacklog) -> Answer | Exception:
     if isinstance(outcome, Answer):
         return outcome
     if backlog.raises or not isinstance(outcome, Exception):

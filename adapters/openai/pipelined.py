@@ -12,8 +12,17 @@ from ragorder.adapters.openai.prompts import OrderedPrompts, PromptForm, PromptR
 from ragorder.adapters.openai.request import checked_options
 from ragorder.adapters.openai.server_load import MetricsPoll, PromptLoad
 from ragorder.adapters.openai.system_prefix import SystemPrefix, WatchedEngine
-from ragorder.orders import Orders
-from ragorder.pipelining import Engine, Odds, Pipeline, PipelinedStream, Retrieval, SyncPipeline, SyncStream, WarmUp
+from ragorder.orderer import OrdererLike
+from ragorder.pipelining import (
+    Pipeline,
+    PipelinedStream,
+    Retrieval,
+    SpeculationGain,
+    StreamingEngine,
+    SyncPipeline,
+    SyncStream,
+    WarmUp,
+)
 
 __all__ = [
     "OpenAIStreams",
@@ -31,9 +40,7 @@ QuestionRetrieval = Retrieval[Question, Document]
 _logger = logging.getLogger("ragorder")
 
 
-class _Pipeline(Pipeline[Question, Document, PromptRequest]):
-    """A pipeline with more to close than its warm-ups."""
-
+class _ClosingPipeline(Pipeline[Question, Document, PromptRequest]):
     ends: Sequence[Callable[[], Awaitable[None]]] = ()
 
     async def close(self) -> None:
@@ -43,9 +50,9 @@ class _Pipeline(Pipeline[Question, Document, PromptRequest]):
 
 
 def ordered_pipeline(
-    engine: Engine[PromptRequest],
+    engine: StreamingEngine[PromptRequest],
     *,
-    orderer: Orders,
+    orderer: OrdererLike,
     builder: PromptBuilder,
     retrieval: QuestionRetrieval,
     prompts: PromptForm = "token_ids",
@@ -57,43 +64,40 @@ def ordered_pipeline(
     requests: Callable[[], int | None] | None = None,
     ends: Sequence[Callable[[], Awaitable[None]]] = (),
 ) -> Pipeline[Question, Document, PromptRequest]:
-    """A pipeline that orders its documents, on any engine: `AsyncVLLM` (give its `requests`), `OpenAIStreams`.
+    """A pipeline that orders its documents, on any engine: `AsyncVLLM` (with its `requests`), `OpenAIStreams`.
 
-    - `warm_up`: the system prompt is prefilled during retrieval where the engine does not hold it.
-    - `speculate`: answers begin on provisional documents while fewer than `max_prefill_bs` requests wait for their
-      first token; None: as many as `token_budget` tokens, the engine's for one iteration, have room for.
-    - `cautious`: only where recent searches say that it saves more time than it may cost; False: whenever there is
-      room, as RAGCache does.
-    - `requests` says how many requests the engine has, of everybody (None: only ours are counted).
-    - `ends` are awaited when the pipeline is closed.
+    - `warm_up`: prefill the system prompt during retrieval if the engine does not hold it.
+    - `speculate`: generate on provisional documents while fewer than `max_prefill_bs` requests wait for their first
+      token (None: as many as fit into `token_budget` tokens, the engine's for one iteration).
+    - `cautious`: speculate only if recent searches predict a gain; False: whenever there is room, as in RAGCache.
+    - `requests()`: the number of requests on the engine, from all clients (None: only this pipeline's count).
+    - `ends`: awaited when the pipeline is closed.
 
-    Raises ValueError for `prompts` that cannot be, and for a `max_prefill_bs` below 1.
+    Raises ValueError for invalid `prompts` and for a `max_prefill_bs` below 1.
     """
     prefix = SystemPrefix(orderer, builder, engine, prompts)
     load = PromptLoad(prefix.engine, max_prefill_bs=max_prefill_bs, token_budget=token_budget, requests=requests)
     if warm_up and orderer.settings.prefix_tokens == 0 and builder.prefix_tokens >= orderer.settings.block_size:
-        _logger.warning("no warm-up: the orderer knows of no system prompt; give it the builder's prefix_tokens")
-    pipeline = _Pipeline(
+        _logger.warning("no warm-up: the orderer has no system prompt; give it the builder's prefix_tokens")
+    pipeline = _ClosingPipeline(
         retrieval,
         OrderedPrompts(orderer, builder, prompts, learn=load.learn),
         prefix.engine,
         warm_up=WarmUp(prefix) if warm_up else None,
         load=load if speculate else None,
-        odds=Odds() if cautious else None,
+        gain=SpeculationGain() if cautious else None,
     )
     pipeline.ends = ends
     return pipeline
 
 
-class _Client:
-    """What the two clients have in common."""
-
+class _BasePipelinedClient:
     def __init__(
         self,
         client: Any,
         *,
         model: str,
-        orderer: Orders,
+        orderer: OrdererLike,
         builder: PromptBuilder,
         retrieval: QuestionRetrieval,
         prompts: PromptForm = "messages",
@@ -135,27 +139,21 @@ class _Client:
         return question
 
 
-class PipelinedClient(_Client):
-    """Asks an OpenAI-compatible server questions whose documents are still being searched for. Use it by `async with`,
-    or close it.
+class PipelinedClient(_BasePipelinedClient):
+    """A client of an OpenAI-compatible server that overlaps retrieval with prefill. Use `async with`, or close it.
 
-    - `client` is an `openai.AsyncOpenAI`, `model` the model that it is asked for.
-    - `retrieval` is given the `Question` and yields what it has found after each stage: `plain_retrieval` for a
-      retriever without stages (which gets warm-ups only), `staged_retrieval` for a vector search in stages.
-    - `prompts`: "messages" go through chat completions and the server's chat template; "token_ids" go through
-      completions, exactly as `builder` made them (which needs the served model's tokenizer).
-    - `warm_up`, `speculate`, `cautious`, `max_prefill_bs`, `token_budget` are those of `ordered_pipeline`.
-    - `report_load`: while searches run, vLLM's /metrics are asked how many requests it has, at most every 100 ms. A
-      server without them is asked less and less; our own are counted then.
-    - `send_salt`: a scope that is a string is sent as vLLM's `cache_salt`, which has at most 128 characters, none of
-      them @, /, \\ or NUL; False for servers that do not know it.
-    - `send_facts`: switch it on for a vLLM with ragorder tiers (docs/tiers.md), as for `AsyncOrderedClient`.
+    - `client`: an `openai.AsyncOpenAI`.
+    - `retrieval`: called with the `Question`, yields the documents found after each stage: `plain_retrieval` for a
+      retriever without stages (warm-ups only), `staged_retrieval` for a vector search in stages.
+    - `prompts`, `send_salt`, `send_facts`: those of `OrderedClient`.
+    - `warm_up`, `speculate`, `cautious`, `max_prefill_bs`, `token_budget`: those of `ordered_pipeline`.
+    - `report_load`: poll vLLM's /metrics for its number of requests during searches, at most every 100 ms; less and
+      less at a server without them, where only this client's requests count.
 
-    Every ordering is settled, as by `AsyncOrderedClient`. A server that refuses speculations or warm-ups refuses
-    nothing else.
+    Every ordering is finished, as by `OrderedClient`. A failed speculation or warm-up does not affect the answer.
 
-    Raises ImportError without the openai package, TypeError for a synchronous client, ValueError for `prompts` or a
-    `max_prefill_bs` that cannot be.
+    Raises ImportError without the openai package, TypeError for a synchronous client, ValueError for invalid `prompts`
+    or `max_prefill_bs`.
     """
 
     def stream(
@@ -167,13 +165,8 @@ class PipelinedClient(_Client):
         temperature: float | None = 0.0,
         **options: Any,
     ) -> PipelinedStream:
-        """The answer as it arrives. Nothing happens before it is asked for its first piece; closing it early ends
-        retrieval and requests.
-
-        `scope` is that of `Orderer.order`, all else goes to create(); None leaves an option to the server. Raises what
-        retrieval and the openai client raise, as it is; here TypeError or ValueError for an option that is not the
-        caller's to set, and ValueError for a `scope` that cannot be sent as a salt.
-        """
+        """The answer as it arrives. Starts at the first piece; closing it early ends retrieval and requests. Options
+        and errors as for `OrderedClient.generate`, and the errors of retrieval."""
         return self._pipeline.stream(self._question(query, scope, max_tokens, temperature, options))
 
     async def answer(
@@ -185,12 +178,11 @@ class PipelinedClient(_Client):
         temperature: float | None = 0.0,
         **options: Any,
     ) -> PipelinedStream:
-        """The whole answer: a stream that has ended, with its `text`, `usage` and `trace`. Takes and raises what
-        `stream` does."""
+        """The whole answer: a stream that has ended, with its `text`, `usage` and `trace`."""
         return await self._pipeline.answer(self._question(query, scope, max_tokens, temperature, options))
 
     async def close(self) -> None:
-        """End the warm-ups and the questions to /metrics that are on their way. The client stays open."""
+        """End running warm-ups and polls. The openai client stays open."""
         await self._pipeline.close()
 
     async def __aenter__(self) -> Self:
@@ -200,11 +192,10 @@ class PipelinedClient(_Client):
         await self.close()
 
 
-class SyncPipelinedClient(_Client):
-    """`PipelinedClient` for threads: it works in an event loop on a thread of its own. Thread-safe; use it in a `with`
-    block, or close it.
+class SyncPipelinedClient(_BasePipelinedClient):
+    """`PipelinedClient` for threads, with an event loop on its own thread. Thread-safe; use it by `with`, or close it.
 
-    `client` is an `openai.AsyncOpenAI` that nobody else uses: it is closed with this one.
+    `client`: an `openai.AsyncOpenAI` for this object alone, which closes it.
     """
 
     def __init__(self, client: Any, **options: Any) -> None:
@@ -221,7 +212,7 @@ class SyncPipelinedClient(_Client):
         temperature: float | None = 0.0,
         **options: Any,
     ) -> SyncStream:
-        """The answer as it arrives. Takes and raises what `PipelinedClient.stream` does; RuntimeError once closed."""
+        """`PipelinedClient.stream`; raises RuntimeError once closed."""
         return self._sync.stream(self._question(query, scope, max_tokens, temperature, options))
 
     def answer(
@@ -233,11 +224,10 @@ class SyncPipelinedClient(_Client):
         temperature: float | None = 0.0,
         **options: Any,
     ) -> SyncStream:
-        """The whole answer. Takes and raises what `stream` does."""
         return self._sync.answer(self._question(query, scope, max_tokens, temperature, options))
 
     def close(self) -> None:
-        """End what is still running, the thread and the client. Closing twice is fine."""
+        """End running requests, the thread and the openai client. Idempotent."""
         self._sync.close()
 
     def __enter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""What goes on the wire besides the prompt: the caller's options, checked, with the tenant's salt."""
+"""Checked options of a request, with the tenant's salt."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any
 __all__ = ["checked_options", "checked_salt"]
 
 _OWNED = ("messages", "model", "prompt", "stream", "stream_options")
-# What vLLM 0.32 refuses (validate_cache_salt); versions without that check refuse an empty salt only.
+# Refused by vLLM 0.32 (validate_cache_salt); versions without that check refuse an empty salt only.
 _MAX_SALT_LENGTH = 128
 _NOT_IN_SALT = frozenset("@/\\\0")
 
 
 def checked_options(options: dict[str, Any], scope: Hashable, send_salt: bool) -> dict[str, Any]:
-    """The caller's options for create(), with the scope's salt; None leaves an option to the server.
+    """The caller's options for create(), without those that are None, with the scope's salt.
 
-    Raises TypeError or ValueError for what is not the caller's to set, ValueError for a scope that cannot be a salt.
-    The errors name options, and never show what is in them.
+    Raises TypeError or ValueError for options that the client sets itself, ValueError for a scope that cannot be a
+    salt. The errors name options, never their values.
     """
     sent = {name: value for name, value in options.items() if value is not None}
     body = sent["extra_body"] = dict(sent.get("extra_body", ()))
@@ -37,7 +37,7 @@ def checked_options(options: dict[str, Any], scope: Hashable, send_salt: bool) -
 
 
 def checked_salt(scope: str) -> str:
-    """The scope, if it can be sent as a salt. Raises ValueError."""
+    """The scope. Raises ValueError for one that cannot be sent as a salt."""
     if 0 < len(scope) <= _MAX_SALT_LENGTH and _NOT_IN_SALT.isdisjoint(scope):
         return scope
     raise ValueError(

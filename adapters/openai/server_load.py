@@ -1,4 +1,4 @@
-"""How much an engine has to do: our own count, and what its server says."""
+"""The load of an engine: this pipeline's requests, and its server's count."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from contextlib import aclosing
 from typing import Any, TypeVar
 
 from ragorder.adapters.openai.system_prefix import WatchedEngine
-from ragorder.pipelining import Load, Provisional, Retrieval, prefill_batch
+from ragorder.pipelining import EngineLoad, Provisional, Retrieval, prefill_batch
+from ragorder.pipelining.running_mean import RunningMean
 
 __all__ = ["MetricsPoll", "PromptLoad"]
 
@@ -24,18 +25,17 @@ _TIMEOUT_S = 2.0
 _STALE_S = 1.0
 # A server renders its metrics in the process that also sends the answers.
 _MAX_SHARE = 0.05
-_WEIGHT = 1 / 16
 _REQUESTS = re.compile(r"^vllm:num_requests_(?:waiting|running)(?:\{[^}\n]*\})? ([0-9.e+]+)$", re.MULTILINE)
 
 _logger = logging.getLogger("ragorder")
 
 
-class PromptLoad(Load):
-    """The load of an engine that others may use as well. `requests` says how many it has, of everybody (None: it does
-    not say): those of others count as pending, since nobody says which of them have their first token.
+class PromptLoad(EngineLoad):
+    """The load of a shared engine. `requests()` is its number of requests, from all clients (None: unknown): those of
+    other clients count as pending, since it is unknown which of them have their first token.
 
-    Without `max_prefill_bs` it is what `token_budget` tokens an iteration (vLLM: --max-num-batched-tokens) have room
-    for, at the mean length of the prompts so far; 1 before the first.
+    The default `max_prefill_bs` is the number of prompts of mean length in `token_budget` tokens an iteration (vLLM:
+    --max-num-batched-tokens); 1 before the first.
     """
 
     def __init__(
@@ -52,21 +52,20 @@ class PromptLoad(Load):
 
         super().__init__(1 if max_prefill_bs is None else max_prefill_bs, reported)
         self._token_budget = token_budget if max_prefill_bs is None else None
-        self._mean: float | None = None
+        self._mean = RunningMean()
 
     def learn(self, prompt_tokens: int) -> None:
-        """A prompt has so many tokens."""
+        """Take in a prompt's length."""
         if self._token_budget is not None:
-            mean = prompt_tokens if self._mean is None else self._mean
-            self._mean = mean + _WEIGHT * (prompt_tokens - mean)
-            self.max_prefill_bs = prefill_batch(self._token_budget, round(self._mean))
+            self._mean.add(prompt_tokens)
+            self.max_prefill_bs = prefill_batch(self._token_budget, round(self._mean.value or 0))
 
 
 class MetricsPoll:
-    """Asks a vLLM server's /metrics how many requests it has, waiting and running, while there are searches: at most
-    every 100 ms, less often where the answer takes long, and less and less, down to once a minute, where there is none.
+    """Polls a vLLM server's /metrics for its waiting and running requests during searches: at most every 100 ms, less
+    often if the answer is slow, down to once a minute without an answer.
 
-    `client` is an `openai.AsyncOpenAI`: its address and its key are used. `engine` knows which of them are ours.
+    `client` is an `openai.AsyncOpenAI`, for its address and key; `engine` counts this process's own requests.
     """
 
     def __init__(self, client: Any, engine: WatchedEngine) -> None:
@@ -75,20 +74,20 @@ class MetricsPoll:
         self._url = re.sub(r"/v1/?$", "", str(client.base_url)).rstrip("/") + "/metrics"
         self._searches = 0
         self._others: int | None = None
-        self._heard_s = 0.0
+        self._answered_s = 0.0
         self._interval_s = _INTERVAL_S
         self._next_s = 0.0
         self._task: asyncio.Task[None] | None = None
 
     def __call__(self) -> int | None:
-        """Requests on the server, of everybody (None: it has not said lately)."""
-        if self._others is None or time.monotonic() - self._heard_s > max(_STALE_S, 2 * self._interval_s):
+        """Requests on the server, from all clients (None: no recent answer)."""
+        if self._others is None or time.monotonic() - self._answered_s > max(_STALE_S, 2 * self._interval_s):
             return None
-        # Ours come and go between two answers of the server.
+        # Our own come and go between two polls.
         return self._others + self._engine.running
 
     def during(self, retrieval: Retrieval[Q, D]) -> Retrieval[Q, D]:
-        """The same retrieval; the server is asked while it runs."""
+        """The same retrieval; the server is polled while it runs."""
 
         async def search(question: Q) -> AsyncGenerator[Provisional[D], None]:
             self._searches += 1
@@ -104,7 +103,6 @@ class MetricsPoll:
         return search
 
     async def close(self) -> None:
-        """End what is on its way."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait((self._task,))
@@ -112,12 +110,12 @@ class MetricsPoll:
     async def _poll(self) -> None:
         while self._searches:
             if time.monotonic() >= self._next_s:
-                await self._ask()
+                await self._poll_once()
                 self._next_s = time.monotonic() + self._interval_s
             await asyncio.sleep(_INTERVAL_S)
 
-    async def _ask(self) -> None:
-        asked_s, ours = time.monotonic(), self._engine.running
+    async def _poll_once(self) -> None:
+        sent_s, ours = time.monotonic(), self._engine.running
         try:
             page = await self._client.get(self._url, cast_to=str, options={"timeout": _TIMEOUT_S, "max_retries": 0})
             counts = [int(float(count)) for count in _REQUESTS.findall(page)]
@@ -126,7 +124,7 @@ class MetricsPoll:
         except Exception as error:
             self._others = None
             self._interval_s = min(2 * self._interval_s, _LONGEST_INTERVAL_S)
-            _logger.debug("the server's load is not known: %s", type(error).__name__)
+            _logger.debug("the server's load is unknown: %s", type(error).__name__)
         else:
-            self._others, self._heard_s = max(0, sum(counts) - max(ours, self._engine.running)), time.monotonic()
-            self._interval_s = max(_INTERVAL_S, (self._heard_s - asked_s) / _MAX_SHARE)
+            self._others, self._answered_s = max(0, sum(counts) - max(ours, self._engine.running)), time.monotonic()
+            self._interval_s = max(_INTERVAL_S, (self._answered_s - sent_s) / _MAX_SHARE)

@@ -1,4 +1,4 @@
-"""The two drivers of a call, one for threads and one for coroutines, and the streams that callers get of them."""
+"""Drivers of a call, for threads and for coroutines, and the streams returned to callers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, Self, cast
 
 from ragorder import Document, Ordering
-from ragorder._collector import when_collected
+from ragorder._deferred import run_or_defer
 from ragorder.adapters.openai.call import Call
 from ragorder.adapters.openai.reply import Answer
 
@@ -18,18 +18,18 @@ __all__ = ["AsyncOrderedStream", "OrderedStream", "generate", "generate_async"]
 
 @contextmanager
 def _opened(stream: Any) -> Iterator[Any]:
-    """The stream, which is closed in the end. Closing takes the lock of a connection pool: one that was dropped is
-    closed after the collector is done, for the thread that it interrupted may hold that lock."""
+    # Closing takes the lock of a connection pool, which a thread interrupted by the garbage collector may hold: a
+    # dropped stream is closed after the collection.
     with ExitStack() as stack:
         opened = stack.enter_context(stream)
         try:
             yield opened
         finally:
-            when_collected(stack.pop_all().close)
+            run_or_defer(stack.pop_all().close)
 
 
 def _pieces(call: Call) -> Generator[str, None, None]:
-    """The pieces of the answer, and empty ones: the first of them when the server has accepted the request."""
+    """The answer's pieces, some empty: the first one when the server has accepted the request."""
     while call.answer is None:
         if call.delay_s:
             (call.setup.sleep or time.sleep)(call.delay_s)
@@ -53,36 +53,34 @@ async def _async_pieces(call: Call) -> AsyncGenerator[str, None]:
 
 
 def generate(call: Call) -> Answer:
-    """The whole answer."""
     for _ in _pieces(call):
         pass
     return cast(Answer, call.answer)
 
 
 async def generate_async(call: Call) -> Answer:
-    """The whole answer."""
     async for _ in _async_pieces(call):
         pass
     return cast(Answer, call.answer)
 
 
-class _Stream:
+class _BaseStream:
     def __init__(self, call: Call) -> None:
         self._call = call
 
     @property
     def ordering(self) -> Ordering[Document] | None:
-        """The ordering of the request that was sent (None: not sent yet)."""
+        """The ordering of the sent request (None: not sent yet)."""
         return self._call.ordering
 
     @property
     def answer(self) -> Answer | None:
-        """The whole answer, once the last piece was taken."""
+        """The whole answer, after the last piece."""
         return self._call.answer
 
 
-class OrderedStream(_Stream, Iterator[str]):
-    """The pieces of an answer, as they arrive. Closing it early ends the request; it closes itself when dropped."""
+class OrderedStream(_BaseStream, Iterator[str]):
+    """An answer's pieces as they arrive. Closing it early ends the request; it closes itself when dropped."""
 
     def __init__(self, call: Call) -> None:
         super().__init__(call)
@@ -99,12 +97,11 @@ class OrderedStream(_Stream, Iterator[str]):
         self.close()
 
     def close(self) -> None:
-        """Close the HTTP stream and settle the ordering."""
         self._pieces.close()
 
 
-class AsyncOrderedStream(_Stream, AsyncIterator[str]):
-    """`OrderedStream` for a coroutine. Use it by `async with`, or close it: once dropped, it closes itself late."""
+class AsyncOrderedStream(_BaseStream, AsyncIterator[str]):
+    """`OrderedStream` for coroutines. Use it by `async with`, or close it: once dropped, it closes itself late."""
 
     def __init__(self, call: Call) -> None:
         super().__init__(call)
@@ -125,5 +122,4 @@ class AsyncOrderedStream(_Stream, AsyncIterator[str]):
         await self.close()
 
     async def close(self) -> None:
-        """Close the HTTP stream and settle the ordering."""
         await self._pieces.aclose()

@@ -1,4 +1,4 @@
-"""The system prompt on an engine: whether it is there, and how it gets there (RAGCache++ section 3.6)."""
+"""Warm-up of the system prompt on an engine (RAGCache++ section 3.6)."""
 
 from __future__ import annotations
 
@@ -8,33 +8,32 @@ from contextlib import aclosing
 from typing import Any
 
 from ragorder import Document, Ordering, PromptBuilder
-from ragorder.adapters.openai.prompts import PromptForm, PromptRequest, Question, checked_form, settle
-from ragorder.orders import Orders
-from ragorder.pipelining import Chunk, Engine, Usage
+from ragorder.adapters.openai.prompts import PromptForm, PromptRequest, Question, checked_form, finish
+from ragorder.orderer import OrdererLike
+from ragorder.pipelining import AnswerChunk, StreamingEngine, Usage
 
 __all__ = ["SystemPrefix", "WatchedEngine"]
 
-# What a chat template may look at, and what decides who answers; all else is of no use to a warm-up.
+# Options that a chat template may read, or that route the request: a warm-up needs no others.
 _TEMPLATE = ("tools", "tool_choice", "chat_template", "chat_template_kwargs", "documents", "reasoning_effort")
 _ROUTE = ("cache_salt", "extra_headers", "extra_query", "timeout", "user")
 _MAX_SCOPES = 4096
 
 
 class WatchedEngine:
-    """An engine, with an eye on what becomes of its requests, `running` of which have not ended."""
+    """An engine, with the number of its `running` requests and a record of failures."""
 
-    def __init__(self, engine: Engine[PromptRequest]) -> None:
+    def __init__(self, engine: StreamingEngine[PromptRequest]) -> None:
         self.running = 0
         self._engine = engine
         self._answered: set[Hashable] | None = None
 
     def trusted(self, scope: Hashable) -> bool:
-        """Whether the engine answered a request of this scope since it was last lost. One that was lost may have been
-        started anew, and hold nothing."""
+        """Whether the engine has answered a request of this scope since its last failure, after which it may have been
+        restarted and hold nothing."""
         return self._answered is None or scope in self._answered
 
-    async def stream(self, request: PromptRequest, /) -> AsyncGenerator[Chunk, None]:
-        """The engine's stream."""
+    async def stream(self, request: PromptRequest, /) -> AsyncGenerator[AnswerChunk, None]:
         self.running += 1
         began = False
         try:
@@ -54,23 +53,27 @@ class WatchedEngine:
     def _note_answer(self, scope: Hashable) -> None:
         if self._answered is not None:
             if len(self._answered) >= _MAX_SCOPES:
-                # Forgetting one costs a warm-up.
+                # A forgotten scope costs one warm-up.
                 self._answered.clear()
             self._answered.add(scope)
 
 
 class SystemPrefix:
-    """What stands in front of the documents, one for each scope. The orderer knows whether the engine holds it, from
-    the engine's KV events if it follows them; after a failure of the engine nobody does until it has answered.
+    """The prompt prefix in front of the documents, one per scope. `Orderer.holds_prefix` says whether the engine holds
+    it; after a failure of the engine it counts as cold until the next answer.
 
-    A prefill is a request of one token, and an ordering without documents: other requests count on it at once. Whatever
-    becomes of it, the ordering is settled. Give `engine` to the pipeline, so that failures there are noticed here.
+    A prefill is a request of one token, and an ordering without documents, which is always finished. Use its `engine`
+    in the pipeline, so that failures there count here.
 
-    Raises ValueError for `prompts` that cannot be.
+    Raises ValueError for invalid `prompts`.
     """
 
     def __init__(
-        self, orderer: Orders, builder: PromptBuilder, engine: Engine[PromptRequest], prompts: PromptForm = "messages"
+        self,
+        orderer: OrdererLike,
+        builder: PromptBuilder,
+        engine: StreamingEngine[PromptRequest],
+        prompts: PromptForm = "messages",
     ) -> None:
         self.engine = engine if isinstance(engine, WatchedEngine) else WatchedEngine(engine)
         self._orderer = orderer
@@ -81,13 +84,13 @@ class SystemPrefix:
         return question.scope
 
     def is_cached(self, question: Question, /) -> bool:
-        """True also for one that is shorter than a block, of which nothing can be held."""
+        """True also for a prefix shorter than a block, which cannot be cached."""
         if self._builder.prefix_tokens < self._orderer.settings.block_size:
             return True
         return self._orderer.holds_prefix(scope=question.scope) and self.engine.trusted(question.scope)
 
     async def prefill(self, question: Question, /) -> None:
-        """Have the engine compute it. Raises what the engine raises; cancelling aborts the request."""
+        """Compute it on the engine. Raises the engine's errors; cancelling aborts the request."""
         request = self._request(question)
         ordering: Ordering[Document] = self._orderer.order([], scope=question.scope, suffix_tokens=0)
         ordered_s = time.perf_counter()
@@ -100,7 +103,7 @@ class SystemPrefix:
                     usage = chunk.usage or usage
         finally:
             if began:
-                settle(ordering, usage, ordered_s)
+                finish(ordering, usage, ordered_s)
             else:
                 ordering.discard()
 
@@ -121,7 +124,7 @@ def _shaping(options: Any) -> dict[str, Any]:
 
 
 def _is_loss(error: Exception) -> bool:
-    """Whether it may be that the engine is no longer the one that it was: not so if it refuses a request."""
+    """Whether the engine may have been restarted: not if it refuses a request."""
     status = getattr(error, "status_code", None)
     refused = isinstance(status, int) and status < 500
     return not (refused or isinstance(error, (ValueError, TypeError)))

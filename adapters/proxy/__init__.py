@@ -1,4 +1,4 @@
-"""The proxy: an OpenAI-compatible server in front of another one, which orders the documents of the requests."""
+"""The proxy: orders the documents of requests to an OpenAI-compatible server."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ try:
 except ImportError as error:
     raise ImportError(f"the proxy needs {error.name}: pip install 'ragorder[proxy]'", name=error.name) from error
 
+from ragorder.adapters.proxy.admission import AdmissionQueue
 from ragorder.adapters.proxy.app import make_app
 from ragorder.adapters.proxy.template import DocumentTemplate, TemplateError
-from ragorder.adapters.proxy.turns import Turns
 from ragorder.adapters.proxy.upstream import Timeouts
 
-__all__ = ["DocumentTemplate", "TemplateError", "Timeouts", "Turns", "make_app"]
+__all__ = ["AdmissionQueue", "DocumentTemplate", "TemplateError", "Timeouts", "Turns", "make_app"]
+
+# The former name, for one release.
+Turns = AdmissionQueue

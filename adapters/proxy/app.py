@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -12,20 +14,19 @@ from starlette.responses import JSONResponse
 from starlette.routing import BaseRoute, Route, Router
 from starlette.types import ASGIApp
 
-from ragorder.adapters.http_server.room import Room
-from ragorder.adapters.proxy.answering import AnswerErrors
-from ragorder.adapters.proxy.auth import RequireKey
-from ragorder.adapters.proxy.forward import Forward
-from ragorder.adapters.proxy.hosts import RequireHost
-from ragorder.adapters.proxy.lengths import Lengths
-from ragorder.adapters.proxy.openapi import describe
-from ragorder.adapters.proxy.ordering import BodyOrderer
-from ragorder.adapters.proxy.ready import Ready
+from ragorder.adapters.http_server.errors import ErrorMiddleware, HTTPError
+from ragorder.adapters.http_server.memory import MemoryBudget
+from ragorder.adapters.proxy.access import APIKeyMiddleware, HostMiddleware
+from ragorder.adapters.proxy.admission import AdmissionQueue
+from ragorder.adapters.proxy.ordering import RequestOrderer
+from ragorder.adapters.proxy.parsing import BodyParser
+from ragorder.adapters.proxy.reverse_proxy import ReverseProxy
+from ragorder.adapters.proxy.schema import openapi
 from ragorder.adapters.proxy.template import DocumentTemplate, TemplateError
-from ragorder.adapters.proxy.turns import Turns
+from ragorder.adapters.proxy.token_counter import TokenCounter
 from ragorder.adapters.proxy.upstream import Timeouts, Upstream
 from ragorder.adapters.proxy.workers import Workers
-from ragorder.orders import Orders
+from ragorder.orderer import OrdererLike
 from ragorder.prompt import PromptBuilder
 
 __all__ = ["BODIES_LIMIT", "BODY_LIMIT", "PROBES", "make_app"]
@@ -37,9 +38,15 @@ _READY = "/ragorder/ready"
 # Probes bring no key, and come from anywhere.
 PROBES = frozenset({_HEALTH, _READY})
 
+_READY_WAIT_S = 2.0
+_READY_KEPT_S = 1.0
+# vLLM, SGLang and others have the first one; all have the second.
+_READY_PATHS = (b"/health", b"/v1/models")
+_NO_SUCH_PATH = (404, 405)
+
 
 def make_app(
-    orderer: Orders,
+    orderer: OrdererLike,
     *,
     upstream: str,
     builder: PromptBuilder | None = None,
@@ -51,7 +58,7 @@ def make_app(
     body_limit: int = BODY_LIMIT,
     bodies_limit: int = BODIES_LIMIT,
     timeouts: Timeouts = Timeouts(),  # noqa: B008
-    turns: Turns | None = None,
+    admission: AdmissionQueue | None = None,
     send_facts: bool = False,
     number_by_place: bool = False,
     on_passed: Callable[[str], None] | None = None,
@@ -60,33 +67,34 @@ def make_app(
 ) -> ASGIApp:
     """The proxy in front of the OpenAI-compatible server at `upstream` (with or without /v1).
 
-    - Tagged documents and their question become one message by the templates of `builder`, which has no system prompt:
-      that is in the request's messages. `tokenizer` (transformers) is the served model's, if it is known, and then the
-      builder's as well.
+    - `builder` renders tagged documents and their question as one message; it has no system prompt, the requests have.
+    - `tokenizer` (transformers) is the served model's, if it is known, and then the builder's as well.
     - `template` finds documents in messages that are not tagged.
-    - `api_key` is asked of every request but GET /ragorder/health and /ragorder/ready; `upstream_api_key` is sent
-      upstream. Without a key, `hosts` are the only names by which the proxy may be called, and whose web pages may call
-      it (None: all).
-    - `turns` lets so many requests through to the server at a time; the others wait (None: it gets all at once).
-    - `send_facts`: the server is a vLLM with ragorder tiers, and is told where the documents end (with `tokenizer`) and
-      whose they are (a digest).
-    - `number_by_place`: a document shows as its id the number of its place in the prompt, from 1, whatever id it has.
-      The answer's header x-ragorder-permutation says which document that is.
-    - `on_passed` is told of each request that goes on without documents, and why: "no_documents", "one_document",
-      "other_route" or "unreadable".
-    - `body_limit` is in bytes, `bodies_limit` is that of all bodies together. `routes` are the proxy's own, besides
-      /ragorder/health, /ragorder/ready and /ragorder/openapi.json.
-    - `make_transport` replaces the connections to the upstream server.
+    - `api_key` is required of every request except GET /ragorder/health and /ragorder/ready; `upstream_api_key` is sent
+      upstream. Without a key, `hosts` are the only host names to which requests and web pages may be addressed (None:
+      all).
+    - `admission` limits the requests in flight; the others wait (None: no limit).
+    - `send_facts`: the server is a vLLM with ragorder tiers; it gets where the documents end (with `tokenizer`) and a
+      digest of the tenant.
+    - `number_by_place`: a document shows as its id the number of its place in the prompt, from 1, whatever its id is.
+      The answer's header x-ragorder-permutation gives the document at each place.
+    - `on_passed` is called with the reason for each request that is forwarded without documents: "no_documents",
+      "one_document", "other_route" or "unreadable".
+    - `body_limit` is in bytes, `bodies_limit` that of all bodies together. `routes` are served besides
+      /ragorder/health, /ragorder/ready and /ragorder/openapi.json. `make_transport` replaces the connections to the
+      upstream server.
 
-    Raises ValueError for a builder with a system prompt, AddressError for an upstream or its key that is none,
-    TemplateError for numbers by place in documents that show no id.
+    Raises ValueError for a builder with a system prompt, AddressError for a malformed address or key, TemplateError for
+    numbers by place in documents that show no id.
+
+        app = make_app(Orderer(capacity_tokens=100_000), upstream="http://127.0.0.1:8000")
     """
     if number_by_place and template is not None and not template.shows_id:
         raise TemplateError("numbers by place need {id} in the template")
     builder = builder or PromptBuilder("", tokenizer=tokenizer)
     if builder.system:
         raise ValueError("the proxy's prompt builder has no system prompt, the requests have: PromptBuilder('')")
-    lengths = Lengths(builder, tokenizer)
+    tokens = TokenCounter(builder, tokenizer)
     server = Upstream(
         upstream,
         api_key=upstream_api_key,
@@ -94,31 +102,31 @@ def make_app(
         timeouts=timeouts,
         make_transport=make_transport,
     )
-    bodies = BodyOrderer(
-        orderer,
-        builder,
-        lengths,
-        template,
-        send_facts=send_facts,
-        number_by_place=number_by_place,
-        on_passed=on_passed,
-    )
-    workers = Workers(always=lengths.exact)
-    forward = Forward(
+    workers = Workers(always=tokens.exact)
+    proxy = ReverseProxy(
         server,
-        bodies,
+        BodyParser(
+            builder,
+            tokens,
+            template,
+            warn=orderer.degrade,
+            send_facts=send_facts,
+            number_by_place=number_by_place,
+            on_passed=on_passed,
+        ),
+        RequestOrderer(orderer, send_facts=send_facts, exact=tokens.exact),
         body_limit=body_limit,
-        room=Room(bodies_limit),
+        memory=MemoryBudget(bodies_limit),
         workers=workers,
-        patience_s=timeouts.client_s,
-        turns=turns,
+        client_s=timeouts.client_s,
+        admission=admission,
     )
-    description = describe()
+    description = openapi()
 
     async def health(_: Request) -> JSONResponse:
         return JSONResponse({"status": "ok"})
 
-    async def openapi(_: Request) -> JSONResponse:
+    async def show_openapi(_: Request) -> JSONResponse:
         return JSONResponse(description)
 
     @asynccontextmanager
@@ -127,10 +135,48 @@ def make_app(
         workers.close()
         await server.aclose()
 
-    own = [Route(_HEALTH, health), Route(_READY, Ready(server).answer), Route("/ragorder/openapi.json", openapi)]
-    app: ASGIApp = Router([*own, *routes], redirect_slashes=False, default=forward, lifespan=lifespan)
+    own = [
+        Route(_HEALTH, health),
+        Route(_READY, _Readiness(server).answer),
+        Route("/ragorder/openapi.json", show_openapi),
+    ]
+    app: ASGIApp = Router([*own, *routes], redirect_slashes=False, default=proxy, lifespan=lifespan)
     if api_key is not None:
-        app = RequireKey(app, api_key, open_paths=PROBES)
+        app = APIKeyMiddleware(app, api_key, open_paths=PROBES)
     elif hosts is not None:
-        app = RequireHost(app, hosts, open_paths=PROBES)
-    return AnswerErrors(app)
+        app = HostMiddleware(app, hosts, open_paths=PROBES)
+    return ErrorMiddleware(app)
+
+
+class _Readiness:
+    """The endpoint for readiness: 200 if the upstream server answers within two seconds without an error of its own,
+    503 otherwise. The server is queried at most once a second."""
+
+    def __init__(self, server: Upstream) -> None:
+        self._server = server
+        self._asking = asyncio.Lock()
+        self._asked = -_READY_KEPT_S
+        self._ready = False
+
+    async def answer(self, _: Request) -> JSONResponse:
+        async with self._asking:
+            if time.monotonic() - self._asked >= _READY_KEPT_S:
+                self._ready = await self._answers()
+                self._asked = time.monotonic()
+        if self._ready:
+            return JSONResponse({"status": "ready"})
+        error = HTTPError(503, "The upstream server does not answer, or is not well.", code="upstream_not_ready")
+        return JSONResponse(error.content, status_code=error.status)
+
+    async def _answers(self) -> bool:
+        status = 0
+        try:
+            async with asyncio.timeout(_READY_WAIT_S):
+                for path in _READY_PATHS:
+                    async with self._server.send("GET", path, [], None) as response:
+                        status = response.status_code
+                    if status not in _NO_SUCH_PATH:
+                        break
+        except (HTTPError, TimeoutError):
+            return False
+        return status < 500

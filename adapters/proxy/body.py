@@ -1,18 +1,33 @@
-"""The bodies of the two routes, field by field: what is not changed goes on as the bytes that it came as."""
+"""The bodies of chats and completions, by field: what is not changed is forwarded as the bytes that came."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cache
 from itertools import groupby
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import Raw, Struct
 
-from ragorder.adapters.http_server.errors import ProxyError
-from ragorder.adapters.proxy.reading import TooManyError, decode, decode_items
+from ragorder.adapters.http_server.errors import HTTPError
 
-__all__ = ["BOUNDARY", "MAX_MESSAGES", "Behind", "Body", "ChatBody", "CompletionBody", "Fields", "Front", "Passage"]
+__all__ = [
+    "BOUNDARY",
+    "MAX_MESSAGES",
+    "Body",
+    "ChatBody",
+    "CompletionBody",
+    "Fields",
+    "Passage",
+    "PromptPrefix",
+    "PromptSuffix",
+    "TooManyError",
+    "decode",
+    "decode_items",
+]
+
+T = TypeVar("T")
 
 Fields = dict[str, Raw]
 
@@ -20,28 +35,28 @@ MAX_MESSAGES = 4096
 """Messages of a chat, and parts of a message, that are read."""
 
 BOUNDARY = "\ud800"
-"""Where a part of a message ends and the next one begins, in the text of both: a code point that no JSON text has."""
-
+"""Separates the parts of a message in their joined text: a code point that no JSON text has."""
 
 _NULL = Raw(b"null")
 
 
+class TooManyError(ValueError):
+    """A list has more items than are read."""
+
+
 class _Message(Struct):
-    """Of a message what is looked at. Its other fields are passed over, however many there are."""
+    """The fields of a message that are read. All others are skipped, however many there are."""
 
     role: Raw = _NULL
     content: Raw = _NULL
 
 
 class _Part(Struct):
-    """The same of a part of one."""
-
     text: Raw = _NULL
 
 
-class Front(NamedTuple):
-    """What of a prompt stands in front of its documents: whole messages; in the documents' own message, its role, parts
-    and text."""
+class PromptPrefix(NamedTuple):
+    """A prompt in front of its documents: whole messages; in the documents' own message its role, parts and text."""
 
     messages: Sequence[Raw] = ()
     role: str = "user"
@@ -49,8 +64,8 @@ class Front(NamedTuple):
     text: str = ""
 
 
-class Behind(NamedTuple):
-    """What of a prompt stands behind its documents: text and parts of their own message, whole messages."""
+class PromptSuffix(NamedTuple):
+    """A prompt after its documents: text and parts of their own message, whole messages."""
 
     text: str = ""
     parts: Sequence[Raw] = ()
@@ -58,8 +73,8 @@ class Behind(NamedTuple):
 
 
 class Passage(NamedTuple):
-    """A text of the prompt: a plain prompt, the content of a message, or the texts of parts that are neighbours, with
-    `BOUNDARY` between them. It is in message `place` of `messages`, there from part `number` of `parts` on."""
+    """A text of the prompt: a plain prompt, the content of a message, or the texts of adjacent parts joined by
+    `BOUNDARY`. It is in message `place` of `messages`, there from part `number` of `parts` on."""
 
     text: str
     messages: Sequence[Raw] = ()
@@ -68,72 +83,71 @@ class Passage(NamedTuple):
     parts: Sequence[Raw] = ()
     number: int = 0
 
-    def front(self, head: str) -> Front:
-        """What stands in front of the documents, which come after `head` in the text. It is made for the one passage
-        that is taken: made for each, it would take a time that grows with the square of the messages."""
+    def prefix(self, head: str) -> PromptPrefix:
+        """The prefix of documents that come after `head` in the text. Made only for the passage that is chosen: made
+        for each, it would take time quadratic in the messages."""
         *before, own = head.split(BOUNDARY)
-        return Front(self.messages[: self.place], self.role, self.parts[: self.number + len(before)], own)
+        return PromptPrefix(self.messages[: self.place], self.role, self.parts[: self.number + len(before)], own)
 
-    def behind(self, tail: str) -> Behind:
-        """What stands behind the documents, `tail` of the text with it."""
+    def suffix(self, tail: str) -> PromptSuffix:
+        """The suffix of documents that come before `tail` in the text."""
         own = tail.partition(BOUNDARY)[0]
         number = self.number + self.text.count(BOUNDARY) - tail.count(BOUNDARY)
-        return Behind(own, self.parts[number + 1 :], self.messages[self.place + 1 :])
+        return PromptSuffix(own, self.parts[number + 1 :], self.messages[self.place + 1 :])
 
 
 class Body:
-    """A request's body as its fields; `route` says which of the two it is."""
+    """The fields of a request's body; those that are not changed stay byte for byte."""
 
     route: ClassVar[str]
 
     def __init__(self, fields: Fields) -> None:
         self.fields = fields
 
-    def front(self) -> Front:
-        """What there is of a prompt already. Raises ProxyError if it is not what it should be."""
+    def prefix(self) -> PromptPrefix:
+        """The prompt so far. Raises HTTPError if it is malformed."""
         raise NotImplementedError
 
     def append(self, turn: str) -> None:
-        """Put documents and question behind it."""
+        """Add documents and question to the prompt."""
         raise NotImplementedError
 
     def passages(self) -> Iterator[Passage]:
-        """The texts of the prompt, first to last. What cannot be read is left out. Raises ProxyError if there are too
-        many of them."""
+        """The texts of the prompt, in order; malformed ones are left out. Raises HTTPError for too many."""
         raise NotImplementedError
 
     def put(self, passage: Passage, text: str) -> None:
-        """Put another text, of as many parts, in the place of a passage's."""
+        """Replace the text of a passage by one of as many parts."""
         raise NotImplementedError
 
     def number(self, name: str) -> int | None:
-        """A field that is a number; None if it is not."""
+        """An integer field; None if it is anything else."""
         return decode(self.fields[name], int) if name in self.fields else None
 
     def string(self, name: str) -> str | None:
-        """A field that is a string; None if it is not there or null. Raises ProxyError if it is something else."""
+        """A string field; None if it is absent or null. Raises HTTPError if it is anything else."""
         if name not in self.fields or self.fields[name] == _NULL:
             return None
         value = decode(self.fields[name], str)
         if value is None:
-            raise ProxyError(400, f"{name}: must be a string.", code=f"invalid_{name}", param=name)
+            raise HTTPError(400, f"{name}: must be a string.", code=f"invalid_{name}", param=name)
         return value
 
 
 class ChatBody(Body):
-    """The body of a chat: documents and question become a user's message."""
+    """A chat: documents and question become one more message, of the user."""
 
     route = "chat"
 
-    def front(self) -> Front:
+    def prefix(self) -> PromptPrefix:
         messages = _items(self.fields.get("messages", Raw(b"[]")), "messages")
         if messages is None:
-            raise ProxyError(400, "messages: must be a list.", code="invalid_messages", param="messages")
-        return Front(messages)
+            raise HTTPError(400, "messages: must be a list.", code="invalid_messages", param="messages")
+        return PromptPrefix(messages)
 
     def append(self, turn: str) -> None:
         message = {"role": "user", "content": turn}
-        self.fields["messages"] = _raw([*self.front().messages, message])
+        self.fields["messages"] = _raw([*self.prefix().messages, message])
 
     def passages(self) -> Iterator[Passage]:
         messages = _items(self.fields.get("messages", _NULL), "messages") or []
@@ -168,18 +182,18 @@ class ChatBody(Body):
 
 
 class CompletionBody(Body):
-    """The body of a plain completion: documents and question come behind the prompt, which must be one text."""
+    """A plain completion: documents and question are appended to the prompt, which must be one text."""
 
     route = "completions"
 
-    def front(self) -> Front:
+    def prefix(self) -> PromptPrefix:
         prompt = decode(self.fields.get("prompt", Raw(b'""')), str)
         if prompt is None:
-            raise ProxyError(400, "prompt: must be one string.", code="invalid_prompt", param="prompt")
-        return Front(text=prompt)
+            raise HTTPError(400, "prompt: must be one string.", code="invalid_prompt", param="prompt")
+        return PromptPrefix(text=prompt)
 
     def append(self, turn: str) -> None:
-        self.fields["prompt"] = _raw(self.front().text + turn)
+        self.fields["prompt"] = _raw(self.prefix().text + turn)
 
     def passages(self) -> Iterator[Passage]:
         prompt = decode(self.fields.get("prompt", _NULL), str)
@@ -191,13 +205,47 @@ class CompletionBody(Body):
 
 
 def _items(content: Raw, where: str) -> list[Raw] | None:
-    """The messages, or the parts of one; None if they are no list."""
     try:
         return decode_items(content, MAX_MESSAGES)
     except TooManyError:
         message = f"{where}: has more than the {MAX_MESSAGES:,} items that the proxy reads."
-        raise ProxyError(400, message, code="too_many_items", param=where) from None
+        raise HTTPError(400, message, code="too_many_items", param=where) from None
 
 
 def _raw(value: object) -> Raw:
     return Raw(msgspec.json.encode(value))
+
+
+def decode(content: bytes | Raw, kind: type[T]) -> T | None:
+    """The JSON value; None if it has another type, or is not JSON."""
+    try:
+        return msgspec.json.decode(content, type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def decode_items(content: bytes | Raw, limit: int) -> list[Raw] | None:
+    """The items of a JSON list, undecoded; None for anything else. Raises TooManyError for more items than `limit`,
+    before any of them is built."""
+    if bytes(content).count(b",") >= limit and not _fits(content, limit):
+        raise TooManyError(f"a list has more than {limit:,} items")
+    return decode(content, list[Raw])
+
+
+def _fits(content: bytes | Raw, limit: int) -> bool:
+    try:
+        _short_list(limit).decode(content)
+    except msgspec.ValidationError as error:
+        # The other error: what is not a list has no items.
+        return "length" not in str(error)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return True
+    return True
+
+
+@cache
+def _short_list(limit: int) -> msgspec.json.Decoder[Any]:
+    """A decoder that stops at the first item too many. msgspec checks the length limit of a list only when all of it
+    has been built; that of an array-like structure on the way."""
+    items = [(f"_{number}", Raw, Raw(b"")) for number in range(limit)]
+    return msgspec.json.Decoder(msgspec.defstruct("Items", items, array_like=True, forbid_unknown_fields=True))

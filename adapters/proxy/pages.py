@@ -1,4 +1,4 @@
-"""The proxy's own pages: metrics for Prometheus, figures for people and programs."""
+"""The proxy's own pages: metrics for Prometheus, statistics as JSON and HTML."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from starlette.routing import Route
 
 from ragorder.adapters.observing.prometheus import Metrics
 from ragorder.adapters.observing.stats import Stats
-from ragorder.adapters.proxy.turns import Turns
+from ragorder.adapters.proxy.admission import AdmissionQueue
 
 __all__ = ["stats_routes"]
 
 
-def stats_routes(metrics: Metrics, turns: Turns | None = None) -> list[Route]:
-    """`/metrics`, `/ragorder/stats` (JSON) and `/ragorder`, a page that shows them and keeps them up to date. With
-    `turns` the JSON has their figures under "queue"."""
+def stats_routes(metrics: Metrics, admission: AdmissionQueue | None = None) -> list[Route]:
+    """`/metrics`, `/ragorder/stats` (JSON) and `/ragorder`, a page that shows them, updated live. With
+    `admission` the JSON has its figures under "queue"."""
     page = files("ragorder.adapters.proxy").joinpath("page.html").read_text("utf-8")
     headers = {"Content-Security-Policy": _policy(page), "Cache-Control": "no-store", "Referrer-Policy": "no-referrer"}
 
@@ -31,7 +31,7 @@ def stats_routes(metrics: Metrics, turns: Turns | None = None) -> list[Route]:
 
     async def show_stats(request: Request) -> Response:
         stats = await run_in_threadpool(lambda: Stats.of(metrics.registry.collect()))
-        queue = {} if turns is None else {"queue": turns.as_json()}
+        queue = {} if admission is None else {"queue": admission.as_json()}
         return JSONResponse(stats.as_json() | queue, headers={"Cache-Control": "no-store"})
 
     async def show_page(request: Request) -> Response:
@@ -41,7 +41,7 @@ def stats_routes(metrics: Metrics, turns: Turns | None = None) -> list[Route]:
 
 
 def _policy(page: str) -> str:
-    """Nothing but the page's own style and script, and nothing from anywhere else."""
+    """Allows the page's own style and script, and nothing from elsewhere."""
 
     def digests(tag: str) -> str:
         inline = re.findall(f"<{tag}>(.*?)</{tag}>", page, re.DOTALL)

@@ -1,20 +1,33 @@
-"""The field "ragorder" of a request's body: the documents, tagged."""
+"""The field "ragorder" of a request's body, and the OpenAPI description of the routes that read it."""
 
 from __future__ import annotations
 
 import re
+from importlib.metadata import version
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta, Raw, Struct
 
-from ragorder.adapters.http_server.errors import ProxyError
-from ragorder.adapters.proxy.reading import TooManyError, decode_items
+from ragorder.adapters.http_server.errors import HTTPError
+from ragorder.adapters.proxy.body import TooManyError, decode_items
 from ragorder.document import Document
 
-__all__ = ["FIELD", "MAX_DOCUMENTS", "Tagged", "TaggedDocument", "json_schema", "read_tagged"]
+__all__ = [
+    "FIELD",
+    "MAX_DOCUMENTS",
+    "PERMUTATION",
+    "PREDICTED",
+    "Tagged",
+    "TaggedDocument",
+    "openapi",
+    "read_tagged",
+]
 
 FIELD = "ragorder"
+# Headers of an ordered request's answer.
+PERMUTATION = b"x-ragorder-permutation"
+PREDICTED = b"x-ragorder-predicted-cached-tokens"
 
 MAX_DOCUMENTS = 1024
 _MAX_NAME = 1024
@@ -35,6 +48,19 @@ _TENANT = (
 _TENANT += "that is there as well, it must be the same."
 
 
+_REFERENCE = "#/components/schemas/"
+_HEADERS = {
+    PERMUTATION.decode(): {
+        "description": "Of an ordered request: which document stands at each place, by its rank from 0.",
+        "schema": {"type": "string", "pattern": r"^\d+(,\d+)*$"},
+    },
+    PREDICTED.decode(): {
+        "description": "Of an ordered request: prompt tokens that the server was predicted to have in its cache.",
+        "schema": {"type": "integer", "minimum": 0},
+    },
+}
+
+
 class TaggedDocument(Struct, frozen=True, forbid_unknown_fields=True):
     """A retrieved document."""
 
@@ -49,7 +75,7 @@ class TaggedDocument(Struct, frozen=True, forbid_unknown_fields=True):
     ) = None
 
     def document(self, tokens: int | None = None) -> Document:
-        """The same as a document to be ordered; `tokens` if they are known better."""
+        """The document to be ordered; `tokens` overrides the client's count."""
         metadata = {} if self.title is None else {"title": self.title}
         if tokens is None and self.tokens is not None:
             tokens = int(self.tokens)
@@ -70,33 +96,100 @@ class Tagged(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Counted(Struct):
-    """What of the field is counted before anything of it is built."""
+    """The list whose items are counted before any of them is built."""
 
     documents: Raw = Raw(b"[]")
 
 
 def read_tagged(content: bytes | Raw) -> Tagged:
-    """Read the field, up to the first thing in it that is wrong. Raises ProxyError, which names that and quotes
-    nothing."""
+    """Decode the field. Raises HTTPError, which names the first wrong value and quotes nothing."""
     try:
         decode_items(msgspec.json.decode(content, type=_Counted).documents, MAX_DOCUMENTS)
         return msgspec.json.decode(content, type=Tagged)
     except TooManyError:
         raise _error(f"{FIELD}.documents", f"Expected `array` of length <= {MAX_DOCUMENTS}") from None
     except msgspec.ValidationError as error:
-        raise _read(str(error)) from None
+        raise _invalid(str(error)) from None
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         raise _error(FIELD, "It is no JSON in UTF-8") from None
 
 
-def json_schema(reference: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The schema of the field, and those that it refers to, by name; `reference` is where {name} is found."""
-    (own,), schemas = msgspec.json.schema_components([Tagged], ref_template=reference)
-    return own, schemas
+def openapi() -> dict[str, Any]:
+    """The OpenAPI 3.1 document of the two routes that are read. All others are the upstream server's."""
+    schemas = _components()
+    schemas["ChatBody"] = _body(
+        {"messages": {"type": "array", "items": {"type": "object"}, "description": "What comes before the documents."}},
+        "The chat. Documents and question become one more message, of the user, behind `messages`.",
+    )
+    schemas["CompletionBody"] = _body(
+        {"prompt": {"type": "string", "description": "What comes before the documents."}},
+        "The completion. Documents and question are put behind `prompt`.",
+    )
+    parts = {name: {"type": ["string", "null"]} for name in ("message", "type", "param", "code")}
+    error = {"type": "object", "properties": parts}
+    schemas["Error"] = {"type": "object", "properties": {"error": error}, "required": ["error"]}
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "ragorder serve",
+            "version": version("ragorder"),
+            "description": "An OpenAI-compatible proxy that orders the documents of a request for the prefix cache of "
+            f"the server behind it. They come in the field `{FIELD}` of a body; requests without it pass as they are. "
+            "Ask for the usage of streams (stream_options.include_usage): it says what the cache had.",
+        },
+        "paths": {
+            "/v1/chat/completions": {"post": _operation("chat", "ChatBody")},
+            "/v1/completions": {"post": _operation("completions", "CompletionBody")},
+        },
+        "components": {"schemas": schemas},
+    }
 
 
-def _read(complaint: str) -> ProxyError:
-    """What msgspec complains of, without names that the client made up."""
+def _components() -> dict[str, Any]:
+    return msgspec.json.schema_components([Tagged], ref_template=_REFERENCE + "{name}")[1]
+
+
+def _body(properties: dict[str, Any], description: str) -> dict[str, Any]:
+    common = {
+        "model": {"type": "string"},
+        "cache_salt": _tenant() | {"description": "The tenant's salt, as vLLM takes it."},
+        FIELD: {"$ref": f"{_REFERENCE}Tagged"},
+    }
+    return {
+        "type": "object",
+        "properties": common | properties,
+        "additionalProperties": True,
+        "description": description + " Every other field is the upstream server's.",
+    }
+
+
+def _tenant() -> dict[str, Any]:
+    schema = _components()["Tagged"]["properties"]["scope"]
+    return {name: schema[name] for name in ("anyOf", "default")}
+
+
+def _operation(name: str, body: str) -> dict[str, Any]:
+    error = {"application/json": {"schema": {"$ref": f"{_REFERENCE}Error"}}}
+    refusals = {
+        "400": "The field, or what must fit it, is not what it should be.",
+        "401": "The proxy's API key is missing.",
+        "413": "The body is too long.",
+        "502": "The upstream server cannot be reached, or broke off.",
+        "503": "Too many requests wait for their turn already.",
+        "504": "The upstream server did not answer in time.",
+    }
+    return {
+        "operationId": name,
+        "requestBody": {"required": True, "content": {"application/json": {"schema": {"$ref": f"{_REFERENCE}{body}"}}}},
+        "responses": {
+            "default": {"description": "The upstream server's answer, as it is.", "headers": _HEADERS},
+            **{status: {"description": text, "content": error} for status, text in refusals.items()},
+        },
+    }
+
+
+def _invalid(complaint: str) -> HTTPError:
+    """msgspec's complaint, without names that the client made up."""
     found = _PLACE.search(complaint)
     where = FIELD + (found[1] if found else "")
     if complaint.startswith(_UNKNOWN):
@@ -107,6 +200,6 @@ def _read(complaint: str) -> ProxyError:
     return _error(where, _PLACE.sub("", complaint))
 
 
-def _error(where: str, what: str) -> ProxyError:
+def _error(where: str, what: str) -> HTTPError:
     message = f"{where}: {what}. GET /ragorder/openapi.json gives the schema."
-    return ProxyError(400, message, code="invalid_ragorder", param=where)
+    return HTTPError(400, message, code="invalid_ragorder", param=where)

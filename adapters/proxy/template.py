@@ -1,4 +1,4 @@
-"""Documents found again in a text, by the template that they were written with."""
+"""Recognition of documents in a text, by the template that they were written with."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from ragorder.adapters.proxy.body import BOUNDARY
 
-__all__ = ["DocumentTemplate", "Run", "TemplateError"]
+__all__ = ["DocumentRun", "DocumentTemplate", "TemplateError"]
 
 _FIELDS = ("id", "text", "title")
 
@@ -20,7 +20,7 @@ class TemplateError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class DocumentRun:
     """Documents that stand one behind the other in a text: `pieces` are the text cut up, in front of the first
     document, then documents and the white space between them by turns, and what stands behind the last."""
 
@@ -63,7 +63,7 @@ class Run:
 _Span = tuple[int, int]
 
 
-class Named(NamedTuple):
+class DocumentParts(NamedTuple):
     """A document cut up: what stands in front of its id, that, and what stands behind it."""
 
     before: str
@@ -107,7 +107,7 @@ class DocumentTemplate:
         if run is None or list(run.documents) != [sample] * 3:
             raise TemplateError("three documents in a row are not found again: choose marks that cannot be mistaken")
 
-    def find(self, text: str) -> Run | None:
+    def find(self, text: str) -> DocumentRun | None:
         """The longest run of two or more documents, the first of equals; None if there is none. Takes linear time."""
         longest: list[_Span] = []
         run: list[_Span] = []
@@ -121,7 +121,7 @@ class DocumentTemplate:
         if len(longest) < 2:
             return None
         edges = [0, *(edge for span in longest for edge in span), len(text)]
-        return Run([text[start:end] for start, end in pairwise(edges)])
+        return DocumentRun([text[start:end] for start, end in pairwise(edges)])
 
     def has_one(self, text: str) -> bool:
         """Whether there is any document in a text."""
@@ -132,12 +132,12 @@ class DocumentTemplate:
         """Whether a document's id stands in it."""
         return "id" in self._fields
 
-    def named(self, document: str) -> Named:
+    def named(self, document: str) -> DocumentParts:
         """A document, as it stands in a text, with its id taken out of it."""
         if not self.shows_id:
-            return Named(document, "", "")
+            return DocumentParts(document, "", "")
         place = self._id_in(document)
-        return Named(document[: place.start], document[place], document[place.stop :])
+        return DocumentParts(document[: place.start], document[place], document[place.stop :])
 
     def _id_in(self, document: str) -> slice:
         # A text may have in it what stands between fields: a field in front of it is looked for from the front, one

@@ -1,4 +1,4 @@
-"""The server behind the proxy, and the connections to it."""
+"""The upstream server, and the connections to it."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 from urllib.parse import unquote_to_bytes
 
 import anyio
 import httpx
 
 from ragorder.adapters.http_client import Server
-from ragorder.adapters.http_server.errors import ProxyError
+from ragorder.adapters.http_server.errors import HTTPError
 from ragorder.adapters.http_server.headers import Headers, end_to_end
-from ragorder.adapters.proxy.leftovers import has_leftovers
 
 __all__ = ["Timeouts", "Upstream"]
 
 # Below the five seconds after which uvicorn, and vLLM with it, closes a connection that is not used.
 _KEEP_ALIVE_S = 3.0
 _KEPT = 128
-# So many bytes of an answer wait in the system at most: the event loop takes all of them at once, and keeps them for as
+# Bytes of an answer in the socket's buffer, at most: the event loop takes all of them at once, and keeps them for as
 # long as the client does not read.
 _RECEIVED = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """How long the server may take, in seconds: to accept a connection, and from one byte to the next (to take one of
-    the request, to give one of the answer); and how long a client may take to send 256 KiB of a body."""
+    """Seconds that the server may take to accept a connection, and from one byte to the next (to take one of the
+    request, to give one of the answer); and that a client may take to send 256 KiB of a body."""
 
     connect_s: float = 10.0
     read_s: float = 600.0
@@ -42,9 +42,9 @@ class Timeouts:
 
 class Upstream:
     """The OpenAI-compatible server at `address` (with or without /v1). `api_key`, or else user and password in the
-    address, go along instead of the client's own Authorization, which is kept back unless `forwards_authorization`.
+    address, replace the client's own Authorization, which is dropped unless `forwards_authorization`.
 
-    Raises AddressError for an address or a key that is none.
+    Raises AddressError for a malformed address or key.
     """
 
     def __init__(
@@ -65,22 +65,22 @@ class Upstream:
             self._dropped.append(b"authorization")
         limit = timeouts.read_s
         self._timeout = httpx.Timeout(limit, connect=timeouts.connect_s, pool=None).as_dict()
-        self._lanes = _Lanes(make_transport or _transport_factory(encrypted=self._url.scheme == "https"))
+        self._pool = _ConnectionPool(make_transport or _transport_factory(encrypted=self._url.scheme == "https"))
 
     @asynccontextmanager
     async def send(
         self, method: str, target: bytes, headers: Headers, content: AsyncIterator[bytes] | None
     ) -> AsyncIterator[httpx.Response]:
-        """The answer to a request for `target` (path and query), whose body is still to come. Raises ProxyError, here
-        and where the body is read, if the server does not answer in time or in HTTP."""
+        """The response to a request for `target` (path and query), its body unread. Raises HTTPError, here and while
+        the body is read, if the server does not answer in time or in HTTP."""
         sent = end_to_end(headers, *self._dropped) + self._authorization
         target = self._url.raw_path.rstrip(b"/") + target
         request = httpx.Request(
             method, self._url, headers=sent, content=content, extensions={"timeout": self._timeout, "target": target}
         )
         try:
-            # There are servers that send a body after HEAD, and it may come late.
-            async with self._lanes.lane(once=method == "HEAD") as transport:
+            # Some servers send a body after HEAD, and it may come late.
+            async with self._pool.connection(once=method == "HEAD") as transport:
                 response = await transport.handle_async_request(request)
                 try:
                     yield response
@@ -89,26 +89,24 @@ class Upstream:
                         await response.aclose()
         except httpx.TimeoutException:
             message = "The upstream server did not answer in time."
-            raise ProxyError(504, message, code="upstream_timeout") from None
+            raise HTTPError(504, message, code="upstream_timeout") from None
         except httpx.LocalProtocolError:
             message = "The request has a header or an address that is no HTTP."
-            raise ProxyError(400, message, code="invalid_http") from None
+            raise HTTPError(400, message, code="invalid_http") from None
         except httpx.TransportError:
             message = "The upstream server cannot be reached, or broke off."
-            raise ProxyError(502, message, code="upstream_unavailable") from None
+            raise HTTPError(502, message, code="upstream_unavailable") from None
 
     async def aclose(self) -> None:
-        """Close all connections."""
-        await self._lanes.aclose()
+        await self._pool.aclose()
 
 
-class _Lanes:
-    """Transports, one for each request in flight, and some that wait for another one.
+class _ConnectionPool:
+    """Transports with one connection each: one for each request in flight, and some that are idle.
 
-    The connection pool in a transport looks at all of its connections, several times, for each request: with a thousand
-    of them it does nothing else. So each transport has one connection.
-
-    A connection on which a server sent more than its answer is closed: the rest would be the answer to the next client.
+    httpx's own pool scans all of its connections several times for each request: with a thousand of them it does
+    nothing else. A connection on which a server sent more than its answer is closed: the rest would be the answer to
+    the next client.
     """
 
     def __init__(self, make: Callable[[], httpx.AsyncBaseTransport]) -> None:
@@ -116,12 +114,12 @@ class _Lanes:
         self._idle: deque[tuple[float, httpx.AsyncBaseTransport]] = deque()
 
     @asynccontextmanager
-    async def lane(self, *, once: bool = False) -> AsyncIterator[httpx.AsyncBaseTransport]:
+    async def connection(self, *, once: bool = False) -> AsyncIterator[httpx.AsyncBaseTransport]:
         transport = self._idle.pop()[1] if self._idle else self._make()
         try:
             yield transport
         finally:
-            if once or has_leftovers(transport):
+            if once or _has_leftovers(transport):
                 with anyio.CancelScope(shield=True):
                     await transport.aclose()
             else:
@@ -153,3 +151,29 @@ def _authorization(address: str, api_key: str | None) -> Headers:
     if not user_and_password:
         return []
     return [(b"authorization", b"Basic " + b64encode(unquote_to_bytes(user_and_password)))]
+
+
+def _has_leftovers(transport: httpx.AsyncBaseTransport) -> bool:
+    """Whether an idle connection has read bytes that belong to no answer.
+
+    Bytes that arrive later are seen by httpx's pool, which takes no connection whose socket is readable. There is no
+    public way to those already read; a connection that cannot be inspected counts as having some.
+    """
+    if not isinstance(transport, httpx.AsyncHTTPTransport):
+        return False
+    try:
+        connections: list[Any] = transport._pool.connections
+        return any(_read_ahead(connection._connection) for connection in connections)
+    except AttributeError:
+        return True
+
+
+def _read_ahead(connection: Any) -> bool:
+    if connection._h11_state.trailing_data[0]:
+        return True
+    stream = connection._network_stream._stream
+    if (below := getattr(stream, "transport_stream", None)) is not None:
+        if stream._ssl_object.pending() or stream._read_bio.pending:
+            return True
+        stream = below
+    return bool(stream._protocol.read_queue)

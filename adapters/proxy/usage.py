@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import msgspec
 
 from ragorder.adapters.http_server.headers import Headers, header
+from ragorder.adapters.usage import ReportedUsage, answers_something, member, read_usage
 
-__all__ = ["AnswerReader", "Usage", "reader_for"]
+__all__ = ["AnswerReader", "reader_for"]
 
-_OUTPUT = ("content", "reasoning_content", "reasoning", "refusal", "tool_calls", "function_call")
-_MAX_COUNT = 1 << 32
 _MAX_ANSWER = 1 << 22
 _MAX_LINE = 1 << 20
-
-
-class Usage(NamedTuple):
-    """Token counts; None where the server does not report them, or reports what cannot be."""
-
-    cached_tokens: int | None = None
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
 
 
 class AnswerReader(Protocol):
@@ -38,7 +29,7 @@ class AnswerReader(Protocol):
     def feed(self, chunk: bytes) -> None:
         """The next bytes."""
 
-    def usage(self) -> Usage:
+    def usage(self) -> ReportedUsage:
         """What was reported so far."""
 
 
@@ -68,8 +59,8 @@ class WholeReader:
         else:
             self._chunks.clear()
 
-    def usage(self) -> Usage:
-        return _usage(_decode(b"".join(self._chunks)))
+    def usage(self) -> ReportedUsage:
+        return read_usage(member(_decode(b"".join(self._chunks)), "usage"))
 
 
 class StreamReader:
@@ -79,7 +70,7 @@ class StreamReader:
     def __init__(self) -> None:
         self.served = False
         self.done = False
-        self._usage = Usage()
+        self._usage = ReportedUsage()
         self._line = bytearray()
         self._too_long = False
 
@@ -90,7 +81,7 @@ class StreamReader:
             self._end_line()
             self._extend(piece)
 
-    def usage(self) -> Usage:
+    def usage(self) -> ReportedUsage:
         return self._usage
 
     def _extend(self, piece: bytes) -> None:
@@ -112,7 +103,7 @@ class StreamReader:
         event = _decode(line[5:])
         self.served = self.served or _has_token(event)
         if isinstance(event, Mapping) and isinstance(event.get("usage"), Mapping):
-            self._usage = _usage(event)
+            self._usage = read_usage(event["usage"])
 
 
 def _decode(content: bytes) -> Any:
@@ -123,32 +114,5 @@ def _decode(content: bytes) -> Any:
 
 
 def _has_token(event: Any) -> bool:
-    """Whether anything was generated. A chat opens with an event that names the role: some servers send it before they
-    have computed anything."""
-    choices = event.get("choices") if isinstance(event, Mapping) else None
-    for choice in choices if isinstance(choices, list) else ():
-        if not isinstance(choice, Mapping):
-            continue
-        delta = choice.get("delta")
-        if choice.get("finish_reason") or isinstance(choice.get("text"), str):
-            return True
-        if isinstance(delta, Mapping) and any(delta.get(name) for name in _OUTPUT):
-            return True
-    return False
-
-
-def _usage(answer: Any) -> Usage:
-    usage = _get(answer, "usage")
-    prompt_tokens = _count(_get(usage, "prompt_tokens"))
-    cached_tokens = _count(_get(_get(usage, "prompt_tokens_details"), "cached_tokens"))
-    if cached_tokens is not None and (prompt_tokens is None or cached_tokens > prompt_tokens):
-        cached_tokens = None
-    return Usage(cached_tokens, prompt_tokens, _count(_get(usage, "completion_tokens")))
-
-
-def _get(value: Any, name: str) -> Any:
-    return value.get(name) if isinstance(value, Mapping) else None
-
-
-def _count(value: Any) -> int | None:
-    return value if type(value) is int and 0 <= value < _MAX_COUNT else None
+    choices = member(event, "choices")
+    return any(answers_something(choice) for choice in (choices if isinstance(choices, list) else ()))

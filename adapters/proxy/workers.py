@@ -1,10 +1,11 @@
-"""Threads for the work on bodies, so that the event loop is never held up."""
+"""Threads for the work on bodies, so that it never blocks the event loop."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from queue import SimpleQueue
 from threading import Lock, Thread
 from typing import Any, TypeVar
@@ -13,18 +14,18 @@ __all__ = ["Workers"]
 
 T = TypeVar("T")
 
-# Up to here, in bytes, a body takes less time on the event loop than the way to a thread and back.
+# Up to here, in bytes, work on the event loop takes less time than the way to a thread and back.
 _SHORT = 1 << 14
-# From here on a body may take so long that ordinary ones must not stand behind it.
+# From here on a body may take so long that ordinary ones must not wait behind it.
 _LONG = 1 << 18
 _THREADS = 2
 
 
 class Workers:
-    """Does the work on bodies: on short ones at once, on ordinary ones in one of two threads, on long ones in a third,
-    one after the other, so that the memory for the copies is taken once. `always`: short ones go to a thread as well.
+    """Runs work on short bodies at once, on ordinary ones in one of two threads, on long ones in a third, one after the
+    other, so that the memory for their copies is needed once. `always`: short ones go to a thread as well.
 
-    The threads start when they are needed and never keep the process from ending. `close` ends them.
+    The threads start when they are needed and never keep the process from ending.
     """
 
     def __init__(self, *, always: bool = False) -> None:
@@ -32,27 +33,27 @@ class Workers:
         self._ordinary = _Threads(_THREADS)
         self._long = _Threads(1)
 
-    async def run(self, work: Callable[[], T], length: int, *, abandoned: Callable[[], None] = lambda: None) -> T:
-        """What `work` gives, for a body of so many bytes. The wait ends if it is cancelled: then work that has not
-        begun is dropped, and `abandoned` is called when there is no more of it, perhaps from another thread."""
+    async def run(self, work: Callable[[], T], length: int, *, abandoned: Callable[[T], object] | None = None) -> T:
+        """The result of `work` on a body of `length` bytes. If the wait is cancelled, work that has not begun is
+        dropped; otherwise `abandoned` gets the result, perhaps in another thread."""
         if length <= _SHORT and not self._always:
             return work()
         future = (self._long if length > _LONG else self._ordinary).submit(work)
         try:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
-            future.add_done_callback(lambda _: abandoned())
+            if abandoned is not None:
+                future.add_done_callback(partial(_abandon, abandoned))
             raise
 
     def close(self) -> None:
-        """Let the threads end once they have done what they are at."""
+        """Let the threads end after the work that they have begun."""
         self._ordinary.close()
         self._long.close()
 
 
 class _Threads:
-    """Up to `count` threads and what they are to do, first come, first served. The threads of a ThreadPoolExecutor
-    would be waited for when the process ends: these are daemons."""
+    """Up to `count` daemon threads with a queue: those of a ThreadPoolExecutor would be joined at the process's end."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -78,7 +79,7 @@ class _Threads:
     def _run(self) -> None:
         while (task := self._tasks.get()) is not None:
             _do(*task)
-            # A body is not to be kept until the next one comes.
+            # Otherwise the body would be kept until the next one comes.
             del task
 
 
@@ -91,3 +92,8 @@ def _do(future: Future[Any], work: Callable[[], Any]) -> None:
         future.set_exception(error)
     else:
         future.set_result(result)
+
+
+def _abandon(abandoned: Callable[[T], object], future: Future[T]) -> None:
+    if not future.cancelled() and future.exception() is None:
+        abandoned(future.result())

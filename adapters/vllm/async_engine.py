@@ -12,7 +12,7 @@ from typing import Any
 from ragorder.adapters.openai.prompts import PromptRequest, TimedUsage
 from ragorder.adapters.openai.request import checked_salt
 from ragorder.adapters.request_facts import FACTS, with_facts
-from ragorder.pipelining import Chunk
+from ragorder.pipelining import AnswerChunk
 
 __all__ = ["AsyncVLLM"]
 
@@ -44,7 +44,7 @@ class AsyncVLLM:
         """Requests that the engine has, waiting or running, of everybody."""
         return int(self._engine.output_processor.get_num_unfinished_requests())
 
-    async def stream(self, request: PromptRequest, /) -> AsyncGenerator[Chunk, None]:
+    async def stream(self, request: PromptRequest, /) -> AsyncGenerator[AnswerChunk, None]:
         """The answer, as it is generated; the last chunk has the usage. Raises what the engine raises, and ValueError
         for messages and for a scope that cannot be a salt."""
         if request.token_ids is None:
@@ -65,13 +65,15 @@ class AsyncVLLM:
                     answer = output.outputs[0]
                     completion_tokens += len(answer.token_ids)
                     if not output.finished or answer.text:
-                        yield Chunk(answer.text)
+                        yield AnswerChunk(answer.text)
         finally:
             if output is None or not output.finished:
                 # vLLM's own generator does so as well, but not if it is cancelled while it hands the request over.
                 await asyncio.shield(self._engine.abort(id))
         cached_tokens, reason = output.num_cached_tokens, output.outputs[0].finish_reason
-        yield Chunk("", TimedUsage(len(output.prompt_token_ids), cached_tokens, completion_tokens, reason, sent_s))
+        yield AnswerChunk(
+            "", TimedUsage(len(output.prompt_token_ids), cached_tokens, completion_tokens, reason, sent_s)
+        )
 
 
 def _has_tiers(engine: Any) -> bool:

@@ -1,23 +1,34 @@
-"""Connects an orderer to a live vLLM server: `Orderer.for_vllm`."""
+"""Connection of an orderer to a live vLLM server: `Orderer.for_vllm`."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 from weakref import ref
 
 from ragorder.adapters.http_client import Server, ServerError
 from ragorder.adapters.vllm.cache_config import cache_config
 from ragorder.adapters.vllm.kv_events import KVEventSubscriber
-from ragorder.orderer import Orderer
 from ragorder.prompt import PromptBuilder
 from ragorder.settings import Settings
 from ragorder.trie.residency import EngineBlocks
 
 __all__ = ["connect"]
 
-OrdererT = TypeVar("OrdererT", bound=Orderer)
+
+class _LiveOrderer(Protocol):
+    """The part of `Orderer` used here: importing the class would close a circle."""
+
+    events: Any
+
+    @property
+    def tree_size(self) -> int: ...
+
+    def degrade(self, reason: str) -> None: ...
+
+
+OrdererT = TypeVar("OrdererT", bound=_LiveOrderer)
 
 _TIMEOUT_S = 5.0
 _SYNCHRONISE_S = 5.0
@@ -26,20 +37,20 @@ _REMEMBERED = 4
 
 
 def connect(
-    orderer_class: type[OrdererT],
+    orderer_class: Callable[..., OrdererT],
     base_url: str,
     *,
     builder: PromptBuilder | None,
     settings: Settings,
     api_key: str | None = None,
 ) -> OrdererT:
-    """What `Orderer.for_vllm` says."""
+    """`Orderer.for_vllm`."""
     if settings.events_endpoint is not None and not (builder is not None and builder.prefix_ids):
         raise ValueError(
             "events_endpoint needs builder=PromptBuilder(tokenizer=…) with the served model's tokenizer: KV events "
-            "tell of tokens, by which the orderer finds its documents"
+            "carry tokens, by which the orderer finds its documents"
         )
-    settings, missing = _ask(base_url, settings, api_key)
+    settings, missing = _read_settings(base_url, settings, api_key)
     options: dict[str, Any] = {}
     if builder is not None:
         options["tokens"] = builder.document_tokens
@@ -48,7 +59,7 @@ def connect(
     if builder is None or settings.events_endpoint is None:
         orderer = orderer_class(settings, **options)
     else:
-        orderer = _listening(orderer_class, settings, builder, settings.events_endpoint, options)
+        orderer = _following_events(orderer_class, settings, builder, settings.events_endpoint, options)
         if settings.replay_endpoint is None:
             missing.append("no replay_endpoint: KV events that are lost stay lost")
         elif not orderer.events.wait_until_synchronised(_SYNCHRONISE_S):
@@ -58,15 +69,15 @@ def connect(
     return orderer
 
 
-def _ask(base_url: str, settings: Settings, api_key: str | None) -> tuple[Settings, list[str]]:
-    """The settings with what the server tells of its cache, and what it does not. Raises ServerError where there is
-    no server."""
+def _read_settings(base_url: str, settings: Settings, api_key: str | None) -> tuple[Settings, list[str]]:
+    """The settings completed from the server's metrics, and reasons why not all are. Raises ServerError without a
+    server."""
     missing = []
     with Server(base_url, timeout_s=_TIMEOUT_S, api_key=api_key) as server:
         try:
             server.get("/health")
         except ServerError as error:
-            # Any answer in HTTP is one.
+            # Any HTTP answer will do.
             if error.status is None:
                 raise
         try:
@@ -84,10 +95,13 @@ def _ask(base_url: str, settings: Settings, api_key: str | None) -> tuple[Settin
     return settings, missing
 
 
-def _listening(
-    orderer_class: type[OrdererT], settings: Settings, builder: PromptBuilder, endpoint: str, options: dict[str, Any]
+def _following_events(
+    orderer_class: Callable[..., OrdererT],
+    settings: Settings,
+    builder: PromptBuilder,
+    endpoint: str,
+    options: dict[str, Any],
 ) -> OrdererT:
-    """An orderer that follows the server's KV events."""
     capacity = settings.capacity_tokens or 0
     blocks = EngineBlocks(settings.block_size, max(1 << 16, _REMEMBERED * capacity // settings.block_size))
     options |= {"token_ids": builder.document_ids, "prefix_ids": builder.prefix_ids, "blocks": blocks}
@@ -97,24 +111,24 @@ def _listening(
         endpoint,
         settings.replay_endpoint,
         topic=settings.events_topic,
-        on_pause=_degrade_in_silence(orderer),
+        on_pause=_degrade_on_silence(orderer),
     )
     return orderer
 
 
-def _degrade_in_silence(orderer: Orderer) -> Callable[[KVEventSubscriber], None]:
-    """Tells the orderer if the server has been silent for long: since it is in use, or since it answered last."""
-    # The subscriber's thread must not keep an orderer alive that is used no more.
-    told = ref(orderer)
-    spoken = time.monotonic()
+def _degrade_on_silence(orderer: _LiveOrderer) -> Callable[[KVEventSubscriber], None]:
+    """Degrades the orderer after a long silence, since its first use or since the last event."""
+    # The subscriber's thread must not keep a dropped orderer alive.
+    reference = ref(orderer)
+    last_event = time.monotonic()
 
     def look(events: KVEventSubscriber) -> None:
-        nonlocal spoken
-        now, known = time.monotonic(), told()
-        if known is None or (events.counters.batches and events.synchronised) or not known.tree_size:
-            spoken = now
-        elif now - spoken > _PATIENCE_S:
-            known.degrade(
+        nonlocal last_event
+        now, alive = time.monotonic(), reference()
+        if alive is None or (events.counters.batches and events.synchronised) or not alive.tree_size:
+            last_event = now
+        elif now - last_event > _PATIENCE_S:
+            alive.degrade(
                 "no KV events: the server has told nothing of what it computes; compare events_endpoint, "
                 "replay_endpoint and events_topic with its --kv-events-config, or ask ragorder doctor"
             )

@@ -235,11 +235,11 @@ class KVEventSubscriber:
             self.counters.gaps += 1
         else:
             self.counters.restarts += 1
-            self.blocks.replace(self.blocks.afresh(same_engine=False), same_engine=False)
+            self.blocks.replace(self.blocks.make_successor(same_engine=False), same_engine=False)
 
     def _start_over(self, told: Iterable[_Batch]) -> None:
         """Take what is told for all there is."""
-        blocks = self.blocks.afresh(same_engine=True)
+        blocks = self.blocks.make_successor(same_engine=True)
         self._recent.clear()
         self._next = 0
         try:

@@ -4,7 +4,7 @@ Only what is needed to write a configuration is imported here; the rest is loade
 where it is.
 """
 
-from ragorder.adapters.vllm_tiers.facts import RequestFacts, read_facts
+from ragorder.adapters.request_facts import RequestFacts, read_facts
 from ragorder.adapters.vllm_tiers.settings import TierSettings
 from ragorder.adapters.vllm_tiers.versions import SUPPORTED_VLLM, UnsupportedVLLMError, check_vllm
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
+from ragorder.adapters.request_facts import RequestFacts, read_facts
 from ragorder.adapters.vllm_tiers.device_order import DeviceOrder
-from ragorder.adapters.vllm_tiers.facts import RequestFacts, read_facts
 from ragorder.adapters.vllm_tiers.metrics import DEVICE_ORDER, TierCounts
 from ragorder.adapters.vllm_tiers.settings import TierSettings
 from ragorder.kernels.policies import History, Tier, make_policy

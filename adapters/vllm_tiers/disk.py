@@ -151,7 +151,7 @@ class DiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typed
             self._refuse(job_metadata)
             return
         transfer = self._transfer(job_metadata)
-        store.hold(transfer.keys)
+        store.pin(transfer.keys)
 
         def read(step: int) -> bool:
             with self._chunk(transfer.places[step]) as chunk:
@@ -167,7 +167,7 @@ class DiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typed
             done = [key for key, worked in zip(transfer.keys, job.worked, strict=True) if worked]
             if transfer.is_load:
                 if self._store is not None:
-                    self._store.release(transfer.keys)
+                    self._store.unpin(transfer.keys)
                 self._counts.failed_transfers += len(transfer.keys) - len(done)
             elif done and self._wants_events:
                 self._events.append(self._event(done, removed=False))

@@ -13,7 +13,7 @@ from vllm.v1.kv_offload.cpu.policies.base import CachePolicy, ChunkStatus
 from ragorder.adapters.vllm_tiers.facts import facts_of
 from ragorder.adapters.vllm_tiers.metrics import TierCounts
 from ragorder.adapters.vllm_tiers.paths import RequestPath, path_of
-from ragorder.kernels.policies import Either, History, Tier, make_policy
+from ragorder.kernels.policies import History, Tier, make_policy
 from ragorder.kernels.profile import LINEAR, PrefillProfile
 
 __all__ = ["HostPolicy"]
@@ -116,7 +116,7 @@ class HostPolicy(CachePolicy):  # type: ignore[misc]
     def evict(self, n: int, protected: set[OffloadKey]) -> list[tuple[OffloadKey, ChunkStatus]] | None:
         if n == 0:
             return []
-        going = self._tier.evict(n, protected if self._path is None else Either(protected, self._path))
+        going = self._tier.evict(n, protected, () if self._path is None else self._path)
         if going is None:
             return None
         self.counts.evicted += len(going)

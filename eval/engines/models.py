@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
+from ragorder.adapters.tokenizer import load_tokenizer
 from ragorder.eval.data.cache import cache_folder
 from ragorder.eval.data.corpora import load_pydocs
 from ragorder.eval.engines.prompts import SYSTEM_PROMPT, BuiltPrompts
@@ -28,16 +28,6 @@ def random_model() -> Path:
     folder = cache_folder() / f"random-{layers}x{hidden_size}"
     texts = [document.text for document in load_pydocs(cache=cache_folder()).documents]
     return make_model(folder, texts=texts, layers=layers, hidden_size=hidden_size)
-
-
-def load_tokenizer(model: str | Path) -> Any:
-    """The tokenizer of a model, by its folder or its name on the Hub. Raises ImportError naming the extra to install,
-    OSError or ValueError if there is none."""
-    try:
-        from transformers import AutoTokenizer
-    except ImportError as error:
-        raise ImportError("a tokenizer needs transformers: pip install 'ragorder[tokenizer]'") from error
-    return AutoTokenizer.from_pretrained(model)
 
 
 def longest_prompt(model: str | Path) -> int:

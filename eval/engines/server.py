@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol, Self
 
-from ragorder._signals import end_on_sigterm
+from ragorder.cli.signals import end_on_sigterm
 from ragorder.eval.data.scratch import OwnFolder
 from ragorder.eval.engines.base import EngineError
 from ragorder.eval.engines.vllm import has_fast_bfloat16

@@ -127,7 +127,7 @@ class Run:
     def end(self, sent: Sent, completion: Completion) -> None:
         """The engine answered."""
         measures, row, ordering = self._measures, sent.row, sent.ordering
-        self._settle(row, lambda: ordering.confirm(completion.cached_tokens))
+        self._finish(row, lambda: ordering.confirm(completion.cached_tokens))
         measures.served(row)
         measures.prompt_tokens[row] = completion.prompt_tokens
         measures.cached_tokens[row] = completion.cached_tokens
@@ -144,7 +144,7 @@ class Run:
 
     def fail(self, sent: Sent) -> None:
         """The request got no answer."""
-        self._settle(sent.row, sent.ordering.discard)
+        self._finish(sent.row, sent.ordering.discard)
         self._measures.failed(sent.row)
 
     def columns(self) -> Columns:
@@ -263,10 +263,10 @@ class Run:
     def _suffix_tokens(self, request: Request) -> int:
         return self._prompts.suffix_tokens(request) + self.engine.kept_output_tokens
 
-    def _settle(self, row: int, settle: Callable[[], None]) -> None:
+    def _finish(self, row: int, finish: Callable[[], None]) -> None:
         self.in_flight -= 1
         start = self._clock_ns()
-        settle()
+        finish()
         self._measures.order_ns[row] += self._clock_ns() - start
 
     def _cached_documents(self, documents: Sequence[Document], cached_tokens: int) -> int:

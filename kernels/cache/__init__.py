@@ -1,8 +1,8 @@
-"""KV of documents over device, host and disk, shared by prefix."""
+"""KV of documents over device, host and disk, shared by prefix (RAGCache section 5.1; states in `node`)."""
 
 from ragorder.kernels.cache.cache import KnowledgeCache
 from ragorder.kernels.cache.disk import DiskSettings
-from ragorder.kernels.cache.lease import Lease
+from ragorder.kernels.cache.lease import KVLease
 from ragorder.kernels.cache.segments import Segment, segments_of
 from ragorder.kernels.cache.stats import CacheStats, TierStats, TierTokens
 from ragorder.kernels.paging import OutOfBlocksError
@@ -10,8 +10,8 @@ from ragorder.kernels.paging import OutOfBlocksError
 __all__ = [
     "CacheStats",
     "DiskSettings",
+    "KVLease",
     "KnowledgeCache",
-    "Lease",
     "OutOfBlocksError",
     "Segment",
     "TierStats",

@@ -1,4 +1,4 @@
-"""The copies under way, and the blocks that they hold."""
+"""Copies under way between pools, and the blocks that they hold."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ __all__ = ["Copies", "Copy"]
 
 
 class Copy:
-    """A transfer with references to all its blocks, so that nobody reuses them before it has ended.
+    """A transfer with references to all its blocks, so that none is reused before it has ended.
 
-    `leaving`: the node is not in the source's tier any more, and the blocks are only held for this.
+    `leaving`: the node has left the source's tier, and this copy alone keeps the source's blocks.
     """
 
     __slots__ = ("holds_source", "leaving", "source", "source_blocks", "target", "target_blocks", "then", "transfer")
@@ -37,13 +37,12 @@ class Copy:
         self.transfer: Transfer = transfers.start(source, self.source_blocks, target, self.target_blocks)
 
     def free_source(self) -> None:
-        """Give the source's blocks back as soon as whoever computes next may write them."""
+        """Release the source's blocks as soon as later computations may overwrite them."""
         if self.holds_source:
             self.transfer.fence()
             self._release_source()
 
     def end(self) -> None:
-        """The transfer has ended."""
         if self.holds_source:
             self._release_source()
         self.target.release(self.target_blocks)
@@ -56,7 +55,7 @@ class Copy:
 
 
 class Copies:
-    """All copies of one thread's, which starts them and hears of their ends in `poll`. Not thread-safe."""
+    """The copies under way; their ends are handled in `poll`. Not thread-safe."""
 
     def __init__(self, transfers: Transfers) -> None:
         self._transfers = transfers
@@ -73,19 +72,18 @@ class Copies:
         target_blocks: Sequence[int],
         then: Callable[[bool], None] | None = None,
     ) -> Copy:
-        """Begin a copy. `then` is called in `poll` when it has ended, with whether it has worked."""
+        """Begin a copy. `poll` calls `then(succeeded)` when it has ended."""
         copy = Copy(self._transfers, source, source_blocks, target, target_blocks, then)
         self._running.append(copy)
         return copy
 
     def poll(self) -> None:
-        """End the copies whose transfers have ended."""
         ended: list[Copy] = []
         running: list[Copy] = []
         for copy in self._running:
             (ended if copy.transfer.done else running).append(copy)
         if ended:
-            # What is told of an end may begin another one.
+            # A callback may begin another copy.
             self._running = running
             for copy in ended:
                 copy.end()
@@ -96,7 +94,7 @@ class Copies:
         return sum(pool.references(block) == count for block, count in held.items())
 
     def free(self, pool: BlockPool, blocks: int) -> None:
-        """Wait, the oldest copies first, until so many blocks of the pool are free, or nothing leaves it any more."""
+        """Wait, the oldest copies first, until `blocks` blocks of the pool are free or no copy leaves it any more."""
         for copy in self._leaving(pool):
             if pool.free_blocks >= blocks:
                 return
@@ -106,7 +104,7 @@ class Copies:
         return [copy for copy in self._running if copy.source is pool and copy.leaving and copy.holds_source]
 
     def wait(self) -> None:
-        """Until none is under way, those included that are begun meanwhile."""
+        """Wait for all copies, including those that begin meanwhile."""
         while self._running:
             self._running[0].transfer.wait()
             self.poll()

@@ -1,4 +1,4 @@
-"""The disk tier: what leaves the host, kept in a bounded folder that survives the process."""
+"""The disk tier: nodes that left the host, in a bounded folder that survives the process."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _LAYOUT = "blocks of (layers, keys and values, tokens, heads, numbers), version 
 
 @dataclass(frozen=True, slots=True)
 class DiskSettings:
-    """Where the disk tier is, and how large: `bytes` in the folder `path`, which belongs to one process at a time.
+    """A disk tier of `bytes` in the folder `path`, which one process uses at a time.
 
-    `io_threads` read. What waits to be written takes up to `backlog_bytes` of memory; what does not fit in is not kept.
-    Raises ValueError for numbers that cannot be.
+    `io_threads` read. Nodes that wait to be written take up to `backlog_bytes` of memory; others are not kept.
+    Raises ValueError for negative sizes, or no thread.
     """
 
     path: Path
@@ -40,7 +40,7 @@ class DiskSettings:
 
 
 class _Write:
-    """A node on its way to the disk: its blocks in memory of its own, from when they have been copied there."""
+    """A node on its way to the disk, by way of blocks of its own."""
 
     __slots__ = ("blocks", "copy", "future")
 
@@ -51,13 +51,13 @@ class _Write:
 
 
 class DiskTier:
-    """Nodes by their keys in a `ChunkStore`, each with all blocks that cover it, one after the other.
+    """Nodes by key in a `ChunkStore`, each as the blocks that cover it.
 
-    Nobody waits for a write: a node is copied into a backlog and written from there, and whoever asks for it meanwhile
-    gets it from there. `identity` says whose KV it is; the pool's shape is added to it.
+    Writes never block: a node is copied into a backlog, written from there, and read from there meanwhile. `identity`
+    names the model; the pool's shape is added to it.
 
-    If there can be no store in the folder (another process has it, it is another model's, it cannot be written...),
-    that is logged and counted once, nothing is ever found here, and the tiers above go on.
+    If the store cannot be opened (locked, another model's, read-only…), that is logged and counted once, the tier stays
+    empty, and the tiers above go on.
     """
 
     def __init__(
@@ -90,29 +90,29 @@ class DiskTier:
     def __contains__(self, key: bytes) -> bool:
         return key in self._backlog or (self._store is not None and key in self._store)
 
-    def hold(self, key: bytes) -> bool:
-        """Do not give the node up until it is released; False if it is not here, and nothing is held."""
+    def pin(self, key: bytes) -> bool:
+        """Keep the node until `unpin`; False, and nothing is pinned, if it is not here."""
         if self._store is None:
             return False
-        self._store.hold((key,))
+        self._store.pin((key,))
         if key in self:
             return True
-        self._store.release((key,))
+        self._store.unpin((key,))
         return False
 
-    def release(self, key: bytes) -> None:
+    def unpin(self, key: bytes) -> None:
         if self._store is not None:
-            self._store.release((key,))
+            self._store.unpin((key,))
 
     def use(self, path: Sequence[bytes], cost: float, computed: Container[bytes]) -> None:
-        """A request went along this path; see `Tier.use`."""
+        """Count a request along this path; see `Tier.use`."""
         if self._store is not None:
             self._store.use(path, cost=cost, computed=computed)
 
     def write(
         self, key: bytes, parent: bytes | None, source: BlockPool, blocks: Sequence[int], cost: float
     ) -> Copy | None:
-        """Keep a node whose KV is in these blocks: the copy that takes it from there, None if nothing is written."""
+        """Begin to write a node from these blocks; returns the copy out of them, None if the node is not written."""
         store = self._store
         if store is None or key in self:
             return None
@@ -140,27 +140,27 @@ class DiskTier:
         return write.copy
 
     def copying(self, key: bytes) -> Copy | None:
-        """The copy that takes a node from where it is, if it is being written."""
+        """The copy into the backlog of a node that is being written."""
         write = self._backlog.get(key)
         return write.copy if write is not None else None
 
     def read(self, key: bytes, blocks: int) -> Future[BlockPool | None]:
-        """The node's blocks in a pool of their own, in their order; None if they cannot be had."""
+        """The node's blocks, in order, in a pool of their own; None if they cannot be read."""
         waiting = self._backlog.get(key)
         return self._readers.submit(self._read_backlog if waiting else self._read_store, key, blocks, waiting)
 
     def poll(self) -> None:
-        """Forget the writes that have ended."""
+        """Drop writes that have ended from the backlog."""
         if not self._backlog:
             return
         for key, write in list(self._backlog.items()):
             if write.future is not None and write.future.done():
                 del self._backlog[key]
                 self._backlog_bytes -= write.blocks.capacity_bytes
-                self.received += _worked(write.future)
+                self.received += _written(write.future)
 
     def wait(self) -> None:
-        """Until all is written that was begun."""
+        """Wait until the backlog is written."""
         while self._backlog:
             for write in list(self._backlog.values()):
                 if write.future is not None:
@@ -169,12 +169,12 @@ class DiskTier:
             self.poll()
 
     def clear(self) -> None:
-        """Give up all chunks, once nothing is read or written any more."""
+        """Remove all chunks. Nothing may be being read."""
         self.wait()
         if self._store is None:
             return
         self._store.close()
-        # One that may hold nothing removes what it finds.
+        # A store of capacity 0 removes what it finds.
         emptied = self._open(0)
         if emptied is not None:
             emptied.close()
@@ -219,7 +219,7 @@ class DiskTier:
             )
         except StoreRefusedError as refused:
             self._refused[refused.reason] += 1
-            _logger.warning("No disk tier: %s. Device and host go on without it.", refused)
+            _logger.warning("no disk tier: %s; device and host go on without it", refused)
             return None
 
     def _read_store(self, key: bytes, blocks: int, _: _Write | None) -> BlockPool | None:
@@ -235,10 +235,9 @@ class DiskTier:
         return None if waiting.copy.transfer.failed else waiting.blocks
 
 
-def _worked(future: Future[bool]) -> bool:
-    """Whether a write has kept its node."""
+def _written(future: Future[bool]) -> bool:
     try:
         return future.result()
     except Exception as error:
-        _logger.error("a node could not be written: %s", type(error).__name__)
+        _logger.error("writing a node to the disk failed: %s", type(error).__name__)
         return False

@@ -1,4 +1,4 @@
-"""Where the nodes of the tree are, and how they move between device, host and disk (RAGCache section 5.1)."""
+"""Movement of nodes between device, host and disk (RAGCache section 5.1)."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from itertools import pairwise
 
 from ragorder.kernels.cache.copies import Copies, Copy
 from ragorder.kernels.cache.disk import DiskTier
-from ragorder.kernels.cache.loading import Load
 from ragorder.kernels.cache.memory import MemoryTier
-from ragorder.kernels.cache.node import CachedNode, DeviceCopy, HostCopy
+from ragorder.kernels.cache.node import CachedNode, CopyState, DeviceCopy, DeviceLoad, HostCopy
 from ragorder.kernels.cache.segments import Segment
 from ragorder.kernels.paging import BlockPool, OutOfBlocksError
 
@@ -18,40 +17,46 @@ __all__ = ["Hierarchy"]
 
 
 class Hierarchy:
-    """The nodes in memory, by their keys, and the tiers that hold them.
+    """The nodes in memory by key, and the tiers that hold them.
 
-    A node that leaves the device is copied to the host, once: while that copy lives, later ones cost nothing. What
-    leaves the host is written to the disk, unless it is there or on the device, and so are those above it; what leaves
-    the disk is gone. A host without room is passed over. Blocks are reused when the copies from them have ended, and
-    not before.
+    A node that leaves the device is copied to the host once: while that copy lives, leaving again costs nothing. A node
+    that leaves the host is written to the disk with its ancestors, unless they are there; what leaves the disk is gone.
+    A host without room is skipped. Blocks are reused only after the copies from them have ended.
 
-    `failed` is told of a node that could not be loaded, which is not on the device any more.
+    `on_load_failed` gets a copy that could not be loaded and is GONE.
     """
 
-    def __init__(self, device: MemoryTier, host: MemoryTier, disk: DiskTier | None, copies: Copies) -> None:
+    def __init__(
+        self,
+        device: MemoryTier,
+        host: MemoryTier,
+        disk: DiskTier | None,
+        copies: Copies,
+        on_load_failed: Callable[[DeviceCopy], None],
+    ) -> None:
         self.device = device
         self.host = host
         self.disk = disk
         self.copies = copies
         self.nodes: dict[bytes, CachedNode] = {}
-        self.loads: list[Load] = []
-        self.failed: Callable[[DeviceCopy], None] = _nobody_cares
+        self.loads: list[DeviceLoad] = []
+        self._on_load_failed = on_load_failed
 
     def poll(self) -> None:
-        """Hear of what has ended, and begin what waited for it."""
+        """Handle what has ended, and begin what waited for it."""
         self.copies.poll()
         if self.loads:
             for load in self.loads:
                 load.advance(self.copies, self.host, self.device)
-            ended = [load for load in self.loads if load.worked is not None]
+            ended = [load for load in self.loads if load.succeeded is not None]
             if ended:
-                self.loads = [load for load in self.loads if load.worked is None]
+                self.loads = [load for load in self.loads if load.succeeded is None]
                 for load in ended:
-                    self._arrive(load, bool(load.worked))
+                    self._finish_load(load, bool(load.succeeded))
         if self.disk is not None:
             self.disk.poll()
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Wait until nothing moves between device and host."""
         while self.loads or len(self.copies):
             for load in self.loads:
@@ -59,7 +64,7 @@ class Hierarchy:
             self.copies.wait()
             self.poll()
 
-    def find(self, path: Sequence[Segment]) -> list[CachedNode]:
+    def match(self, path: Sequence[Segment]) -> list[CachedNode]:
         """The longest prefix of the path that the tiers hold."""
         found: list[CachedNode] = []
         start, parent = 0, None
@@ -75,106 +80,86 @@ class Hierarchy:
             start, parent = start + tokens, key
         return found
 
-    def bring(self, nodes: Sequence[CachedNode], protected: Container[bytes] = ()) -> list[DeviceCopy]:
-        """Pin these nodes on the device, and begin to load those that are not there; only the first of them if the
-        disk does not have one any more.
+    def load(self, nodes: Sequence[CachedNode], protected: Container[bytes] = ()) -> list[DeviceCopy]:
+        """Pin nodes on the device and begin to load the absent ones; a prefix of them if the disk has lost one.
 
-        Raises OutOfBlocksError, and pins and loads none, if there is no room without what is pinned and `protected`.
+        Raises OutOfBlocksError, and changes nothing, if pinned and `protected` nodes leave too little room.
         """
-        held: list[CachedNode] = []
+        pinned: list[CachedNode] = []
         for node in nodes:
-            if not self._hold(node):
+            if not self._pin_source(node):
                 break
-            held.append(node)
-        missing = sum(len(self._covering(node)) for node in held if node.device is None)
+            pinned.append(node)
+        missing = sum(len(self._covering(node)) for node in pinned if node.device is None)
         try:
             self.make_room(missing, protected)
         except OutOfBlocksError:
-            for node in held:
-                self._let_go(node)
+            for node in pinned:
+                self._unpin_source(node)
             raise
-        return [node.device or self._load(node) for node in held]
+        return [node.device or self._begin_load(node) for node in pinned]
 
     def make_room(self, blocks: int, protected: Container[bytes] = ()) -> None:
-        """Have so many blocks free on the device. Raises OutOfBlocksError, and changes nothing, if that cannot be."""
+        """Have `blocks` free blocks on the device. Raises OutOfBlocksError, and changes nothing, if that fails."""
         if blocks <= self.device.pool.free_blocks:
             return
-        for key in self.device.victims(blocks, protected):
-            self._leave_device(self.nodes[key])
+        for key in self.device.evict(blocks, protected):
+            self._offload(self.nodes[key])
         self.copies.free(self.device.pool, blocks)
 
-    def squeeze(self, keep: Iterable[DeviceCopy]) -> None:
-        """Have the device hold nothing but what is pinned and these, each block once, root first."""
-        kept = [copy for copy in keep if copy.here]
+    def compact(self, keep: Iterable[DeviceCopy]) -> None:
+        """Reduce the device to pinned nodes and `keep` (root first), each block stored once."""
+        kept = [copy for copy in keep if copy.resident]
         for copy in kept:
             self.device.tier.pin(copy.node.key)
-        self.settle()
-        for key in self.device.emptied():
-            self._leave_device(self.nodes[key])
+        self.drain()
+        for key in self.device.evict_unpinned():
+            self._offload(self.nodes[key])
         self.copies.wait()
-        kept = [copy for copy in kept if copy.here]
+        kept = [copy for copy in kept if copy.resident]
         for parent, child in pairwise(kept):
-            self.join(parent, child)
+            self._merge_boundary(parent, child)
         for copy in kept:
             self.device.tier.unpin(copy.node.key)
 
-    def add(
-        self, segment: Segment, start: int, blocks: Sequence[int], parent: bytes | None, above: DeviceCopy | None
+    def insert(
+        self, segment: Segment, start: int, blocks: Sequence[int], parent: bytes | None, parent_copy: DeviceCopy | None
     ) -> DeviceCopy:
-        """A node that is about to be computed in these blocks, behind `above`, which is its parent's copy."""
+        """Add a PENDING node, which the step under way computes in these blocks."""
         node = self.nodes.get(segment.key)
         if node is None:
             node = self.nodes[segment.key] = CachedNode(segment.key, parent, start, segment.tokens)
-        shares = above is not None and above.here and above.blocks[-1] == blocks[0]
+        shares = parent_copy is not None and parent_copy.resident and parent_copy.blocks[-1] == blocks[0]
         self.device.pool.retain(blocks)
-        copy = DeviceCopy(node, list(blocks), shares=shares, certain=False)
-        return self._enter(copy)
+        return self._enter(DeviceCopy(node, list(blocks), CopyState.PENDING, shares_first=shares))
 
     def remove(self, copy: DeviceCopy) -> None:
-        """The node's copy is not to be used by anybody else."""
+        """Take a copy out of the tree: no later request uses it."""
         node = copy.node
-        node.device = None
+        self._detach(copy)
         self.device.remove(node.key, node.tokens)
         self.device.pool.release(copy.blocks)
         self._forget(node)
 
-    def join(self, parent: DeviceCopy, child: DeviceCopy) -> None:
-        """Have a node end in the block in which its child begins, if it has one of its own that nobody else uses: the
-        child's contains the parent's last tokens, too, as they are on one path."""
-        pool = self.device.pool
-        own, common = parent.blocks[-1], child.blocks[0]
-        if own == common or not child.node.start % pool.shape.block_size or not child.complete:
-            return
-        above = self._ending_in(own, parent)
-        if pool.references(own) > len(above) or not all(copy.complete for copy in above):
-            return
-        for copy in above:
-            pool.retain((common,))
-            copy.blocks[-1] = common
-            pool.release((own,))
-        child.shares = True
-        child.entry = self.device.resize(child.node.key, child.size)
-
     def copy_to_host(self, node: CachedNode) -> HostCopy | None:
-        """Have a node that is on the device in the host as well: its copy there, or on its way; None without room."""
+        """The host copy of a node on the device, made if there is none; None without room."""
         if node.host is None and node.device is not None:
             self._to_host(node, node.device)
         return node.host
 
     def forget_device(self) -> None:
-        """All that is on the device is lost: what is nowhere else is gone."""
-        self.settle()
+        self.drain()
         for node in list(self.nodes.values()):
             if node.device is not None:
                 self.remove(node.device)
 
     def clear(self) -> None:
-        """Hold nothing any more, on no tier."""
-        self.settle()
+        """Empty all tiers."""
+        self.drain()
         for node in self.nodes.values():
             if node.device is not None:
                 self.device.pool.release(node.device.blocks)
-                node.device = None
+                self._detach(node.device)
             if node.host is not None:
                 self.host.pool.release(node.host.blocks)
                 node.host = None
@@ -186,15 +171,32 @@ class Hierarchy:
             self.disk.clear()
 
     def close(self) -> None:
-        self.settle()
+        self.drain()
         if self.disk is not None:
             self.disk.close()
         self.copies.close()
 
+    def _merge_boundary(self, parent: DeviceCopy, child: DeviceCopy) -> None:
+        """Free the parent's last block if it is the parent's alone: the child's first block covers the same positions
+        of the same path, so it has the parent's tokens too."""
+        pool = self.device.pool
+        own, common = parent.blocks[-1], child.blocks[0]
+        if own == common or not child.node.start % pool.shape.block_size or not child.ready:
+            return
+        enders = self._ending_in(own, parent)
+        if pool.references(own) > len(enders) or not all(copy.ready for copy in enders):
+            return
+        for copy in enders:
+            pool.retain((common,))
+            copy.blocks[-1] = common
+            pool.release((own,))
+        child.shares_first = True
+        child.entry = self.device.resize(child.node.key, child.size)
+
     def _ending_in(self, block: int, copy: DeviceCopy) -> list[DeviceCopy]:
-        """A copy and those above it that end in the same block."""
+        """A copy and its ancestors that end in the same block."""
         found = [copy]
-        while found[-1].shares and found[-1].blocks == [block]:
+        while found[-1].shares_first and found[-1].blocks == [block]:
             parent = found[-1].node.parent
             node = self.nodes.get(parent) if parent is not None else None
             if node is None or node.device is None:
@@ -205,28 +207,28 @@ class Hierarchy:
     def _covering(self, node: CachedNode) -> range:
         return self.device.pool.shape.covering(node.start, node.tokens)
 
-    def _hold(self, node: CachedNode) -> bool:
-        """Keep the node where it would come from."""
+    def _pin_source(self, node: CachedNode) -> bool:
+        """Pin a node in the tier that it would come from; False if the disk does not have it any more."""
         if node.device is not None:
             self.device.tier.pin(node.key)
         elif node.host is not None:
             self.host.tier.pin(node.key)
         else:
-            return self.disk is not None and self.disk.hold(node.key)
+            return self.disk is not None and self.disk.pin(node.key)
         return True
 
-    def _let_go(self, node: CachedNode) -> None:
+    def _unpin_source(self, node: CachedNode) -> None:
         if node.device is not None:
             self.device.tier.unpin(node.key)
         elif node.host is not None:
             self.host.tier.unpin(node.key)
         elif self.disk is not None:
-            self.disk.release(node.key)
+            self.disk.unpin(node.key)
 
-    def _load(self, node: CachedNode) -> DeviceCopy:
-        """Into blocks that are free. The node is held where it comes from, until it has arrived."""
+    def _begin_load(self, node: CachedNode) -> DeviceCopy:
+        """Load into free blocks. The source stays pinned until the load has ended."""
         blocks = self.device.pool.allocate(len(self._covering(node)))
-        copy = DeviceCopy(node, blocks, shares=False, certain=True)
+        copy = DeviceCopy(node, blocks, CopyState.LOADING)
         reading = None
         if node.host is not None:
             copy.origin = "host"
@@ -235,10 +237,10 @@ class Hierarchy:
             reading = self.disk.read(node.key, len(blocks))
         self.nodes[node.key] = node
         self._enter(copy)
-        # For whoever wants it, and for the way.
+        # One pin for the caller, one for the load: the caller may unpin before the load has ended.
         self.device.tier.pin(node.key)
         self.device.tier.pin(node.key)
-        copy.load = Load(copy, reading)
+        copy.load = DeviceLoad(copy, reading)
         copy.load.advance(self.copies, self.host, self.device)
         self.loads.append(copy.load)
         return copy
@@ -250,7 +252,11 @@ class Hierarchy:
         copy.entry = self.device.insert(node.key, copy.size, node.parent, node.tokens, known)
         return copy
 
-    def _arrive(self, load: Load, worked: bool) -> None:
+    def _detach(self, copy: DeviceCopy) -> None:
+        copy.node.device = None
+        copy.state = CopyState.GONE
+
+    def _finish_load(self, load: DeviceLoad, succeeded: bool) -> None:
         copy, node = load.copy, load.copy.node
         copy.load = None
         self.device.tier.unpin(node.key)
@@ -258,12 +264,13 @@ class Hierarchy:
             if node.host is not None:
                 self.host.tier.unpin(node.key)
         elif self.disk is not None:
-            self.disk.release(node.key)
-        if worked:
+            self.disk.unpin(node.key)
+        if succeeded:
+            copy.state = CopyState.READY
             self.device.received += 1
-            above = self.nodes.get(node.parent) if node.parent is not None else None
-            if above is not None and above.device is not None:
-                self.join(above.device, copy)
+            parent = self.nodes.get(node.parent) if node.parent is not None else None
+            if parent is not None and parent.device is not None:
+                self._merge_boundary(parent.device, copy)
             return
         if load.reading is None:
             self.host.failed += 1
@@ -272,16 +279,16 @@ class Hierarchy:
         elif self.disk is not None:
             self.disk.failed += 1
         self.remove(copy)
-        self.failed(copy)
+        self._on_load_failed(copy)
 
-    def _leave_device(self, node: CachedNode) -> None:
-        """Its tier has given it up."""
+    def _offload(self, node: CachedNode) -> None:
+        """Move a node that the device's tier has evicted to the host, or else to the disk."""
         copy = node.device
         assert copy is not None
-        node.device = None
+        self._detach(copy)
         self.device.tokens -= node.tokens
-        way = self._to_host(node, copy) or self._to_disk(node, copy) if node.host is None else node.host.arrival
-        self._leave(node, self.device.pool, way)
+        moving = self._to_host(node, copy) or self._to_disk(node, copy) if node.host is None else node.host.arrival
+        self._mark_leaving(node, self.device.pool, moving)
         self.device.pool.release(copy.blocks)
         self._forget(node)
 
@@ -292,18 +299,19 @@ class Hierarchy:
         there = node.host = HostCopy(blocks)
         there.entry = self.host.insert(node.key, len(blocks), node.parent, node.tokens, copy.entry)
         self.host.tier.pin(node.key)
-        then = partial(self._arrive_in_host, node, there)
+        then = partial(self._finish_offload, node, there)
         there.arrival = self.copies.start(self.device.pool, copy.blocks, self.host.pool, blocks, then)
         return there.arrival
 
     def _to_disk(self, node: CachedNode, copy: DeviceCopy | HostCopy) -> Copy | None:
-        """And those above it: after a restart the disk is all there is, and a node is found behind its parent."""
+        """Write a node and its ancestors: after a restart the disk is all there is, and a node is found through its
+        parent."""
         if self.disk is None:
             return None
         for above in reversed(self._not_on_disk(node.parent)):
-            place = above.host if above.host is not None and above.host.arrival is None else above.device
-            if place is not None and place.complete:
-                self._write(above, place, self.disk)
+            source = above.host if above.host is not None and above.host.ready else above.device
+            if source is not None and source.ready:
+                self._write(above, source, self.disk)
         return self._write(node, copy, self.disk)
 
     def _write(self, node: CachedNode, copy: DeviceCopy | HostCopy, disk: DiskTier) -> Copy | None:
@@ -312,23 +320,23 @@ class Hierarchy:
         return disk.write(node.key, node.parent, pool, copy.blocks, cost)
 
     def _not_on_disk(self, key: bytes | None) -> list[CachedNode]:
-        """A node and those above it, up to the first that is there, or nowhere."""
+        """A node and its ancestors, up to the first one that is on the disk or in no tier."""
         found: list[CachedNode] = []
         while key is not None and self.disk is not None and key not in self.disk and key in self.nodes:
             found.append(self.nodes[key])
             key = found[-1].parent
         return found
 
-    def _leave(self, node: CachedNode, pool: BlockPool, way: Copy | None) -> None:
-        """What copies hold of the node in this pool will be free once they have ended."""
-        for copy in (way, self.disk.copying(node.key) if self.disk is not None else None):
+    def _mark_leaving(self, node: CachedNode, pool: BlockPool, moving: Copy | None) -> None:
+        """The copies of a node out of this pool now hold its blocks alone."""
+        for copy in (moving, self.disk.copying(node.key) if self.disk is not None else None):
             if copy is not None and copy.source is pool:
                 copy.leaving = True
 
-    def _arrive_in_host(self, node: CachedNode, there: HostCopy, worked: bool) -> None:
+    def _finish_offload(self, node: CachedNode, there: HostCopy, succeeded: bool) -> None:
         there.arrival = None
         self.host.tier.unpin(node.key)
-        if worked:
+        if succeeded:
             self.host.received += 1
         else:
             self.device.failed += 1
@@ -342,28 +350,28 @@ class Hierarchy:
                 host.refuse("size")
             return False
         try:
-            going = host.victims(blocks)
+            evicted = host.evict(blocks)
         except OutOfBlocksError:
-            # What is on its way there cannot be given up before it has arrived.
+            # Copies on their way into the host are pinned until they arrive.
             self.copies.wait()
             try:
-                going = host.victims(blocks)
+                evicted = host.evict(blocks)
             except OutOfBlocksError:
                 host.refuse("room")
                 return False
-        for key in going:
+        for key in evicted:
             self._leave_host(self.nodes[key])
         self.copies.free(host.pool, blocks)
         return True
 
     def _leave_host(self, node: CachedNode) -> None:
-        """Its tier has given it up."""
+        """Move a node that the host's tier has evicted to the disk."""
         there = node.host
         assert there is not None
         node.host = None
         self.host.tokens -= node.tokens
-        way = self._to_disk(node, there) if node.device is None else None
-        self._leave(node, self.host.pool, way)
+        moving = self._to_disk(node, there) if node.device is None else None
+        self._mark_leaving(node, self.host.pool, moving)
         self.host.pool.release(there.blocks)
         self._forget(node)
 
@@ -375,7 +383,3 @@ class Hierarchy:
     def _forget(self, node: CachedNode) -> None:
         if node.device is None and node.host is None:
             self.nodes.pop(node.key, None)
-
-
-def _nobody_cares(copy: DeviceCopy) -> None:
-    """Before there are leases."""

@@ -1,4 +1,4 @@
-"""A tier in memory: a pool of blocks, and whose they are."""
+"""Tiers in memory: a pool of blocks and the nodes that it holds."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Container
 from typing import cast
 
 from ragorder.kernels.cache.copies import Copies
+from ragorder.kernels.cache.stats import TierStats
 from ragorder.kernels.paging import BlockPool, OutOfBlocksError
 from ragorder.kernels.policies import History, Tier, TierNode, make_policy
 
@@ -13,8 +14,7 @@ __all__ = ["MemoryTier"]
 
 
 class MemoryTier:
-    """Who is in a pool, and who goes first (`ragorder.kernels.policies`). The tier's sizes are in blocks. Counts what
-    it holds and has done; `refused` is by reason."""
+    """A pool with its replacement tier, whose sizes are in blocks, and its counters."""
 
     def __init__(self, pool: BlockPool, copies: Copies, policy: str, history: int) -> None:
         self.pool = pool
@@ -26,18 +26,17 @@ class MemoryTier:
     def insert(
         self, key: bytes, size: int, parent: bytes | None, tokens: int, known: TierNode | None = None
     ) -> TierNode | None:
-        """A node has come in: what the policy knows of it from now on."""
+        """Add a node; returns the policy's record of it."""
         self.tier.insert(key, size, parent, known=known)
         self.tokens += tokens
         return self.tier.get(key)
 
     def remove(self, key: bytes, tokens: int) -> None:
-        """A node has gone, for another reason than room."""
         self.tier.remove(key)
         self.tokens -= tokens
 
     def resize(self, key: bytes, size: int) -> TierNode | None:
-        """A node takes another number of blocks: what the policy knows of it from now on."""
+        """Change a node's number of blocks; returns the policy's new record of it."""
         entry = self.tier.get(key)
         if entry is None:
             raise KeyError("the tier does not hold this node")
@@ -48,10 +47,10 @@ class MemoryTier:
             self.tier.pin(key)
         return self.tier.get(key)
 
-    def victims(self, blocks: int, protected: Container[bytes] = ()) -> list[bytes]:
-        """Take out whoever must go for so many blocks to be free once the copies under way have ended, children first.
+    def evict(self, blocks: int, protected: Container[bytes] = ()) -> list[bytes]:
+        """Evict until `blocks` blocks are free once the copies under way have ended; the keys, children first.
 
-        Raises OutOfBlocksError, and takes out nobody, if that cannot be.
+        Raises OutOfBlocksError, and evicts nothing, if pinned and protected nodes leave too little.
         """
         missing = blocks - self.pool.free_blocks
         if missing > 0:
@@ -59,19 +58,33 @@ class MemoryTier:
         if missing <= 0:
             return []
         # Every key was a node's.
-        going = cast("list[bytes] | None", self.tier.evict(missing, protected))
-        if going is None:
+        evicted = cast("list[bytes] | None", self.tier.evict(missing, protected))
+        if evicted is None:
             raise OutOfBlocksError(f"{blocks} blocks are needed, and all but {self.pool.free_blocks} are in use")
-        self.evicted += len(going)
-        return going
+        self.evicted += len(evicted)
+        return evicted
 
-    def emptied(self) -> list[bytes]:
-        """Take out all that is not pinned, nor above what is."""
-        going = cast("list[bytes]", list(self.tier.victims()))
-        for key in going:
+    def evict_unpinned(self) -> list[bytes]:
+        """Evict everything that is neither pinned nor above a pinned node."""
+        evicted = cast("list[bytes]", list(self.tier.victims()))
+        for key in evicted:
             self.tier.remove(key)
-        self.evicted += len(going)
-        return going
+        self.evicted += len(evicted)
+        return evicted
 
     def refuse(self, reason: str) -> None:
         self.refused[reason] = self.refused.get(reason, 0) + 1
+
+    def stats(self) -> TierStats:
+        return TierStats(
+            nodes=len(self.tier),
+            tokens=self.tokens,
+            bytes=self.tier.used * self.pool.shape.block_bytes,
+            used_bytes=self.pool.used_bytes,
+            capacity_bytes=self.pool.capacity_bytes,
+            hit_tokens=self.hit_tokens,
+            received=self.received,
+            evicted=self.evicted,
+            failed=self.failed,
+            refused=self.refused.copy(),
+        )

@@ -1,21 +1,45 @@
-"""A node of the knowledge tree, and where its KV is."""
+"""Nodes of the knowledge tree and the states of their copies.
+
+A copy on the device is in one of four states:
+
+    insert ──▶ PENDING ──step has run──▶ READY ──evict, remove──▶ GONE
+                  └──step failed──▶ GONE   ▲
+    load ────▶ LOADING ──copied────────────┘
+                  └──failed──▶ GONE
+
+A copy in the host is on its way (`arrival`) or ready. The disk tier keeps its chunks by key, outside of these classes.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import logging
+from concurrent.futures import Future
+from enum import Enum, auto
 
+from ragorder.kernels.cache.copies import Copies, Copy
+from ragorder.kernels.cache.memory import MemoryTier
+from ragorder.kernels.paging import BlockPool
 from ragorder.kernels.policies import TierNode
 
-if TYPE_CHECKING:
-    from ragorder.kernels.cache.copies import Copy
-    from ragorder.kernels.cache.loading import Load
+__all__ = ["CachedNode", "CopyState", "DeviceCopy", "DeviceLoad", "HostCopy"]
 
-__all__ = ["CachedNode", "DeviceCopy", "HostCopy"]
+_logger = logging.getLogger("ragorder.kernels")
+
+
+class CopyState(Enum):
+    """State of a node's copy on the device; see the module's diagram."""
+
+    PENDING = auto()
+    """Committed: the step under way writes it, and every later step may read it."""
+    LOADING = auto()
+    """On its way from host or disk."""
+    READY = auto()
+    GONE = auto()
+    """No longer in the tree; leases may still hold its blocks."""
 
 
 class CachedNode:
-    """`tokens` tokens that begin at position `start` of every prompt they are in. On the disk there may be another
-    copy, which is found by the key."""
+    """`tokens` tokens at position `start` of every prompt that contains them."""
 
     __slots__ = ("device", "host", "key", "parent", "start", "tokens")
 
@@ -33,44 +57,42 @@ class CachedNode:
 
 
 class DeviceCopy:
-    """A node's KV in the device's pool: `blocks` cover it, from the one in which it starts to the one in which it ends.
+    """A node's KV in the device's pool: `blocks` cover it, and those at both ends may hold neighbours' tokens too.
 
-    Blocks at both ends have room for others' tokens. `shares`: the first block is the parent's last one, too, and
-    counts as the parent's. `certain` is False until the step that computes the node is known to have begun in full;
-    `load` is the way it takes if it is not here yet. `origin` is the tier that it came from, and `ahead` whether it
-    came for a request that waits, until one that found it here begins. `entry` is what the tier's policy knows of it.
+    `shares_first`: the first block is also the parent's last one, and counts as the parent's. `load` is set while
+    LOADING. `origin` is the tier it came from; `prefetched`: loaded for a waiting request, and unused so far. `entry`
+    is the policy's record.
     """
 
-    __slots__ = ("ahead", "blocks", "certain", "entry", "load", "node", "origin", "shares")
+    __slots__ = ("blocks", "entry", "load", "node", "origin", "prefetched", "shares_first", "state")
 
-    def __init__(self, node: CachedNode, blocks: list[int], *, shares: bool, certain: bool) -> None:
+    def __init__(self, node: CachedNode, blocks: list[int], state: CopyState, *, shares_first: bool = False) -> None:
         self.node = node
         self.blocks = blocks
-        self.shares = shares
-        self.certain = certain
-        self.load: Load | None = None
+        self.state = state
+        self.shares_first = shares_first
+        self.load: DeviceLoad | None = None
         self.origin = "device"
-        self.ahead = False
+        self.prefetched = False
         self.entry: TierNode | None = None
 
     @property
     def size(self) -> int:
-        """The blocks that the device would not need without it."""
-        return len(self.blocks) - self.shares
+        """Blocks that the device would not need without this copy."""
+        return len(self.blocks) - self.shares_first
 
     @property
-    def here(self) -> bool:
-        """Whether this is (still) the node's copy on the device."""
-        return self.node.device is self
+    def resident(self) -> bool:
+        return self.state is not CopyState.GONE
 
     @property
-    def complete(self) -> bool:
-        """Whether the KV is in the blocks, or will be before anything that is computed from now on."""
-        return self.certain and self.load is None
+    def ready(self) -> bool:
+        return self.state is CopyState.READY
 
 
 class HostCopy:
-    """A node's KV in the host's pool, in blocks of its own. `arrival` is the copy that brings it, until that ended."""
+    """A node's KV in the host's pool, in blocks of its own. `arrival` is the copy that brings it, until it has
+    ended."""
 
     __slots__ = ("arrival", "blocks", "entry")
 
@@ -80,6 +102,58 @@ class HostCopy:
         self.entry: TierNode | None = None
 
     @property
-    def complete(self) -> bool:
-        """Whether the KV is in the blocks."""
+    def ready(self) -> bool:
         return self.arrival is None
+
+
+class DeviceLoad:
+    """One node's load: from the host's pool, or from the disk through memory of its own.
+
+    `reading` is the disk's part, None for a load from the host. `succeeded` is None until the load has ended.
+    """
+
+    def __init__(self, copy: DeviceCopy, reading: Future[BlockPool | None] | None) -> None:
+        self.copy = copy
+        self.succeeded: bool | None = None
+        self.reading = reading
+        self._copying: Copy | None = None
+
+    def advance(self, copies: Copies, host: MemoryTier, device: MemoryTier) -> None:
+        """Begin the next part if the one before has ended."""
+        if self._copying is not None or self.succeeded is not None:
+            return
+        if self.reading is None:
+            source = self.copy.node.host
+            if source is None:
+                # The copy into the host has failed.
+                self.succeeded = False
+            elif source.ready:
+                self._begin(copies, host.pool, source.blocks, device)
+        elif self.reading.done():
+            staged = self._read(self.reading)
+            if staged is None:
+                self.succeeded = False
+            else:
+                self._begin(copies, staged, range(staged.blocks), device)
+
+    def wait(self) -> None:
+        """Wait for the part under way."""
+        if self._copying is not None:
+            self._copying.transfer.wait()
+        elif self.reading is not None:
+            self._read(self.reading)
+        elif (source := self.copy.node.host) is not None and source.arrival is not None:
+            source.arrival.transfer.wait()
+
+    def _begin(self, copies: Copies, source: BlockPool, blocks: range | list[int], device: MemoryTier) -> None:
+        self._copying = copies.start(source, blocks, device.pool, self.copy.blocks, self._end)
+
+    def _end(self, succeeded: bool) -> None:
+        self.succeeded = succeeded
+
+    def _read(self, reading: Future[BlockPool | None]) -> BlockPool | None:
+        try:
+            return reading.result()
+        except Exception as error:
+            _logger.error("reading a node from the disk failed: %s", type(error).__name__)
+            return None

@@ -1,4 +1,4 @@
-"""Copies in the host of what would be missed most if the device failed (RAGCache section 6)."""
+"""Host copies of the most used nodes, against a failure of the device (RAGCache section 6)."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ __all__ = ["Replicas"]
 
 
 class Replicas:
-    """Up to `count` nodes, those that most requests used, are copied to the host before they leave the device, and stay
-    there. A node is never used less than what is below it, so these are upper nodes of the tree."""
+    """The `count` most used nodes, copied to the host before they leave the device, and pinned there. A node is used at
+    least as often as its children, so these are upper nodes of the tree."""
 
     def __init__(self, count: int, tiers: Hierarchy) -> None:
         self._count = count
@@ -23,22 +23,21 @@ class Replicas:
         return len(self._nodes)
 
     def offer(self, path: Iterable[DeviceCopy]) -> None:
-        """A request has used these, root first."""
+        """Consider the nodes that a request has used, root first."""
         if not self._count:
             return
         for copy in path:
-            if not copy.here or not copy.complete or copy.entry is None or copy.entry.frequency < 2:
+            if not copy.ready or copy.entry is None or copy.entry.frequency < 2:
                 return
-            self._take(copy.node, copy.entry.frequency)
+            self._replicate(copy.node, copy.entry.frequency)
 
     def clear(self) -> None:
-        """The host holds nothing any more."""
         self._nodes.clear()
 
-    def _take(self, node: CachedNode, frequency: int) -> None:
+    def _replicate(self, node: CachedNode, frequency: int) -> None:
         nodes, host = self._nodes, self._tiers.host
-        # One that could not be copied after all.
-        for key in [key for key, replica in nodes.items() if replica.node.host is not replica.there]:
+        # Drop replicas whose copy to the host failed.
+        for key in [key for key, replica in nodes.items() if replica.node.host is not replica.copy]:
             del nodes[key]
         if node.key in nodes:
             nodes[node.key].frequency = frequency
@@ -47,20 +46,20 @@ class Replicas:
         full = len(nodes) >= self._count
         if full and nodes[weakest].frequency >= frequency:
             return
-        there = self._tiers.copy_to_host(node)
-        if there is None:
+        copy = self._tiers.copy_to_host(node)
+        if copy is None:
             return
         if full:
             del nodes[weakest]
             host.tier.unpin(weakest)
         host.tier.pin(node.key)
-        nodes[node.key] = _Replica(node, there, frequency)
+        nodes[node.key] = _Replica(node, copy, frequency)
 
 
 class _Replica:
-    __slots__ = ("frequency", "node", "there")
+    __slots__ = ("copy", "frequency", "node")
 
-    def __init__(self, node: CachedNode, there: HostCopy, frequency: int) -> None:
+    def __init__(self, node: CachedNode, copy: HostCopy, frequency: int) -> None:
         self.node = node
-        self.there = there
+        self.copy = copy
         self.frequency = frequency

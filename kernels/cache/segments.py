@@ -1,4 +1,4 @@
-"""A prompt as a path in the knowledge tree."""
+"""Prompts as paths in the knowledge tree."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ _KEY_BYTES = 32
 
 
 class Segment(NamedTuple):
-    """A node of the knowledge tree: `tokens` tokens behind a particular prefix. `key` stands for these tokens and all
-    before them, and for whose they are."""
+    """A node of the knowledge tree: `tokens` tokens; `key` stands for them, all before them, and the tenant."""
 
     key: bytes
     tokens: int
@@ -26,19 +25,20 @@ def segments_of(
 ) -> tuple[Segment, ...]:
     """The nodes of a prompt, root first.
 
-    `ends` say where documents end, in tokens. What is in front of the first end is the first node, and so on; what is
-    behind the last one is the question, and no node. An end that is not behind the one before, or not within the
-    prompt, is ignored with all that follow. Without any, each `chunk_tokens` tokens are a node. The last token of a
-    prompt is in no node, as it must be computed: a node that would end with it is one token shorter.
+    `ends` are the documents' ends, in tokens: each ends a node, and what follows the last one (the question) is in no
+    node. An end that does not ascend or lies outside the prompt is ignored with all that follow. Without ends, every
+    `chunk_tokens` tokens are a node. The last token of a prompt must be computed, so no node contains it.
 
-    A key is the BLAKE2b digest (32 bytes) of the parent's key and the node's tokens (8 bytes each, little-endian). The
-    first parent is the digest of `salt`, so that tenants share nothing with one another. What else changes KV, model
-    and layout, is no part of it.
+    A key is the BLAKE2b digest (32 bytes) of the parent's key and the node's tokens (8 bytes each, little-endian); the
+    root's parent is the digest of `salt`, so tenants share nothing. Model and layout are not part of it.
 
     Raises ValueError if `chunk_tokens` is below 1.
+
+    >>> [segment.tokens for segment in segments_of(range(10), [4, 7])]
+    [4, 3]
     """
     if chunk_tokens < 1:
-        raise ValueError(f"chunks of {chunk_tokens} tokens cannot be: give 1 or more")
+        raise ValueError(f"chunk_tokens is {chunk_tokens}: give 1 or more")
     return tuple(_chain(token_ids, _borders(len(token_ids), ends, chunk_tokens), salt))
 
 
@@ -56,15 +56,11 @@ def _borders(tokens: int, ends: Sequence[int], chunk_tokens: int) -> list[int]:
 
 
 def _chain(token_ids: Sequence[int], borders: Sequence[int], salt: str | None) -> Iterator[Segment]:
-    tenant = blake2b(b"" if salt is None else salt.encode(), digest_size=_KEY_BYTES, person=_person(salt))
-    key = tenant.digest()
+    # Prompts without a salt are not those of a tenant with an empty name.
+    person = b"ragorder-shared" if salt is None else b"ragorder-tenant"
+    key = blake2b((salt or "").encode(), digest_size=_KEY_BYTES, person=person).digest()
     for start, end in pairwise(borders):
         if end > start:
             own = struct.pack(f"<{end - start}q", *token_ids[start:end])
             key = blake2b(key + own, digest_size=_KEY_BYTES).digest()
             yield Segment(key, end - start)
-
-
-def _person(salt: str | None) -> bytes:
-    """Nobody's prompts are not those of somebody with an empty name."""
-    return b"ragorder-shared" if salt is None else b"ragorder-tenant"

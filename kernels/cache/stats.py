@@ -1,4 +1,4 @@
-"""What the tiers hold and have done."""
+"""Snapshots of the tiers."""
 
 from __future__ import annotations
 
@@ -25,13 +25,10 @@ class TierTokens(NamedTuple):
 class TierStats:
     """A snapshot of one tier.
 
-    - `nodes` and `tokens` are what it holds of the tree (`tokens` is None of the disk, which does not count them), and
-      `bytes` is what these take; `used_bytes` is all that is taken, by leases and by copies under way as well;
-      `capacity_bytes` is what there is.
+    - `nodes`, `tokens` (None for the disk) and `bytes` are held for the tree; `used_bytes` adds leases and copies.
     - `hit_tokens` were found here by requests that were computed.
-    - `received` nodes were copied here from the tier above (of the device: from one below), `evicted` ones were given
-      up for others, `failed` ones could not be copied to the device from here.
-    - `refused` counts what was not taken in or not given back, by reason; it also names why there is no disk.
+    - `received` nodes were copied here, `evicted` ones displaced, `failed` ones could not be copied up from here.
+    - `refused` counts by reason what was not taken in or not returned, and a disk tier that could not be opened.
     """
 
     nodes: int = 0
@@ -48,9 +45,8 @@ class TierStats:
 
 @dataclass(frozen=True, slots=True)
 class CacheStats:
-    """A snapshot of all tiers. `leases` are the requests that hold blocks, `loads` nodes on their way to the device,
-    `copies` copies under way between any two tiers. `requests` were computed, and found `hit_tokens` of the tiers
-    cached; `new_tokens` are those that they computed of their nodes."""
+    """A snapshot of all tiers: open `leases`, `loads` to the device and `copies` between any two tiers under way;
+    `requests` computed so far, and the `new_tokens` of tree nodes that they computed."""
 
     device: TierStats
     host: TierStats

@@ -73,7 +73,7 @@ class Scheduler:
         """The step has come about."""
         chunk.sequence.computed += chunk.tokens
         if chunk.sequence.lease is not None:
-            self._cache.computed(chunk.sequence.lease)
+            self._cache.mark_computed(chunk.sequence.lease)
 
     def finish(self, sequence: Sequence) -> None:
         """It has ended, whatever it did: nothing is held for it any more."""

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ragorder.kernels.cache import Lease, Segment, TierTokens
+from ragorder.kernels.cache import KVLease, Segment, TierTokens
 from ragorder.kernels.engine.detokenize import TextStream
 from ragorder.kernels.engine.request import Completion, FinishReason, Request, TokenLogprobs, Update
 
@@ -35,7 +35,7 @@ class Sequence:
         self.prompt_tokens = len(self.tokens)
         self.path_tokens = sum(segment.tokens for segment in path)
         self.computed = 0
-        self.lease: Lease | None = None
+        self.lease: KVLease | None = None
         self.prefetched = False
         self.cached: TierTokens | None = None
         self.random = Random(request.sampling.seed)

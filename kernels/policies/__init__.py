@@ -1,7 +1,6 @@
 """Replacement: what a tier (device, host, disk) gives up first when it is full (RAGCache section 5.1)."""
 
 from ragorder.kernels.policies.base import Clocked, ReplacementPolicy, TierNode
-from ragorder.kernels.policies.either import Either
 from ragorder.kernels.policies.gdsf import GDSF
 from ragorder.kernels.policies.history import History
 from ragorder.kernels.policies.lfu import LFU
@@ -18,7 +17,6 @@ __all__ = [
     "PGDSF",
     "POLICIES",
     "Clocked",
-    "Either",
     "History",
     "Key",
     "ReplacementPolicy",

@@ -124,13 +124,13 @@ class Tier:
         node.pins -= 1
         self._change_candidates(None, node)
 
-    def evict(self, size: int, protected: Container[Key] = ()) -> list[Key] | None:
-        """Give up whole nodes until `size` is freed, and say which, children before their parents; None, and nothing is
-        given up, if that cannot be without pinned and `protected` ones (give a set: each candidate is looked up)."""
+    def evict(self, size: int, protected: Container[Key] = (), also_protected: Container[Key] = ()) -> list[Key] | None:
+        """Evict whole nodes until `size` is freed; their keys, children before parents. None, and nothing is evicted,
+        if that cannot be without pinned and protected nodes (each candidate is looked up: give sets)."""
         going: list[TierNode] = []
         freed = 0
         if size > 0:
-            for node in self._in_order(protected):
+            for node in self._in_order(protected, also_protected):
                 going.append(node)
                 freed += node.size
                 if freed >= size:
@@ -145,7 +145,7 @@ class Tier:
     def victims(self) -> Iterator[Key]:
         """All nodes that are not pinned, nor above one that is, in the order in which they would go, and nothing
         changes: O(k log k) for the first k, to be taken before the tier changes again."""
-        return (node.key for node in self._in_order(()))
+        return (node.key for node in self._in_order())
 
     def clear(self) -> None:
         """The tier was emptied: nothing is held, pinned or remembered any more, the history is empty, too."""
@@ -205,7 +205,7 @@ class Tier:
         if self._history is not None:
             self._history.keep(node)
 
-    def _in_order(self, protected: Container[Key]) -> Iterator[TierNode]:
+    def _in_order(self, protected: Container[Key] = (), also_protected: Container[Key] = ()) -> Iterator[TierNode]:
         """Who would go, one after the other. Looks no further into the heap than it has come."""
         entries = self._candidates.entries
         frontier: list[tuple[Entry, int]] = [(entries[0], 0)] if entries else []
@@ -216,7 +216,7 @@ class Tier:
                 for behind in (2 * place + 1, 2 * place + 2):
                     if behind < len(entries):
                         heappush(frontier, (entries[behind], behind))
-            if node.key in protected:
+            if node.key in protected or node.key in also_protected:
                 continue
             yield node
             parent = self._nodes.get(node.parent)

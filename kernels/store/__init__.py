@@ -1,8 +1,16 @@
-"""Stores: where the bytes of what a tier holds are kept when they are in no engine's memory."""
+"""Chunk stores: bytes by key in a bounded folder that survives the process."""
+
+try:
+    import xxhash  # noqa: F401
+except ImportError as error:
+    message = (
+        "the chunk store needs xxhash: pip install 'ragorder[tiers]', or 'ragorder[torch]' for the embedded engine"
+    )
+    raise ImportError(message, name=error.name) from error
 
 from ragorder.kernels.store.counters import StoreCounters
 from ragorder.kernels.store.folder import StoreRefusedError
+from ragorder.kernels.store.scan import Survey, survey
 from ragorder.kernels.store.store import ChunkStore
-from ragorder.kernels.store.survey import Survey, survey
 
 __all__ = ["ChunkStore", "StoreCounters", "StoreRefusedError", "Survey", "survey"]

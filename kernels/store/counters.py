@@ -1,4 +1,4 @@
-"""What a store has done and refused."""
+"""Counters of a store."""
 
 from __future__ import annotations
 
@@ -10,19 +10,18 @@ __all__ = ["StoreCounters"]
 
 @dataclass(slots=True)
 class StoreCounters:
-    """In chunks, since the store was opened.
+    """Chunks since the store was opened.
 
-    `restored` were found when it was opened; `stored` were written, `hits` read and found right, `misses` asked for in
-    vain, `evicted` given up for others.
+    `restored` were found at the opening; `stored` were written, `hits` read and verified, `misses` not there, `evicted`
+    displaced.
 
-    Refused, and no longer in the store: `refused_identity` are another model's (their files stay), `refused_checksum`
-    have changed, `refused_truncated` are shorter or longer than they were, `refused_foreign` are no chunk of a store at
-    all, or another one than their name says, `refused_missing` are gone from the folder, `refused_size` do not fit the
-    reader's buffer. `failed_reads` and `failed_writes` are what the system did not do, by its names for why (ENOSPC,
-    EIO, EROFS...).
+    Refused, and no longer in the store: `refused_identity` (another model's; their files stay), `refused_checksum`
+    (changed), `refused_truncated` (of another length), `refused_format` (of another format version), `refused_foreign`
+    (no chunk, or not the one that the name says), `refused_missing` (file gone), `refused_size` (does not fit the
+    reader's buffer). `failed_reads` and `failed_writes` count system errors by name (ENOSPC, EIO, EROFS…).
 
-    Not written: `refused_room`, as what may go would not make room; `skipped_writes`, as writing paused. `pauses`
-    counts how often it did.
+    Not written: `refused_room` (eviction could not make room) and `skipped_writes` (writing was paused, `pauses`
+    times).
     """
 
     restored: int = 0
@@ -33,6 +32,7 @@ class StoreCounters:
     refused_identity: int = 0
     refused_checksum: int = 0
     refused_truncated: int = 0
+    refused_format: int = 0
     refused_foreign: int = 0
     refused_missing: int = 0
     refused_size: int = 0
@@ -43,7 +43,6 @@ class StoreCounters:
     failed_writes: dict[str, int] = field(default_factory=dict)
 
     def refuse(self, reason: str) -> None:
-        """Count a chunk as refused for one of the reasons above."""
         name = f"refused_{reason}"
         setattr(self, name, getattr(self, name) + 1)
 
@@ -54,11 +53,12 @@ class StoreCounters:
         _count(self.failed_writes, error)
 
     def refusals(self) -> dict[str, int]:
-        """All that was not taken or not given back, by reason. Other threads may count meanwhile."""
+        """Everything that was not stored or not returned, by reason. Other threads may count meanwhile."""
         found = {
             "identity": self.refused_identity,
             "checksum": self.refused_checksum,
             "truncated": self.refused_truncated,
+            "format": self.refused_format,
             "foreign": self.refused_foreign,
             "missing": self.refused_missing,
             "size": self.refused_size,

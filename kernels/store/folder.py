@@ -1,4 +1,4 @@
-"""The folder that a store lives in, and the files of its chunks."""
+"""Folder of a store: lock, identity note, and the files of chunks."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from ragorder.kernels.store.format import VERSION, digest
-from ragorder.kernels.store.names import SUBFOLDER, ChunkName
+from ragorder.kernels.store.format import SUBFOLDER, VERSION, ChunkName, digest
 
 __all__ = ["CHUNKS", "IDENTITY", "LOCK", "ChunkFolder", "StoreRefusedError"]
 
@@ -32,8 +31,8 @@ _REASONS = {
 
 
 class StoreRefusedError(Exception):
-    """There can be no store in this folder now. `reason` is "locked" (another process has it), "identity" (it holds
-    another model's chunks), "format" (another version's), "read-only", "full" or "unusable"."""
+    """The folder cannot be used now. `reason` is "locked" (by another process), "identity" (another model's), "format"
+    (of another version), "read-only", "full" or "unusable"."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -45,14 +44,13 @@ class StoreRefusedError(Exception):
 
 
 class ChunkFolder:
-    """The folder, and its lock for as long as it is open: a second one, in this process or another, is refused. The
-    lock is the kernel's (flock): it goes with the process, however that ends. For that, `patience_s` are waited.
+    """An open folder and its lock: a second one, in this process or another, is refused after `patience_s`. The lock is
+    the kernel's (flock), so it goes with the process, however that ends.
 
-    It is made if it is not there, for its owner only, as are all files in it (0700 and 0600); of a folder that is there
-    already, only what is the store's own is touched. Files are reached through the folder as it was opened: if it is
-    taken away and another one put in its place, nothing is written there.
+    Made for its owner only if absent, as are all files in it (0700 and 0600); in an existing folder only the store's
+    own files are touched. Files are reached through the open folder: if it is replaced, nothing is written there.
 
-    Raises StoreRefusedError. What reads and writes raises OSError.
+    Raises StoreRefusedError; reads and writes raise OSError.
     """
 
     def __init__(self, folder: Path, identity: str, patience_s: float = 0.0) -> None:
@@ -69,16 +67,16 @@ class ChunkFolder:
             raise
 
     def close(self) -> None:
-        """Let go of the folder. Nothing may be read or written any more."""
+        """Release the folder. Nothing may be read or written any more."""
         while self._descriptors:
             os.close(self._descriptors.pop())
 
     def size_on_disk(self, file_bytes: int) -> int:
-        """What a file of so many bytes takes: whole blocks of the file system."""
+        """Bytes that a file takes: whole blocks of the file system."""
         return -(-file_bytes // self._block_bytes) * self._block_bytes
 
     def names(self) -> Iterator[tuple[ChunkName, bool]]:
-        """All files that are called as chunks are, and whether each is a regular file."""
+        """All files with names of chunks, and whether each is a regular file."""
         with os.scandir(self._chunks) as subfolders:
             found = sorted(entry.name for entry in subfolders if SUBFOLDER.fullmatch(entry.name))
         for subfolder in found:
@@ -96,8 +94,8 @@ class ChunkFolder:
                 os.close(descriptor)
 
     def read(self, name: ChunkName, *buffers: memoryview) -> tuple[int, os.stat_result]:
-        """Fill the buffers from the beginning of the file: how many bytes that was, and what the system says of it."""
-        # A pipe in the file's place must not be waited for.
+        """Fill the buffers from the beginning of the file; the number of bytes, and the file's status."""
+        # Non-blocking: a pipe in the file's place must not be waited for.
         descriptor = os.open(name.path, os.O_RDONLY | os.O_NONBLOCK | _OPEN, dir_fd=self._chunks)
         try:
             filled = 0
@@ -110,13 +108,10 @@ class ChunkFolder:
             os.close(descriptor)
 
     def write(self, name: ChunkName, *buffers: bytes | memoryview) -> None:
-        """Write a file under its temporary name, then rename it: under its own name there are only whole files.
-
-        Nothing is forced to the disk (fsync). A chunk can be lost at any time, as it can be computed again; it must
-        not be wrong, and that is what readers verify. A process that is killed loses nothing, as the kernel has the
-        bytes. A machine that loses power may leave files that are whole by name and empty or in part by content: they
-        are refused when they are found. An fsync a chunk would cost more than most chunks are worth.
-        """
+        """Write a file under its temporary name, then rename it: final names are whole files only."""
+        # No fsync, which would cost more than most chunks are worth. A chunk may be lost, as it can be computed again,
+        # but must not be wrong, which readers verify. A killed process loses nothing, as the kernel has the bytes; a
+        # power cut may leave files that are whole by name and not by content: they are refused when they are found.
         temporary = name.temporary.path
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _OPEN
         try:
@@ -134,7 +129,7 @@ class ChunkFolder:
         os.rename(temporary, name.path, src_dir_fd=self._chunks, dst_dir_fd=self._chunks)
 
     def remove(self, name: ChunkName) -> bool:
-        """Whether the file is gone now."""
+        """Remove a file; whether it is gone now."""
         try:
             os.unlink(name.path, dir_fd=self._chunks)
         except FileNotFoundError:
@@ -166,16 +161,16 @@ class ChunkFolder:
                 holder = os.pread(lock, 32, 0).decode("ascii", "replace").strip()
                 raise StoreRefusedError("locked", f"no store in {self.path}: process {holder or '?'} has it")
             time.sleep(0.02)
-        # Somebody may have put another file there between opening and locking, and have that one's lock.
+        # The file may have been replaced between opening and locking: then the lock is not on the one at the path.
         if not os.path.samestat(os.fstat(lock), os.stat(LOCK, dir_fd=root, follow_symlinks=False)):
-            raise StoreRefusedError("locked", f"no store in {self.path}: its lock was replaced just now")
-        # For people and for messages only.
+            raise StoreRefusedError("locked", f"no store in {self.path}: its lock file was replaced just now")
+        # The process id is for messages only.
         with suppress(OSError):
             os.ftruncate(lock, 0)
             os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
 
     def _check_identity(self, root: int) -> None:
-        """What the folder is says the whole; every chunk says it, too, so that a lost note does no harm."""
+        """The note identifies the folder; every chunk has the identity too, so that a lost note does no harm."""
         found = read_identity(root)
         ours = {"format": VERSION, "identity": self.identity.hex()}
         if found is None:
@@ -188,7 +183,7 @@ class ChunkFolder:
             os.rename(f"{IDENTITY}.tmp", IDENTITY, src_dir_fd=root, dst_dir_fd=root)
         elif found.get("format") != VERSION:
             raise StoreRefusedError(
-                "format", f"no store in {self.path}: it is of another version: empty it or take another"
+                "format", f"no store in {self.path}: its chunks have another format version: empty it or take another"
             )
         elif found != ours:
             raise StoreRefusedError(
@@ -207,7 +202,7 @@ def _locked(lock: int) -> bool:
 
 
 def read_identity(root: int) -> dict[str, object] | None:
-    """What the folder's note says; None if there is none that can be read."""
+    """The folder's note; None if it is missing or unreadable."""
     try:
         descriptor = os.open(IDENTITY, os.O_RDONLY | os.O_NONBLOCK | _OPEN, dir_fd=root)
     except OSError:
@@ -222,7 +217,6 @@ def read_identity(root: int) -> dict[str, object] | None:
 
 
 def _behind(buffers: Sequence[memoryview], count: int) -> Sequence[memoryview]:
-    """What is left of the buffers after so many bytes."""
     left = list(buffers)
     while left and count >= len(left[0]):
         count -= len(left.pop(0))

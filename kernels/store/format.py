@@ -1,59 +1,82 @@
-"""A chunk's file: a header that says whose bytes these are and how many, and then the bytes.
+"""Format of a chunk's file, and its name.
 
-    magic 8 | version 2 | key length 2 | parent length 2 | 0 2 | payload length 8 | cost 8 | identity 16 | digest 16
-    key | parent | digest of all the above 16 | payload
+    magic 8 | version 2 | key length 2 | parent length 2 | 0 2 | payload length 8 | cost 8 | identity 16 | checksum 16
+    key | parent | checksum of all the above 16 | payload
 
-Integers are little-endian, `cost` is a double, the first digest is the payload's. The header has a digest of its own,
-so that an index can be made from headers alone.
+Integers are little-endian, `cost` is a double, the first checksum is the payload's. The header has its own, so that an
+index can be built from headers alone.
 
-Digests are the first 128 bits of SHA-256: in the standard library, done by the processor where it can (1.6 GB/s a
-thread measured, BLAKE2b 0.7, CRC-32 2.7), without Python's lock, and so long that chance never makes two equal, which
-32 bits cannot promise for many terabytes. Against somebody who may write into the folder no checksum without a secret
-helps: the folder is for its owner only.
+Checksums are xxh3_128: 8 GB/s a thread measured, without Python's lock (SHA-256 0.8, BLAKE2b 0.7), and long enough for
+chance to never make two equal. No checksum without a secret stops an attacker who can write to the folder: it is for
+its owner only. Keys and identities come from outside and are hashed with SHA-256.
+
+A file is called `ab/ab12….<serial>.kv`: a digest of the key, and the number of the write. The digest spreads files over
+256 subfolders. No two writes share a name, so the late removal of an old file cannot hit its successor; the highest
+serial is the newest.
 """
 
 from __future__ import annotations
 
+import re
 import struct
 from hashlib import sha256
 from typing import NamedTuple
 
-__all__ = ["LONGEST_HEADER", "MAX_KEY_BYTES", "VERSION", "BadHeaderError", "Header", "digest"]
+from xxhash import xxh3_128_digest
 
-# 2: identities are over all bytes of a model's weights.
-VERSION = 2
+__all__ = [
+    "LONGEST_HEADER",
+    "MAX_KEY_BYTES",
+    "SUBFOLDER",
+    "VERSION",
+    "BadHeaderError",
+    "ChunkName",
+    "Header",
+    "checksum",
+    "digest",
+]
+
+# 2: identities are over all bytes of a model's weights. 3: checksums are xxh3_128.
+VERSION = 3
 MAX_KEY_BYTES = 1024
+SUBFOLDER = re.compile(r"[0-9a-f]{2}")
 
 _MAGIC = b"\x89ragKV\r\n"
 _FIXED = struct.Struct("<8sHHHHQd16s16s")
 _DIGEST_BYTES = 16
+_NAME = re.compile(r"([0-9a-f]{32})\.([0-9a-f]{16})\.(kv|tmp)")
 
 LONGEST_HEADER = _FIXED.size + 2 * MAX_KEY_BYTES + _DIGEST_BYTES
 
 
 class BadHeaderError(Exception):
-    """This is no file of a chunk that can be used. `reason` is "truncated", "foreign", "checksum" or "identity"."""
+    """The file is not a usable chunk. `reason` is "truncated", "foreign", "format", "checksum" or "identity"."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
         self.reason = reason
 
 
-def digest(data: bytes | memoryview) -> bytes:
-    """16 bytes that tell these from any others."""
+def digest(data: bytes) -> bytes:
+    """16 bytes that identify a key or an identity."""
     return sha256(data).digest()[:_DIGEST_BYTES]
 
 
+def checksum(data: bytes | memoryview) -> bytes:
+    """16 bytes that change whenever the data does."""
+    return xxh3_128_digest(data)
+
+
 class Header(NamedTuple):
-    """What a file says of its chunk. `cost` is what a new token took to compute when the chunk was, in seconds (0:
-    unknown); `identity` and `payload_digest` are digests."""
+    """Header of a chunk's file. `cost`: seconds that a new token took to compute (0: unknown); `identity` is a
+    digest."""
 
     key: bytes
     parent: bytes | None
     payload_bytes: int
     cost: float
     identity: bytes
-    payload_digest: bytes
+    payload_checksum: bytes
 
     @property
     def header_bytes(self) -> int:
@@ -66,27 +89,63 @@ class Header(NamedTuple):
     def pack(self) -> bytes:
         parent = self.parent or b""
         lengths = len(self.key), len(parent), 0, self.payload_bytes
-        fixed = _FIXED.pack(_MAGIC, VERSION, *lengths, self.cost, self.identity, self.payload_digest)
+        fixed = _FIXED.pack(_MAGIC, VERSION, *lengths, self.cost, self.identity, self.payload_checksum)
         head = fixed + self.key + parent
-        return head + digest(head)
+        return head + checksum(head)
 
     @classmethod
     def unpack(cls, data: bytes) -> Header:
         """The header that `data` begins with. Raises BadHeaderError."""
         if len(data) < _FIXED.size:
             raise BadHeaderError("truncated")
-        magic, version, key_bytes, parent_bytes, _, payload_bytes, cost, identity, payload_digest = _FIXED.unpack_from(
-            data
+        magic, version, key_bytes, parent_bytes, _, payload_bytes, cost, identity, payload_checksum = (
+            _FIXED.unpack_from(data)
         )
-        if magic != _MAGIC or version != VERSION:
+        if magic != _MAGIC:
             raise BadHeaderError("foreign")
+        if version != VERSION:
+            raise BadHeaderError("format")
         if not 0 < key_bytes <= MAX_KEY_BYTES or parent_bytes > MAX_KEY_BYTES:
             raise BadHeaderError("checksum")
         parent_starts = _FIXED.size + key_bytes
         ends = parent_starts + parent_bytes
         if len(data) < ends + _DIGEST_BYTES:
             raise BadHeaderError("truncated")
-        if digest(data[:ends]) != data[ends : ends + _DIGEST_BYTES]:
+        if checksum(data[:ends]) != data[ends : ends + _DIGEST_BYTES]:
             raise BadHeaderError("checksum")
         key, parent = data[_FIXED.size : parent_starts], data[parent_starts:ends]
-        return cls(key, parent or None, payload_bytes, cost, identity, payload_digest)
+        return cls(key, parent or None, payload_bytes, cost, identity, payload_checksum)
+
+
+class ChunkName(NamedTuple):
+    """Name of a chunk's file: `digest` is the key's, hexadecimal; `finished` is False while the file is written."""
+
+    digest: str
+    serial: int
+    finished: bool = True
+
+    @classmethod
+    def of(cls, key: bytes, serial: int) -> ChunkName:
+        return cls(digest(key).hex(), serial)
+
+    @classmethod
+    def parse(cls, file_name: str) -> ChunkName | None:
+        match = _NAME.fullmatch(file_name)
+        return match and cls(match[1], int(match[2], 16), match[3] == "kv")
+
+    @property
+    def subfolder(self) -> str:
+        return self.digest[:2]
+
+    @property
+    def path(self) -> str:
+        """Path below the chunks' folder."""
+        return f"{self.subfolder}/{self.digest}.{self.serial:016x}.{'kv' if self.finished else 'tmp'}"
+
+    @property
+    def temporary(self) -> ChunkName:
+        """The name while the file is written."""
+        return self._replace(finished=False)
+
+    def is_of(self, key: bytes) -> bool:
+        return self.digest == digest(key).hex()

@@ -1,4 +1,4 @@
-"""A digest over all bytes of something large, made by several threads."""
+"""SHA-256 over large data, computed by several threads."""
 
 from __future__ import annotations
 
@@ -16,17 +16,15 @@ _MOST_THREADS = 16
 
 
 def digest_threads() -> ThreadPoolExecutor:
-    """Threads for `digest_in_pieces`: hashlib works without Python's lock."""
+    """Threads for `digest_in_pieces`: hashlib releases Python's lock."""
     return ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1), "ragorder-digest")
 
 
 def digest_in_pieces(read: Callable[[int, int], Any], size: int, threads: Executor) -> str:
-    """SHA-256, in hexadecimal, over the size and the SHA-256 of each piece of `size` bytes; `read(start, end)` gives
-    the bytes of a piece, on any thread, and what it raises is raised.
+    """Hexadecimal SHA-256 over the size and the SHA-256 of each piece of `size` bytes; `read(start, end)` returns the
+    bytes of a piece, on any thread. Raises what `read` raises."""
 
-    SHA-256, as processors have instructions for it: 1.1 GB/s a thread, BLAKE2b 0.9 (measured, Xeon).
-    """
-
+    # Processors have instructions for it: 1.1 GB/s a thread, BLAKE2b 0.9 (measured, Xeon).
     def piece(start: int) -> bytes:
         return sha256(read(start, min(start + _PIECE_BYTES, size))).digest()
 

@@ -1,19 +1,18 @@
-"""What a store knows in memory: which chunks it has, where, what they take, and who goes first."""
+"""In-memory index of a store: chunks by key, their sizes, and the replacement tier."""
 
 from __future__ import annotations
 
 from collections.abc import Container, Iterable
 from typing import cast
 
-from ragorder.kernels.policies import Either, History, Tier, TierNode, make_policy
-from ragorder.kernels.store.format import Header
-from ragorder.kernels.store.names import ChunkName
+from ragorder.kernels.policies import History, Tier, TierNode, make_policy
+from ragorder.kernels.store.format import ChunkName, Header
 
 __all__ = ["ChunkIndex", "StoredChunk"]
 
 
 class StoredChunk:
-    """A chunk that can be read: its file, what that takes on the disk, and when it was written (since the epoch)."""
+    """A readable chunk: its file, the file's sizes, and when it was written (seconds since the epoch)."""
 
     __slots__ = ("bytes_on_disk", "header_bytes", "name", "payload_bytes", "written")
 
@@ -26,10 +25,10 @@ class StoredChunk:
 
 
 class ChunkIndex:
-    """The chunks by key, oldest writing first, and their tier. `other_bytes` are on the disk, too: of files that are
-    being written or removed, or that are of no use. With them, the store stays within its capacity at every moment.
+    """Chunks by key, oldest write first, and their tier. `other_bytes` counts files that are being written or removed,
+    or are unusable: with them the store stays within its capacity at every moment.
 
-    Not thread-safe, but for `in` and `len`.
+    Not thread-safe, but for `in` and `len` of `chunks`.
     """
 
     def __init__(self, capacity_bytes: int, policy: str, history: int) -> None:
@@ -37,70 +36,70 @@ class ChunkIndex:
         self.chunks: dict[bytes, StoredChunk] = {}
         self.tier = Tier(make_policy(policy), History(history) if history else None)
         self.other_bytes = 0
-        self._held: dict[bytes, int] = {}
+        self._pins: dict[bytes, int] = {}
 
     @property
     def used_bytes(self) -> int:
         return self.tier.used + self.other_bytes
 
     def restore(self, key: bytes, chunk: StoredChunk, parent: bytes | None, cost: float) -> None:
-        """A chunk of an earlier process: as if it had been used once, by a request that computed it."""
+        """Insert a chunk of an earlier process, as used once by a request that computed it."""
         known = TierNode(key)
         known.frequency, known.misses, known.cost = 1, 1, cost
         self.chunks[key] = chunk
         self.tier.insert(key, chunk.bytes_on_disk, parent, known=known)
 
-    def add(self, key: bytes, chunk: StoredChunk, parent: bytes | None) -> None:
-        """A chunk whose room was made before."""
+    def insert(self, key: bytes, chunk: StoredChunk, parent: bytes | None) -> None:
+        """Insert a chunk whose room `make_room` has reserved."""
         self.other_bytes -= chunk.bytes_on_disk
         self.chunks[key] = chunk
         self.tier.insert(key, chunk.bytes_on_disk, parent)
 
-    def take_out(self, key: bytes) -> StoredChunk:
-        """The chunk is none any more; its file still is, in `other_bytes`."""
+    def remove(self, key: bytes) -> StoredChunk:
+        """Drop the chunk; its file still counts in `other_bytes`."""
         chunk = self.chunks.pop(key)
         self.tier.remove(key)
         self.other_bytes += chunk.bytes_on_disk
         return chunk
 
     def make_room(self, bytes_on_disk: int, protected: Container[bytes] = ()) -> dict[bytes, StoredChunk] | None:
-        """Give up others for a new file; None, and nothing is given up, if that does not do. Their files are to be
-        removed before the new one is made; in `other_bytes` are whichever of the two is more."""
+        """Evict chunks for a new file; None, and nothing is evicted, if that does not suffice. Their files must be
+        removed before the new one is made; `other_bytes` grows by the larger of the two."""
         if self.other_bytes + bytes_on_disk > self.capacity_bytes:
             return None
         missing = self.used_bytes + bytes_on_disk - self.capacity_bytes
-        victims = self._evict(missing, protected) if missing > 0 else []
-        if victims is None:
+        keys = self._evict(missing, protected) if missing > 0 else []
+        if keys is None:
             return None
-        going = {victim: self.chunks.pop(victim) for victim in victims}
-        self.other_bytes += max(bytes_on_disk, sum(chunk.bytes_on_disk for chunk in going.values()))
-        return going
+        evicted = {key: self.chunks.pop(key) for key in keys}
+        self.other_bytes += max(bytes_on_disk, sum(chunk.bytes_on_disk for chunk in evicted.values()))
+        return evicted
 
-    def give_up(self, bytes_on_disk: int, protected: Container[bytes] = ()) -> dict[bytes, StoredChunk]:
-        """Give up so much, or nothing if that cannot be. The files are in `other_bytes` until they are removed."""
-        going = {victim: self.chunks.pop(victim) for victim in self._evict(bytes_on_disk, protected) or ()}
-        self.other_bytes += sum(chunk.bytes_on_disk for chunk in going.values())
-        return going
+    def evict(self, bytes_on_disk: int, protected: Container[bytes] = ()) -> dict[bytes, StoredChunk]:
+        """Evict at least that much, or nothing if that cannot be. The files count in `other_bytes` until removed."""
+        evicted = {key: self.chunks.pop(key) for key in self._evict(bytes_on_disk, protected) or ()}
+        self.other_bytes += sum(chunk.bytes_on_disk for chunk in evicted.values())
+        return evicted
 
     def shrink(self) -> dict[bytes, StoredChunk]:
-        """Give up what is above the capacity, as far as that can be."""
-        return self.give_up(min(self.used_bytes - self.capacity_bytes, self.tier.used))
+        """Evict what exceeds the capacity, as far as possible."""
+        return self.evict(min(self.used_bytes - self.capacity_bytes, self.tier.used))
 
-    def hold(self, keys: Iterable[bytes]) -> None:
+    def pin(self, keys: Iterable[bytes]) -> None:
         for key in keys:
-            self._held[key] = self._held.get(key, 0) + 1
+            self._pins[key] = self._pins.get(key, 0) + 1
 
-    def release(self, keys: Iterable[bytes]) -> None:
+    def unpin(self, keys: Iterable[bytes]) -> None:
         for key in keys:
-            left = self._held.pop(key, 0) - 1
+            left = self._pins.pop(key, 0) - 1
             if left > 0:
-                self._held[key] = left
+                self._pins[key] = left
 
     def clear(self) -> None:
         self.chunks = {}
         self.tier.clear()
         self.other_bytes = 0
 
-    def _evict(self, bytes_on_disk: int, protected: Container[bytes] = ()) -> list[bytes] | None:
-        # What the tier was given are keys.
-        return cast("list[bytes] | None", self.tier.evict(bytes_on_disk, Either(self._held, protected)))
+    def _evict(self, bytes_on_disk: int, protected: Container[bytes]) -> list[bytes] | None:
+        # Every key in the tier is a chunk's.
+        return cast("list[bytes] | None", self.tier.evict(bytes_on_disk, protected, self._pins))

@@ -1,19 +1,22 @@
-"""What an earlier process left in the folder."""
+"""Reading of a store's folder: its chunks at the opening, and a survey from outside."""
 
 from __future__ import annotations
 
+import fcntl
+import os
+from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 from ragorder.kernels.store.counters import StoreCounters
-from ragorder.kernels.store.folder import ChunkFolder
-from ragorder.kernels.store.format import LONGEST_HEADER, BadHeaderError, Header
-from ragorder.kernels.store.names import ChunkName
+from ragorder.kernels.store.folder import CHUNKS, LOCK, ChunkFolder, read_identity
+from ragorder.kernels.store.format import LONGEST_HEADER, SUBFOLDER, BadHeaderError, ChunkName, Header
 
-__all__ = ["Found", "Scan", "check", "scan"]
+__all__ = ["FoundChunk", "Scan", "Survey", "check", "scan", "survey"]
 
 
-class Found(NamedTuple):
-    """A chunk: its file, what that says of it, how long it is, and when it was written (seconds since the epoch)."""
+class FoundChunk(NamedTuple):
+    """A chunk's file, its header, its length, and when it was written (seconds since the epoch)."""
 
     name: ChunkName
     header: Header
@@ -22,18 +25,17 @@ class Found(NamedTuple):
 
 
 class Scan(NamedTuple):
-    """`chunks` are those of this store, the oldest first. `occupied` are the bytes on disk of files that stay and are
-    of no use, `serial` is higher than any that was used."""
+    """This store's `chunks`, oldest first; `occupied` bytes on disk of unusable files that stay; the next `serial`."""
 
-    chunks: list[Found]
+    chunks: list[FoundChunk]
     occupied: int
     serial: int
 
 
 def scan(folder: ChunkFolder, counters: StoreCounters) -> Scan:
-    """Read the header of every file, and none of the payloads: those are verified when they are read. Half-written
-    files and what is nobody's chunk are removed, other models' chunks stay; all but the half-written are counted."""
-    good: list[Found] = []
+    """Read the headers of all files; payloads are verified when they are read. Unfinished and unusable files are
+    removed and other models' chunks stay; all but unfinished ones are counted."""
+    good: list[FoundChunk] = []
     unwanted: list[tuple[ChunkName, int]] = []
     occupied = serial = 0
     head = memoryview(bytearray(LONGEST_HEADER))
@@ -49,7 +51,7 @@ def scan(folder: ChunkFolder, counters: StoreCounters) -> Scan:
             filled, status = folder.read(name, head)
             size = status.st_size
             header = check(folder, name, bytes(head[:filled]), size)
-            good.append(Found(name, header, size, status.st_mtime))
+            good.append(FoundChunk(name, header, size, status.st_mtime))
         except BadHeaderError as bad:
             counters.refuse(bad.reason)
             if regular and bad.reason != "identity":
@@ -58,7 +60,7 @@ def scan(folder: ChunkFolder, counters: StoreCounters) -> Scan:
                 occupied += folder.size_on_disk(size)
         except OSError as error:
             counters.failed_read(error)
-    chunks: dict[bytes, Found] = {}
+    chunks: dict[bytes, FoundChunk] = {}
     for found in sorted(good, key=lambda found: found.name.serial):
         older = chunks.pop(found.header.key, None)
         if older is not None:
@@ -69,7 +71,7 @@ def scan(folder: ChunkFolder, counters: StoreCounters) -> Scan:
 
 
 def check(folder: ChunkFolder, name: ChunkName, head: bytes, size: int) -> Header:
-    """The header of a file with this beginning and this size. Raises BadHeaderError, also for "identity"."""
+    """The header of a file with this beginning and size. Raises BadHeaderError."""
     header = Header.unpack(head)
     if header.identity != folder.identity:
         raise BadHeaderError("identity")
@@ -78,3 +80,67 @@ def check(folder: ChunkFolder, name: ChunkName, head: bytes, size: int) -> Heade
     if size != header.file_bytes:
         raise BadHeaderError("truncated")
     return header
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """A store's folder seen from outside: `chunks` and `bytes` on the disk, `unfinished` files of a write under way or
+    a killed process, `oldest` and `newest` write (seconds since the epoch), the `identity` noted in the folder, and the
+    process that has it `locked_by` ("?": it does not say)."""
+
+    chunks: int
+    bytes: int
+    unfinished: int
+    oldest: float | None
+    newest: float | None
+    identity: str | None
+    locked_by: str | None
+
+
+def survey(folder: Path) -> Survey | None:
+    """Survey a folder by names and sizes, reading and changing no file; a running store may be ahead of it. None if it
+    is not a store's. Raises OSError if it cannot be read."""
+    root = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        identity = read_identity(root)
+        chunks = folder / CHUNKS
+        if identity is None and not chunks.is_dir():
+            return None
+        count = size = unfinished = 0
+        oldest = newest = None
+        subfolders = sorted(entry.path for entry in os.scandir(chunks) if SUBFOLDER.fullmatch(entry.name))
+        for subfolder in subfolders:
+            for entry in os.scandir(subfolder):
+                name = ChunkName.parse(entry.name)
+                try:
+                    status = entry.stat(follow_symlinks=False)
+                except FileNotFoundError:
+                    continue
+                if name is None:
+                    continue
+                size += status.st_blocks * 512
+                if not name.finished:
+                    unfinished += 1
+                    continue
+                count += 1
+                written = status.st_mtime
+                oldest = written if oldest is None else min(oldest, written)
+                newest = written if newest is None else max(newest, written)
+        noted = None if identity is None else str(identity["identity"])
+        return Survey(count, size, unfinished, oldest, newest, noted, _lock_holder(root))
+    finally:
+        os.close(root)
+
+
+def _lock_holder(root: int) -> str | None:
+    try:
+        lock = os.open(LOCK, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=root)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return None
+    except BlockingIOError:
+        return os.pread(lock, 32, 0).decode("ascii", "replace").strip() or "?"
+    finally:
+        os.close(lock)

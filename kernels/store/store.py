@@ -1,4 +1,4 @@
-"""A bounded store of chunks in a folder."""
+"""Bounded store of chunks in a folder."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ import time
 from collections.abc import Callable, Container, Iterable, Sequence
 from pathlib import Path
 
-from ragorder.kernels.store.backoff import BackOff
+from ragorder.kernels.store.breaker import CircuitBreaker
 from ragorder.kernels.store.counters import StoreCounters
 from ragorder.kernels.store.folder import ChunkFolder, StoreRefusedError
-from ragorder.kernels.store.format import MAX_KEY_BYTES, BadHeaderError, Header, digest
+from ragorder.kernels.store.format import MAX_KEY_BYTES, BadHeaderError, ChunkName, Header, checksum
 from ragorder.kernels.store.index import ChunkIndex, StoredChunk
-from ragorder.kernels.store.names import ChunkName
 from ragorder.kernels.store.scan import check, scan
 
 __all__ = ["ChunkStore"]
@@ -26,30 +25,28 @@ _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 class ChunkStore:
-    """Chunks of bytes by their keys (1 to 1024 bytes each), in a folder of which at most `capacity_bytes` are used:
-    files with their headers, in whole blocks of the file system, those that are being written or removed included.
+    """Chunks of bytes by key (1 to 1024 bytes each) in a folder, of which it uses at most `capacity_bytes`: headers
+    included, in whole blocks of the file system, files being written or removed too.
 
-    What a full store gives up first is the policy's choice (`ragorder.kernels.policies`): a chunk's node is behind its
-    `parent`'s, children go before parents. Writing a chunk counts as a use of it; others are told by `use`.
+    A full store evicts by `policy` (`ragorder.kernels.policies`), children before their `parent`. A write counts as a
+    use. `identity` stands for all that makes equal keys mean equal bytes (model, weights, data type, layout); a folder
+    or a chunk of another identity is refused.
 
-    `identity` says whose bytes these are: model and weights, data type, layout, all that makes equal keys stand for
-    equal bytes. A folder of another identity is refused, and so is every single chunk of one.
+        with closing(ChunkStore(folder, 1 << 30, "model, weights, layout")) as store:
+            store.write(b"key", data)
+            store.read(b"key", buffer)  # True: the buffer has the data
 
-    The store survives the process, however that ends: chunks are under their names only when they are whole, and a new
-    store finds them by their headers. They come back with a frequency of 1, the oldest first, and at the cost that they
-    were written with; how often they were used is not kept. Every read verifies header, key, identity and all the
-    payload.
+    The store survives the process, however that ends: files get their names when they are whole, and the next store
+    finds them by their headers, as used once and at the cost they were written with. Every read verifies header, key,
+    identity and payload. One process has the folder at a time; another waits up to `patience_s`.
 
-    A process has the folder alone. One that comes while another has it waits up to `patience_s`, as that may be ending.
+    `read`, `write` and `use` never raise for what happens to the disk: that is counted, and they return False. On a
+    disk that others have filled, older chunks make room for newer ones. After failed writes in a row writing pauses
+    (`CircuitBreaker`). A chunk that could not be read leaves the store.
 
-    Nothing that happens to the disk raises from `read`, `write` or `use`: it is counted, and the answer is no. Where
-    others have filled the disk, older chunks make room for newer ones, as in a full store. After some failed writes in
-    a row nothing is written for a while (`BackOff`), and read on. A chunk that could not be read is out of the store,
-    so that nobody asks for it again and again.
-
-    Thread-safe: `in` is a look-up in a dictionary, and reads and writes of different threads run side by side.
-    `removed` is told of the keys that leave the store, on whichever thread that happens.
-    Raises StoreRefusedError if the folder cannot be had, and ValueError for settings that cannot be.
+    Thread-safe: `in` is a dictionary look-up, and reads and writes of different threads run side by side. `removed`
+    gets the keys that leave the store, on any thread. Raises StoreRefusedError if the folder cannot be used, ValueError
+    for invalid settings.
     """
 
     def __init__(
@@ -60,16 +57,16 @@ class ChunkStore:
         *,
         policy: str = "pgdsf",
         history: int = 0,
-        back_off: BackOff | None = None,
+        breaker: CircuitBreaker | None = None,
         removed: Callable[[Sequence[bytes]], None] | None = None,
         patience_s: float = 2.0,
         logger: logging.Logger = _logger,
     ) -> None:
         if capacity_bytes < 0:
-            raise ValueError(f"a store of {capacity_bytes} bytes cannot be: give 0 or more")
+            raise ValueError(f"capacity_bytes is {capacity_bytes}: give 0 or more")
         self.counters = StoreCounters()
         self._index = ChunkIndex(capacity_bytes, policy, history)
-        self._back_off = back_off or BackOff()
+        self._breaker = breaker or CircuitBreaker()
         self._removed = removed
         self._logger = logger
         self._writing: set[bytes] = set()
@@ -96,24 +93,24 @@ class ChunkStore:
 
     @property
     def used_bytes(self) -> int:
-        """What the store takes on the disk."""
+        """Bytes that the store takes on the disk."""
         with self._lock:
             return self._index.used_bytes
 
     @property
     def oldest_written(self) -> float | None:
-        """When the oldest chunk was written, in seconds since the epoch; None in an empty store."""
+        """Seconds since the epoch; None in an empty store."""
         with self._lock:
             return next((chunk.written for chunk in self._index.chunks.values()), None)
 
     @property
     def pausing(self) -> bool:
-        """Whether nothing is written now, as writes have failed."""
+        """Whether writing pauses after failures."""
         with self._lock:
-            return self._back_off.pausing
+            return self._breaker.open
 
     def read(self, key: bytes, into: bytearray | memoryview) -> bool:
-        """Copy a chunk into a buffer of its size: whether that now holds the chunk. If not, it may hold anything."""
+        """Copy a chunk into a buffer of its size. If that returns False, the buffer may hold anything."""
         with self._lock:
             chunk = self._index.chunks.get(key)
             if chunk is None:
@@ -127,7 +124,7 @@ class ChunkStore:
             except (OSError, BadHeaderError) as error:
                 failed = error
             if self._after_reading(key, chunk, failed):
-                self._clean([chunk])
+                self._remove_files([chunk])
                 self._tell([key])
         finally:
             self._leave()
@@ -143,39 +140,37 @@ class ChunkStore:
         used: bool = True,
         protected: Container[bytes] = (),
     ) -> bool:
-        """Keep a copy of a chunk: whether the store has it now (as it may have had before).
+        """Store a copy of a chunk, evicting others but none in `protected`; whether the store has it now.
 
-        `cost` is what a new token cost the request that computed it, in seconds; `used` says whether that counts as a
-        use. Others are given up to make room, but none in `protected`.
-        Raises ValueError if a key is of a length that cannot be, or the cost is none.
+        `cost`: seconds that a new token cost the request that computed it; `used`: whether that counts as a use.
+        Raises ValueError for keys of an invalid length or an invalid cost.
         """
         if not 0 < len(key) <= MAX_KEY_BYTES or (parent is not None and not 0 < len(parent) <= MAX_KEY_BYTES):
             raise ValueError(f"keys have 1 to {MAX_KEY_BYTES} bytes")
         if cost is not None and not 0 <= cost < math.inf:
-            raise ValueError(f"a cost of {cost} s a token cannot be: give 0 or more, and a finite number")
+            raise ValueError(f"cost is {cost} s a token: give a finite number, 0 or more")
         if parent == key:
-            raise ValueError("a chunk cannot be behind itself")
+            raise ValueError("a chunk cannot be its own parent")
         with memoryview(data).cast("B") as payload:
             return self._write(key, payload, parent, cost, used, protected)
 
     def use(self, path: Sequence[bytes], *, cost: float | None = None, computed: Container[bytes] = ()) -> None:
-        """A request went along this path, root first; see `Tier.use`."""
+        """Count a request along this path, root first; see `Tier.use`."""
         with self._lock:
             if not self._closed:
                 self._index.tier.use(path, cost=cost, computed=computed)
 
-    def hold(self, keys: Iterable[bytes]) -> None:
-        """Do not give these up for others, whether they are here or not, until they were released as often."""
+    def pin(self, keys: Iterable[bytes]) -> None:
+        """Do not evict these, whether they are here yet or not, until they are unpinned as often."""
         with self._lock:
-            self._index.hold(keys)
+            self._index.pin(keys)
 
-    def release(self, keys: Iterable[bytes]) -> None:
-        """Take back one `hold` of each."""
+    def unpin(self, keys: Iterable[bytes]) -> None:
         with self._lock:
-            self._index.release(keys)
+            self._index.unpin(keys)
 
     def close(self) -> None:
-        """Let go of the folder, once the reads and writes under way have ended. The store is empty from then on."""
+        """Wait for reads and writes under way, and release the folder. The store is empty from then on."""
         with self._lock:
             self._closed = True
             self._idle.wait_for(lambda: not self._busy)
@@ -190,13 +185,13 @@ class ChunkStore:
             chunk = StoredChunk(name, header, folder.size_on_disk(size), written)
             index.restore(header.key, chunk, header.parent, header.cost)
         self.counters.restored = len(index.chunks)
-        going = index.shrink()
-        self.counters.evicted += len(going)
-        self._clean(going.values())
+        evicted = index.shrink()
+        self.counters.evicted += len(evicted)
+        self._remove_files(evicted.values())
         return found.serial
 
     def _fill(self, key: bytes, chunk: StoredChunk, into: bytearray | memoryview) -> None:
-        """Raises OSError, or BadHeaderError with the reason to refuse the chunk."""
+        """Read and verify a chunk. Raises OSError or BadHeaderError."""
         with memoryview(into).cast("B") as payload:
             if len(payload) != chunk.payload_bytes:
                 raise BadHeaderError("size")
@@ -207,17 +202,17 @@ class ChunkStore:
             header = check(self._folder, chunk.name, bytes(head), status.st_size)
             if header.key != key:
                 raise BadHeaderError("foreign")
-            if header.payload_digest != digest(payload):
+            if header.payload_checksum != checksum(payload):
                 raise BadHeaderError("checksum")
 
     def _after_reading(self, key: bytes, chunk: StoredChunk, failed: OSError | BadHeaderError | None) -> bool:
-        """Count it: whether the chunk is to be cleaned away."""
+        """Count the read; whether the chunk has left the index and its file must go."""
         with self._lock:
             if failed is None:
                 self.counters.hits += 1
                 return False
             if self._index.chunks.get(key) is not chunk:
-                # It was given up, or given up and written anew, while this thread read.
+                # It was evicted, and maybe written anew, while this thread read.
                 self.counters.misses += 1
                 return False
             if isinstance(failed, BadHeaderError):
@@ -226,7 +221,7 @@ class ChunkStore:
                 self.counters.refuse("missing")
             else:
                 self.counters.failed_read(failed)
-            self._index.take_out(key)
+            self._index.remove(key)
             return True
 
     def _write(
@@ -244,8 +239,8 @@ class ChunkStore:
         with self._lock:
             if key in index.chunks:
                 return True
-            going = self._admit(key, size, protected)
-            if going is None:
+            evicted = self._reserve(key, size, protected)
+            if evicted is None:
                 self._count_use(key, cost, used)
                 return False
             name = ChunkName.of(key, self._serial)
@@ -253,13 +248,13 @@ class ChunkStore:
         failed: OSError | None = None
         try:
             try:
-                self._make_way(going, size)
-                self._put(name, header._replace(payload_digest=digest(payload)), payload, protected)
+                self._remove_evicted(evicted, size)
+                self._put(name, header._replace(payload_checksum=checksum(payload)), payload, protected)
             except OSError as error:
                 failed = error
             with self._lock:
                 if failed is None:
-                    index.add(key, StoredChunk(name, header, size, time.time()), parent)
+                    index.insert(key, StoredChunk(name, header, size, time.time()), parent)
                 else:
                     index.other_bytes -= size
                 self._count_use(key, cost, used)
@@ -268,39 +263,39 @@ class ChunkStore:
             self._leave(key)
         return failed is None
 
-    def _admit(self, key: bytes, size: int, protected: Container[bytes]) -> dict[bytes, StoredChunk] | None:
-        """Who makes room for the chunk, None if it is not to be written now."""
+    def _reserve(self, key: bytes, size: int, protected: Container[bytes]) -> dict[bytes, StoredChunk] | None:
+        """The chunks evicted for this one, None if it is not to be written now."""
         if self._closed or key in self._writing:
             return None
-        if self._back_off.pausing:
+        if self._breaker.open:
             self.counters.skipped_writes += 1
             return None
-        going = self._index.make_room(size, protected)
-        if going is None:
+        evicted = self._index.make_room(size, protected)
+        if evicted is None:
             self.counters.refused_room += 1
             return None
-        self.counters.evicted += len(going)
+        self.counters.evicted += len(evicted)
         self._writing.add(key)
         self._busy += 1
-        return going
+        return evicted
 
-    def _make_way(self, going: dict[bytes, StoredChunk], size: int) -> None:
-        """Remove the files of those who go. Raises OSError if one stays, for then there is no room."""
-        self._tell(list(going))
-        stuck = sum(chunk.bytes_on_disk for chunk in going.values() if not self._folder.remove(chunk.name))
+    def _remove_evicted(self, evicted: dict[bytes, StoredChunk], size: int) -> None:
+        """Remove the files of evicted chunks. Raises OSError if one stays: then there is no room."""
+        self._tell(list(evicted))
+        stuck = sum(chunk.bytes_on_disk for chunk in evicted.values() if not self._folder.remove(chunk.name))
         with self._lock:
-            taken = max(size, sum(chunk.bytes_on_disk for chunk in going.values()))
-            self._index.other_bytes += size + stuck - taken
+            reserved = max(size, sum(chunk.bytes_on_disk for chunk in evicted.values()))
+            self._index.other_bytes += size + stuck - reserved
         if stuck:
-            raise OSError(errno.EIO, "what was given up cannot be removed")
+            raise OSError(errno.EIO, "the file of an evicted chunk cannot be removed")
 
     def _put(self, name: ChunkName, header: Header, payload: memoryview, protected: Container[bytes]) -> None:
-        """On a disk that others have filled, in the place of older chunks. Raises OSError; if half a file stays, it
-        goes on counting."""
+        """Write a file, on a full disk in the place of older chunks. Raises OSError; a partial file that stays
+        counts."""
         try:
             self._put_once(name, header, payload)
         except OSError as error:
-            if error.errno not in _FULL or not self._give_way(self._folder.size_on_disk(header.file_bytes), protected):
+            if error.errno not in _FULL or not self._free_disk(self._folder.size_on_disk(header.file_bytes), protected):
                 raise
             self._put_once(name, header, payload)
 
@@ -313,15 +308,15 @@ class ChunkStore:
                     self._index.other_bytes += self._folder.size_on_disk(header.file_bytes)
             raise
 
-    def _give_way(self, size: int, protected: Container[bytes]) -> bool:
-        """Whether so much room was made below the capacity. Where that did not help the last time, others take what
-        comes free: then it is tried once after each pause."""
+    def _free_disk(self, size: int, protected: Container[bytes]) -> bool:
+        """Evict below the capacity. Where that did not help the last time, other programs take what comes free, so it
+        is tried once after each pause."""
         with self._lock:
-            going = self._index.give_up(size, protected) if self._back_off.trying else {}
-            self.counters.evicted += len(going)
-        self._tell(list(going))
-        self._clean(going.values())
-        return bool(going)
+            evicted = self._index.evict(size, protected) if self._breaker.probing else {}
+            self.counters.evicted += len(evicted)
+        self._tell(list(evicted))
+        self._remove_files(evicted.values())
+        return bool(evicted)
 
     def _count_use(self, key: bytes, cost: float | None, used: bool) -> None:
         if used:
@@ -330,18 +325,18 @@ class ChunkStore:
     def _count_write(self, failed: OSError | None) -> None:
         if failed is None:
             self.counters.stored += 1
-            if self._back_off.succeeded():
+            if self._breaker.succeeded():
                 self._logger.info("%s can be written again", self._folder.path)
             return
         self.counters.failed_write(failed)
-        seconds = self._back_off.failed()
+        seconds = self._breaker.failed()
         if seconds:
             self.counters.pauses += 1
             why = failed.strerror or failed
             self._logger.warning("%s: %s: nothing is written for %g s", self._folder.path, why, seconds)
 
-    def _clean(self, chunks: Iterable[StoredChunk]) -> None:
-        """Remove the files of chunks that have left the index. Those that stay go on counting."""
+    def _remove_files(self, chunks: Iterable[StoredChunk]) -> None:
+        """Remove the files of chunks that have left the index; files that stay go on counting."""
         removed = sum(chunk.bytes_on_disk for chunk in chunks if self._folder.remove(chunk.name))
         with self._lock:
             self._index.other_bytes -= removed

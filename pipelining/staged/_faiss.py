@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Core", "Found", "load_faiss", "read_k", "read_queries", "unwrap"]
+__all__ = ["SearchResult", "UnwrappedIndex", "load_faiss", "read_k", "read_queries", "unwrap"]
 
-Found = tuple[NDArray[np.float32], NDArray[np.int64]]
+SearchResult = tuple[NDArray[np.float32], NDArray[np.int64]]
 
 
 def load_faiss() -> Any:
@@ -26,14 +26,14 @@ def load_faiss() -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class Core:
+class UnwrappedIndex:
     """The index that searches, and the wrappers around it from the outside in: IDMap, PreTransform."""
 
     outer: Any
     index: Any
     wrappers: list[Any] = field(default_factory=list)
 
-    def into(self, queries: NDArray[np.float32]) -> NDArray[np.float32]:
+    def transform_queries(self, queries: NDArray[np.float32]) -> NDArray[np.float32]:
         """The queries as the core sees them."""
         for wrapper in self.wrappers:
             for number in range(wrapper.chain.size() if _transforms(wrapper) else 0):
@@ -59,7 +59,7 @@ class Core:
         return ids
 
 
-def unwrap(index: Any) -> Core:
+def unwrap(index: Any) -> UnwrappedIndex:
     """The index behind IndexIDMap, IndexIDMap2 and IndexPreTransform. Raises TypeError for what is no FAISS index."""
     faiss = load_faiss()
     if not isinstance(index, faiss.Index):
@@ -69,7 +69,7 @@ def unwrap(index: Any) -> Core:
     while isinstance(core, faiss.IndexIDMap | faiss.IndexPreTransform):
         wrappers.append(core)
         core = faiss.downcast_index(core.index)
-    return Core(index, core, wrappers)
+    return UnwrappedIndex(index, core, wrappers)
 
 
 def read_queries(queries: Any, dimension: int) -> NDArray[np.float32]:

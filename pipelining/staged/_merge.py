@@ -5,21 +5,21 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from ragorder.pipelining.staged._faiss import Found
+from ragorder.pipelining.staged._faiss import SearchResult
 
-__all__ = ["Merge"]
+__all__ = ["TopKMerge"]
 
 
-class Merge:
+class TopKMerge:
     """The k best so far of each query; `add` takes the k best of the next part.
 
     The heap lets a vector in only if it is better than the worst it holds, and of equals throws out the largest id
     first (for similarities the smallest). So among vectors that tie for the last places the order of the scan decides,
     too, which cannot be told from two parts' results if ties of the later part are among them and do not all fit.
-    `unsure` says for which queries that is so.
+    `uncertain` says for which queries that is so.
     """
 
-    def __init__(self, first: Found, *, similarity: bool) -> None:
+    def __init__(self, first: SearchResult, *, similarity: bool) -> None:
         self.distances, self.ids = first
         self._sign = np.float32(-1 if similarity else 1)
         self._id_sign = -1 if similarity else 1
@@ -27,14 +27,14 @@ class Merge:
         self._doubt: NDArray[np.float32] | None = None
 
     @property
-    def unsure(self) -> NDArray[np.intp]:
+    def uncertain(self) -> NDArray[np.intp]:
         """The queries whose last places are held by vectors that tie with others that may have come first."""
         if self._doubt is None:
             return np.empty(0, np.intp)
         return np.flatnonzero(self._doubt == self._keys[:, -1])
 
-    def add(self, part: Found) -> None:
-        """Merge the next part's result, k a query as well; the arrays held so far are left as they are."""
+    def add(self, part: SearchResult) -> None:
+        """TopKMerge the next part's result, k a query as well; the arrays held so far are left as they are."""
         distances, ids = part
         keys = distances * self._sign
         if not (keys[:, 0] < self._keys[:, -1]).any():
@@ -59,7 +59,7 @@ class Merge:
         self._keys, self.ids = new_keys, new_ids
         self.distances = new_keys * self._sign
 
-    def replace(self, rows: NDArray[np.intp], found: Found) -> None:
+    def replace(self, rows: NDArray[np.intp], found: SearchResult) -> None:
         """Put what was found for these queries in the place of what is held."""
         self.distances, self.ids = self.distances.copy(), self.ids.copy()
         self.distances[rows], self.ids[rows] = found

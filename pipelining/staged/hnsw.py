@@ -69,7 +69,7 @@ class StagedHNSW:
 
     def _run(self, queries: NDArray[np.float32], k: int, schedule: list[int], selector: Any) -> Iterator[Stage]:
         faiss, index = load_faiss(), self._core.index
-        queries, selector = self._core.into(queries), self._core.selector(selector)
+        queries, selector = self._core.transform_queries(queries), self._core.selector(selector)
         chosen = {} if selector is None else {"sel": selector}
         for number, ef_search in enumerate(schedule, 1):
             parameters = faiss.SearchParametersHNSW(

@@ -10,8 +10,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ragorder.pipelining.staged._faiss import Found, load_faiss, read_k, read_queries, unwrap
-from ragorder.pipelining.staged._merge import Merge
+from ragorder.pipelining.staged._faiss import SearchResult, load_faiss, read_k, read_queries, unwrap
+from ragorder.pipelining.staged._merge import TopKMerge
 from ragorder.pipelining.staged.base import Stage
 
 __all__ = ["StagedIVF"]
@@ -90,20 +90,22 @@ class StagedIVF:
         return self._run(rows, k, _cuts(nprobe, self._stages, self._growth, self._counts), selector)
 
     def _run(self, queries: NDArray[np.float32], k: int, cuts: list[int], selector: Any) -> Iterator[Stage]:
-        queries, selector = self._core.into(queries), self._core.selector(selector)
+        queries, selector = self._core.transform_queries(queries), self._core.selector(selector)
         coarse, clusters = self._nearest_clusters(queries, cuts[-1])
-        merge: Merge | None = None
+        merge: TopKMerge | None = None
         for number, (start, stop) in enumerate(pairwise(cuts), 1):
             found = self._scan(queries, k, clusters[:, start:stop], coarse[:, start:stop], selector)
             if merge is None:
-                merge = Merge(found, similarity=self._similarity)
+                merge = TopKMerge(found, similarity=self._similarity)
             else:
                 merge.add(found)
-            if stop == cuts[-1] and len(unsure := merge.unsure):
-                merge.replace(unsure, self._scan(queries[unsure], k, clusters[unsure], coarse[unsure], selector))
+            if stop == cuts[-1] and len(uncertain := merge.uncertain):
+                merge.replace(
+                    uncertain, self._scan(queries[uncertain], k, clusters[uncertain], coarse[uncertain], selector)
+                )
             yield Stage(number, len(cuts) - 1, self._core.ids(merge.ids), merge.distances)
 
-    def _nearest_clusters(self, queries: NDArray[np.float32], nprobe: int) -> Found:
+    def _nearest_clusters(self, queries: NDArray[np.float32], nprobe: int) -> SearchResult:
         # In slices as FAISS cuts them: the distances to many centroids at once differ in their last bits.
         slices = 1
         if len(queries) > 1 and self._ivf.parallel_mode == 0:
@@ -122,7 +124,7 @@ class StagedIVF:
         clusters: NDArray[np.int64],
         coarse: NDArray[np.float32],
         selector: Any,
-    ) -> Found:
+    ) -> SearchResult:
         faiss = self._faiss
         clusters, coarse = np.ascontiguousarray(clusters), np.ascontiguousarray(coarse)
         distances = np.empty((len(queries), k), np.float32)

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from ragorder.adapters.doctor.examine import Finding, PromptSample
+    from ragorder.adapters.doctor import Finding, PromptSample
 
 __all__ = ["doctor"]
 
@@ -91,13 +91,13 @@ def doctor(
     timeout_s: float,
     as_json: bool,
 ) -> None:
-    """Examine the OpenAI-compatible server at URL, and how prompts are sent to it.
+    """Check whether a server and its prompts use the prefix cache.
 
-    Is its prefix cache on, how much does it hold, do answers report cached tokens, do KV events arrive? With two
-    prompts: how much do they share, and does something volatile stand in front of the documents? A few random tokens
-    are sent to the server. The exit status is 0 if nothing is bad, and 1 otherwise.
+    URL is an OpenAI-compatible server. Is its prefix cache on, how much does it hold, do answers report cached tokens,
+    do KV events arrive? With two prompts: how much do they share, and does something volatile precede the documents? A
+    few random tokens are sent to the server. The exit status is 0 if nothing is bad, and 1 otherwise.
     """
-    from ragorder.adapters.doctor.examine import AddressError, Events, ServerError, examine
+    from ragorder.adapters.doctor import AddressError, Events, ServerError, examine
 
     if len(prompts) not in (0, 2):
         raise click.UsageError("--prompt is given twice, with prompts of different requests, or not at all")

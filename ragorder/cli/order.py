@@ -13,7 +13,7 @@ import click
 from pydantic import ValidationError
 
 from ragorder.cli.complaint import complaint
-from ragorder.cli.stream import Stream
+from ragorder.cli.output import Stream
 from ragorder.document import Document
 from ragorder.orderer import Orderer
 from ragorder.ordering import Ordering
@@ -83,12 +83,13 @@ def order(
     max_wait: int | None,
     **options: Any,
 ) -> None:
-    """Order the documents of each request in REQUESTS (a file of JSON lines, or - for standard input).
+    """Order the documents of each request in a file of JSON lines.
 
-    A request is {"documents": [{"id", "text", "tokens", "metadata"}, …], "scope"}, best document first; only ids are
-    needed, a bare string stands for one, and other fields are passed through. An order repeats those fields and gives
-    "documents" (ids, as they belong into the prompt), "permutation" (their retrieval ranks, from 0), "index" (the
-    number of the request), "prefix_documents" and "cached_tokens" (what the engine is expected to hold of it).
+    REQUESTS is that file, or - for standard input. A request is {"documents": [{"id", "text", "tokens", "metadata"},
+    …], "scope"}, best document first; only ids are needed, a bare string stands for one, and other fields are passed
+    through. An order repeats those fields and gives "documents" (ids, in the order of the prompt), "permutation" (their
+    retrieval ranks, from 0), "index" (the number of the request), "prefix_documents" and "cached_tokens" (what the
+    engine is expected to hold of it).
 
     What describes the engine, the prompt and the guards can also be given in the environment, as
     RAGORDER_CAPACITY_TOKENS and so on. Every order counts as served.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import socket
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import click
 from pydantic import ValidationError
 
 from ragorder.cli.complaint import complaint
-from ragorder.cli.param_type import ParamType
+from ragorder.cli.options import ParamType
 from ragorder.cli.serve_engine import ENGINE_OPTIONS, Behind, check_engine, embedded, engine_options
 from ragorder.cli.serve_limits import check_keys, limit_options
 from ragorder.cli.serve_start import announce, settings_of_server, warn
@@ -174,7 +175,7 @@ def serve(
     grace: int,
     **options: Any,
 ) -> None:
-    """Stand in front of an OpenAI-compatible server and order the documents of the requests that pass.
+    """Order documents in front of an OpenAI-compatible server.
 
     Documents are tagged in the body of a request to /v1/chat/completions or /v1/completions, {"ragorder":
     {"documents": [{"id", "text", "title", "tokens"}, …], "query", "scope"}}, best document first, which an OpenAI
@@ -193,12 +194,13 @@ def serve(
     engine_settings = {name: options.pop(name) for name in ENGINE_OPTIONS}
     in_process = check_engine(context) == "torch"
     try:
+        from ragorder.adapters.http_server.server import address_of, is_loopback, run_server
         from ragorder.adapters.observing.observed import ObservedOrderer
         from ragorder.adapters.observing.prometheus import Metrics
-        from ragorder.adapters.proxy import DocumentTemplate, TemplateError, Timeouts, Turns, make_app
-        from ragorder.adapters.proxy.hosts import THIS_MACHINE
+        from ragorder.adapters.proxy import AdmissionQueue, DocumentTemplate, TemplateError, Timeouts, make_app
+        from ragorder.adapters.proxy.access import THIS_MACHINE
+        from ragorder.adapters.proxy.app import PROBES
         from ragorder.adapters.proxy.pages import stats_routes
-        from ragorder.cli.listening import address_of, is_loopback, listen, run_server
     except ImportError as error:
         raise click.ClickException(f"serving needs {error.name}: pip install 'ragorder[proxy]'") from None
     from ragorder.adapters.http_client import AddressError
@@ -221,10 +223,10 @@ def serve(
         raise click.UsageError("--number-by-place: --template shows no {id} that could be numbered")
     limit = int(body_limit * (1 << 20))
     metrics = Metrics()
-    turns = None if max_in_flight is None else Turns(max_in_flight, registry=metrics.registry, **queue)
+    admission = None if max_in_flight is None else AdmissionQueue(max_in_flight, registry=metrics.registry, **queue)
     with ExitStack() as until_served:
         # An address that cannot be had is said before a model is loaded.
-        listening = until_served.enter_context(listen(host, port))
+        listening = until_served.enter_context(_listen(host, port))
         try:
             if in_process:
                 behind = until_served.enter_context(
@@ -246,8 +248,8 @@ def serve(
                 body_limit=limit,
                 bodies_limit=int(bodies_limit * (1 << 20)),
                 timeouts=Timeouts(connect_timeout, read_timeout, client_timeout),
-                turns=turns,
-                routes=stats_routes(metrics, turns),
+                admission=admission,
+                routes=stats_routes(metrics, admission),
                 **behind.options,
             )
         except AddressError as error:
@@ -256,7 +258,24 @@ def serve(
             warn(f"everybody who reaches {host} can use the server behind: give --api-key")
         announce(address_of(listening), behind.settings, settings, behind.source, shadow=shadow)
         logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-        run_server(behind.wrap(app), listening, grace_s=grace, client_s=client_timeout, connections=max_connections)
+        run_server(
+            behind.wrap(app),
+            listening,
+            grace_s=grace,
+            client_s=client_timeout,
+            connections=max_connections,
+            probes=PROBES,
+            on_started=lambda url: click.echo(f"Serving on {url}/v1", err=True),
+        )
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    from ragorder.adapters.http_server.server import listen
+
+    try:
+        return listen(host, port)
+    except OSError as error:
+        raise click.ClickException(f"{host} port {port}: {error.strerror}: give another --host or --port") from None
 
 
 def _given(**options: Any) -> dict[str, Any]:
@@ -279,7 +298,7 @@ def _builder(tokenizer: Any, **templates: str | None) -> PromptBuilder:
 
 
 def _load(tokenizer: str) -> Any:
-    from ragorder.eval.engines.models import load_tokenizer
+    from ragorder.adapters.tokenizer import load_tokenizer
 
     try:
         return load_tokenizer(tokenizer)

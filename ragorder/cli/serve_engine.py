@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -13,7 +14,7 @@ import click
 from click.core import ParameterSource
 from pydantic import ValidationError
 
-from ragorder.cli.tiers import Size
+from ragorder.cli.options import Size
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -212,10 +213,9 @@ def _load(options: Mapping[str, Any], settings: Settings) -> TieredEngine:
 
 def _random_model() -> tuple[str, str]:
     """Its folder in the cache of this user, and the dtype that this machine computes fast."""
-    from ragorder.eval.engines.models import random_model
-    from ragorder.eval.engines.vllm import has_fast_bfloat16
-
-    return str(random_model()), "bfloat16" if has_fast_bfloat16() else "float32"
+    # By name: the product does without the evaluation, whose model this is, but for a trial.
+    models, engines = import_module("ragorder.eval.engines.models"), import_module("ragorder.eval.engines.vllm")
+    return str(models.random_model()), "bfloat16" if engines.has_fast_bfloat16() else "float32"
 
 
 def _with_sizes(settings: Settings, worker: EngineWorker) -> Settings:

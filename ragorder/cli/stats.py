@@ -10,7 +10,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from ragorder.cli.watching import show_figures, watch_options
+from ragorder.cli.output import show_figures, watch_options
 
 if TYPE_CHECKING:
     from ragorder.adapters.observing.stats import Stats
@@ -42,9 +42,10 @@ _PASSED = {
 )
 @watch_options
 def stats(url: str, api_key: str | None, prefill_rate: float | None, interval_s: float | None, as_json: bool) -> None:
-    """Say what was saved at URL: of `ragorder serve`, or of an application that publishes ragorder's metrics there.
+    """Show what ordering saved at a running proxy or application.
 
-    In shadow mode documents are served in retrieval order, and it is said what ragorder's order would have saved.
+    URL is that of `ragorder serve`, or of an application that publishes ragorder's metrics. In shadow mode documents
+    are served in retrieval order, and the figures say what ragorder's order would have saved.
     """
     from ragorder.adapters.observing.stats import fetch_stats
     from ragorder.adapters.vllm.cache_config import ServerError

@@ -11,7 +11,7 @@ import click
 from rich.console import Console
 from rich.text import Text
 
-from ragorder.cli.param_type import ParamType
+from ragorder.cli.options import Size
 from ragorder.cli.tiers_stats import stats
 
 if TYPE_CHECKING:
@@ -22,29 +22,11 @@ if TYPE_CHECKING:
 __all__ = ["tiers"]
 
 _HELP = {"help_option_names": ["-h", "--help"]}
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_UNITS |= {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
-_SPELLED = {unit.lower(): size for unit, size in _UNITS.items()}
-
-
-class Size(ParamType[int]):
-    """Bytes: a number, with a unit or without."""
-
-    name = "size"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        if isinstance(value, int):
-            return value
-        found = re.fullmatch(r"([0-9]+(?:_[0-9]+)*(?:\.[0-9]+)?) ?([A-Za-z]*)", value.strip())
-        size = _SPELLED.get(found[2].lower()) if found else None
-        if found is None or size is None:
-            self.fail(f"{value!r} is no size: write 8GiB, 500MB or a number of bytes", param, ctx)
-        return round(float(found[1]) * size) if "." in found[1] else int(found[1]) * size
 
 
 @click.group(context_settings=_HELP)
 def tiers() -> None:
-    """Documents' KV beyond the GPU, in host memory and on disk: ragorder's plug-in for vLLM."""
+    """Keep documents' KV in host memory and on disk, in vLLM."""
 
 
 @tiers.command(context_settings=_HELP)

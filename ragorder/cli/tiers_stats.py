@@ -13,7 +13,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ragorder.cli.watching import show_figures, watch_options
+from ragorder.cli.output import show_figures, watch_options
 
 if TYPE_CHECKING:
     from ragorder.adapters.observing.tier_stats import Hits, TierFigures, TierStats

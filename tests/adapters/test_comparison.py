@@ -63,11 +63,11 @@ class Recorder:
         self.errors: list[float] = []
 
     def ordered(self, observation: Observation) -> Callable[[RequestOutcome], None]:
-        def settled(outcome: RequestOutcome) -> None:
+        def finished(outcome: RequestOutcome) -> None:
             if outcome.cached_tokens is not None:
                 self.errors.append(outcome.cached_tokens - observation.predicted_tokens)
 
-        return settled
+        return finished
 
 
 class World:

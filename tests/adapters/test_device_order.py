@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.rings import examples
 
 from ragorder.kernels.policies import POLICIES, History, Tier, make_policy
 
@@ -243,7 +244,7 @@ class TestWhatGoesFirst:
         assert (device.holds("x"), device.holds("ab")) == (stays, 2)
 
     def test_is_by_lru_what_vllm_itself_would_give_up(self) -> None:
-        @settings(max_examples=60)
+        @settings(max_examples=examples(60))
         @given(st.lists(st.text("abcdef", min_size=1, max_size=5), max_size=40), st.integers(7, 12))
         def same(requests: list[str], blocks: int) -> None:
             ours, own = Device(blocks, tier("lru")), Device(blocks)
@@ -297,7 +298,7 @@ class TestAgainstThePlainModel:
         vllm()
         served = st.tuples(st.text("abcd", min_size=1, max_size=4), st.sampled_from([1.0, 2.0, 4.0]))
 
-        @settings(max_examples=100)
+        @settings(max_examples=examples(100))
         @given(st.lists(served, max_size=60), st.integers(6, 14))
         def same(requests: list[tuple[str, float]], blocks: int) -> None:
             device, model = Device(blocks, tier("pgdsf", history)), PlainModel(blocks, bool(history))
@@ -425,7 +426,7 @@ class TestWhateverHappens:
         names = ["begin", "begin", "chunk", "chunk", "go on", "decode", "finish", "finish", "preempt", "reset", "evict"]
         steps = st.tuples(st.sampled_from(names), st.integers(0, 5), st.text("abc", min_size=1, max_size=4))
 
-        @settings(max_examples=80)
+        @settings(max_examples=examples(80))
         @given(st.lists(steps, max_size=60), st.integers(4, 12), st.sampled_from([0, 3, 100]))
         def holds(steps: list[Step], blocks: int, history: int) -> None:
             device = Device(blocks, tier(policy, history))

@@ -18,9 +18,10 @@ import pytest
 from click.testing import CliRunner, Result
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.rings import examples
 
+from ragorder.adapters.doctor import AddressError, Events, Finding, examine
 from ragorder.adapters.doctor import events as _check_events
-from ragorder.adapters.doctor.examine import AddressError, Events, Finding, examine
 from ragorder.adapters.vllm.cache_config import CacheConfig, ServerError, read_cache_config
 from ragorder.cli import main
 
@@ -435,7 +436,7 @@ class TestAServerThatDoesNotSay:
     def test_is_always_an_error_of_the_server(self, fake: FakeServer) -> None:
         labels = st.dictionaries(st.sampled_from(["block_size", "num_gpu_blocks", "engine"]), st.text())
 
-        @settings(max_examples=50)
+        @settings(max_examples=examples(50))
         @given(labels, st.text())
         def read(values: dict[str, str], tail: str) -> None:
             fake.raw["/metrics"] = page(gauge(**values) + tail).encode("utf-8", "replace")
@@ -927,7 +928,7 @@ class TestTwoPrompts:
     def test_are_quoted_without_control_characters(self, fake: FakeServer) -> None:
         fake.tokenizes = False
 
-        @settings(max_examples=30)
+        @settings(max_examples=examples(30))
         @given(st.text(), st.text(min_size=1), st.text(min_size=1))
         def quote(head: str, one: str, other: str) -> None:
             found = findings(fake, samples=(head + one, head + other))

@@ -10,7 +10,6 @@ import asyncio
 import copy
 import json
 import re
-import socket
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -28,50 +27,19 @@ from dspy.dsp.utils import dotdict
 from dspy.utils import DummyLM
 from hypothesis import given
 from hypothesis import strategies as st
+from support.framework_contract import FrameworkContract
+from support.network import local_connections_only  # noqa: F401
 
-from ragorder import Document, Orderer
-from ragorder.adapters.dspy import CacheOrderedRetrieve
+from ragorder import Orderer
+from ragorder.adapters.dspy import CacheOrderRetriever
 
 SMALL: Any = {"block_size": 1, "capacity_tokens": 400, "suffix_tokens": 8}
 REQUESTS = st.lists(st.lists(st.sampled_from("abcdefg"), max_size=12), min_size=1, max_size=6)
 
 
-@pytest.fixture(autouse=True)
-def _nothing_outside_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
-    connect = socket.socket.connect
-
-    def refuse(self: socket.socket, address: Any) -> None:
-        if self.family != socket.AF_UNIX and address[0] not in ("127.0.0.1", "::1"):
-            raise AssertionError(f"somebody phones home: {address}")
-        connect(self, address)
-
-    monkeypatch.setattr(socket.socket, "connect", refuse)
-
-
 @pytest.fixture
 def orderer() -> Orderer:
     return Orderer(block_size=1)
-
-
-class Recorder:
-    """An orderer that remembers what it was given, and how each ordering was settled."""
-
-    def __init__(self, orderer: Orderer) -> None:
-        self.settings, self.fall_back, self.order_batch = orderer.settings, orderer.fall_back, orderer.order_batch
-        self.orderer = orderer
-        self.documents: list[Any] = []
-        self.settled: list[Any] = []
-
-    def order(self, documents: Any, **options: Any) -> Any:
-        self.documents += documents
-        ordering = self.orderer.order(documents, **options)
-        ordering.add_done_callback(self.settled.append)
-        return ordering
-
-
-@pytest.fixture
-def recorder(orderer: Orderer) -> Recorder:
-    return Recorder(orderer)
 
 
 def words(query: str) -> list[str]:
@@ -98,47 +66,40 @@ class Once(dspy.Module):  # type: ignore[misc]
         return query.split()
 
 
+class TestContract(FrameworkContract):
+    package, extra, module = "dspy", "dspy", "ragorder.adapters.dspy"
+    has_metadata = False
+
+    def adapter(self, orderer: Any, **options: Any) -> CacheOrderRetriever:
+        return CacheOrderRetriever(list, orderer, **options)
+
+    def found(self, *names: str, text: str = "the text of {}.", source: str | None = None) -> list[str]:
+        return [text.format(name) for name in names]
+
+    def order(self, adapter: Any, documents: list[str]) -> list[str]:
+        passages: list[str] = adapter(documents).passages
+        return passages
+
+    async def aorder(self, adapter: Any, documents: list[str]) -> list[str]:
+        passages: list[str] = (await adapter.acall(documents)).passages
+        return passages
+
+    def read(self, document: Any) -> tuple[str, str]:
+        return "", str(document)
+
+
 class TestPassagesArePutInOrder:
-    def test_a_request_begins_as_an_earlier_one_did(self, orderer: Orderer) -> None:
-        retrieve = CacheOrderedRetrieve(words, orderer)
-        assert retrieve("a b c").passages == ["a", "b", "c"]
-        assert retrieve("d c b a").passages == ["a", "b", "c", "d"]
-
-    @given(REQUESTS)
-    def test_each_passage_comes_back_as_often_as_it_was_found(self, requests: list[list[str]]) -> None:
-        retrieve = CacheOrderedRetrieve(words, Orderer(block_size=1, strict=True))
-        for request in requests:
-            assert Counter(retrieve(" ".join(request)).passages) == Counter(request)
-
-    @given(REQUESTS)
-    def test_the_order_is_that_of_the_plain_orderer(self, requests: list[list[str]]) -> None:
-        plain, retrieve = Orderer(**SMALL), CacheOrderedRetrieve(list, Orderer(**SMALL))
-        for request in requests:
-            passages = [name * 100 for name in request]
-            ordering = plain.order([Document("", passage) for passage in passages])
-            ordering.confirm()
-            found = retrieve(passages)
-            assert found.passages == [passages[rank] for rank in ordering.permutation]
-
-    def test_no_passages_are_no_passages(self, orderer: Orderer) -> None:
-        assert CacheOrderedRetrieve(words, orderer)("").passages == []
-        assert orderer.fallbacks == 0
-
     def test_the_retriever_is_called_with_the_same_arguments(self, orderer: Orderer) -> None:
-        assert CacheOrderedRetrieve(Found(), orderer)("a b c", k=2).passages == ["a", "b"]
-        assert CacheOrderedRetrieve(Found(), orderer)(query="a b c", k=1).passages == ["a"]
+        assert CacheOrderRetriever(Found(), orderer)("a b c", k=2).passages == ["a", "b"]
+        assert CacheOrderRetriever(Found(), orderer)(query="a b c", k=1).passages == ["a"]
 
     def test_an_error_of_the_retriever_is_raised_as_it_is(self, orderer: Orderer) -> None:
         def broken(query: str) -> list[str]:
             raise LookupError("no index")
 
         with pytest.raises(LookupError, match="no index"):
-            CacheOrderedRetrieve(broken, orderer)("a")
+            CacheOrderRetriever(broken, orderer)("a")
         assert orderer.fallbacks == 0
-
-    def test_an_ordering_counts_as_served_at_once(self, recorder: Recorder) -> None:
-        CacheOrderedRetrieve(words, recorder)("a b")
-        assert recorder.settled == [(True, None, None, None)]
 
 
 class TestWhatARetrieverGives:
@@ -146,8 +107,8 @@ class TestWhatARetrieverGives:
 
     def orders(self, orderer: Orderer, found: Any) -> Any:
         """What becomes of `found` where the cache holds a, b, c."""
-        CacheOrderedRetrieve(words, orderer)("a b c")
-        return CacheOrderedRetrieve(lambda query: found, orderer)("?")
+        CacheOrderRetriever(words, orderer)("a b c")
+        return CacheOrderRetriever(lambda query: found, orderer)("?")
 
     def test_a_prediction_keeps_its_fields_and_those_of_the_number_of_its_passages_go_along(
         self, orderer: Orderer
@@ -223,7 +184,7 @@ class TestWhatARetrieverGives:
     def test_passages_that_cannot_be_read_stay_in_retrieval_order(self, orderer: Orderer, odd: Any) -> None:
         ordered = self.orders(orderer, dspy.Prediction(passages=["b", odd, "a"], indices=[2, 0, 1]))
         assert (ordered.passages, ordered.indices) == (["b", odd, "a"], [2, 0, 1])
-        assert CacheOrderedRetrieve(lambda query: ["b", odd, "a"], orderer)("?").passages == ["b", odd, "a"]
+        assert CacheOrderRetriever(lambda query: ["b", odd, "a"], orderer)("?").passages == ["b", odd, "a"]
         assert orderer.fallbacks == 2
 
 
@@ -231,36 +192,25 @@ class TestWhatAPassageIsKnownBy:
     def test_its_text_and_nothing_else(self, orderer: Orderer) -> None:
         rows = [dotdict(long_text="a", pid=1), dotdict(long_text="b", pid=2)]
         other = [dotdict(long_text="b", pid=3), dotdict(long_text="a", pid=4)]
-        assert CacheOrderedRetrieve(lambda query: rows, orderer)("?").pid == [1, 2]
-        assert CacheOrderedRetrieve(lambda query: other, orderer)("?").pid == [4, 3]
+        assert CacheOrderRetriever(lambda query: rows, orderer)("?").pid == [1, 2]
+        assert CacheOrderRetriever(lambda query: other, orderer)("?").pid == [4, 3]
 
     def test_what_key_gives_belongs_to_it(self, orderer: Orderer) -> None:
         rows = [dotdict(long_text="a", pid=1), dotdict(long_text="b", pid=2)]
         other = [dotdict(long_text="b", pid=3), dotdict(long_text="a", pid=4)]
         for found, expected in ((rows, [1, 2]), (other, [3, 4]), (rows[::-1], [1, 2])):
-            retrieve = CacheOrderedRetrieve(lambda query, found=found: found, orderer, key=lambda row: row.pid)
+            retrieve = CacheOrderRetriever(lambda query, found=found: found, orderer, key=lambda row: row.pid)
             assert retrieve("?").pid == expected
-
-    def test_tokens_gives_its_length(self, recorder: Recorder) -> None:
-        CacheOrderedRetrieve(words, recorder, tokens=len)("a bcd")
-        CacheOrderedRetrieve(words, recorder)("a")
-        assert [document.tokens for document in recorder.documents] == [1, 3, None]
 
 
 class TestScopesShareNothing:
-    def test_a_string_is_the_scope_of_all_requests(self, orderer: Orderer) -> None:
-        ours, theirs = (CacheOrderedRetrieve(words, orderer, scope=tenant) for tenant in ("ours", "theirs"))
-        ours("a b")
-        assert theirs("b a").passages == ["b", "a"]
-        assert ours("b a").passages == ["a", "b"]
-
     async def test_a_function_names_the_scope_of_a_request_from_what_the_retriever_is_asked(
         self, orderer: Orderer
     ) -> None:
         def search(query: str, tenant: str) -> list[str]:
             return query.split()
 
-        retrieve = CacheOrderedRetrieve(search, orderer, scope=lambda query, tenant: tenant)
+        retrieve = CacheOrderRetriever(search, orderer, scope=lambda query, tenant: tenant)
         retrieve("a b", tenant="ours")
         assert retrieve("b a", tenant="theirs").passages == ["b", "a"]
         assert (await retrieve.acall("b a", tenant="ours")).passages == ["a", "b"]
@@ -275,16 +225,12 @@ class TestWhatFailsLeavesRetrievalOrder:
     async def test_a_broken_function_is_counted_and_nothing_raised(
         self, orderer: Orderer, options: dict[str, Any]
     ) -> None:
-        CacheOrderedRetrieve(words, orderer)("a b")
-        retrieve = CacheOrderedRetrieve(Found(), orderer, **options)
+        CacheOrderRetriever(words, orderer)("a b")
+        retrieve = CacheOrderRetriever(Found(), orderer, **options)
         found = retrieve("b a")
         assert (found.passages, found.indices) == (["b", "a"], [98, 97])
         assert (await retrieve.acall("b a")).passages == ["b", "a"]
         assert orderer.fallbacks == 2
-
-    def test_strict_raises_instead(self) -> None:
-        with pytest.raises(LookupError):
-            CacheOrderedRetrieve(words, Orderer(strict=True), key=_broken)("a")
 
 
 class TestAsynchronously:
@@ -301,12 +247,12 @@ class TestAsynchronously:
             "module that can be awaited": Found(),
             "returns one": lambda query: self._words(query),
         }[kind]
-        retrieve = CacheOrderedRetrieve(retriever, orderer)
+        retrieve = CacheOrderRetriever(retriever, orderer)
         assert (await retrieve.acall("a b c")).passages == ["a", "b", "c"]
         assert (await retrieve.acall("c b a")).passages == ["a", "b", "c"]
 
     async def test_a_module_that_can_be_awaited_is(self, orderer: Orderer) -> None:
-        assert (await CacheOrderedRetrieve(Found(), orderer).acall("a")).awaited
+        assert (await CacheOrderRetriever(Found(), orderer).acall("a")).awaited
 
     async def test_a_retriever_that_blocks_runs_in_a_thread_and_ordering_does_not(self, orderer: Orderer) -> None:
         threads: dict[str, int] = {}
@@ -318,11 +264,11 @@ class TestAsynchronously:
         def key(passage: str) -> None:
             threads["order"] = threading.get_ident()
 
-        await CacheOrderedRetrieve(search, orderer, key=key).acall("a")
+        await CacheOrderRetriever(search, orderer, key=key).acall("a")
         assert threads["order"] == threading.get_ident() != threads["search"]
 
     async def test_asyncify_works_too(self, orderer: Orderer) -> None:
-        retrieve = dspy.asyncify(CacheOrderedRetrieve(words, orderer))
+        retrieve = dspy.asyncify(CacheOrderRetriever(words, orderer))
         await retrieve("a b")
         assert (await retrieve("b a")).passages == ["a", "b"]
 
@@ -354,7 +300,7 @@ class TestInAProgram:
         return DummyLM([{"reasoning": "it is so", "answer": "yes"}] * 9)
 
     async def test_the_prompt_shows_the_passages_in_the_new_order(self, orderer: Orderer, lm: Any) -> None:
-        program = RAG(CacheOrderedRetrieve(words, orderer))
+        program = RAG(CacheOrderRetriever(words, orderer))
         with dspy.context(lm=lm):
             assert program(question="a b c").answer == "yes"
             program(question="d c a b")
@@ -365,7 +311,7 @@ class TestInAProgram:
         def rm(query: str, k: int) -> list[Any]:
             return [dotdict(long_text=word) for word in query.split()[:k]]
 
-        retrieve = CacheOrderedRetrieve(dspy.Retrieve(k=3), orderer)
+        retrieve = CacheOrderRetriever(dspy.Retrieve(k=3), orderer)
         with dspy.context(rm=rm):
             assert retrieve("a b c d").passages == ["a", "b", "c"]
             assert retrieve("c b a d").passages == ["a", "b", "c"]
@@ -380,7 +326,7 @@ class TestInAProgram:
         if not hasattr(embeddings, "EmbeddingsWithScores"):
             pytest.skip("this version gives no scores")
         inner = embeddings.EmbeddingsWithScores(corpus, embed, k=3)
-        retrieve = CacheOrderedRetrieve(inner, orderer)
+        retrieve = CacheOrderRetriever(inner, orderer)
         first, plain, ordered = retrieve("ship"), inner("lamp"), retrieve("lamp")
         assert plain.passages != first.passages == ordered.passages
         assert [corpus[index] for index in ordered.indices] == ordered.passages
@@ -389,14 +335,14 @@ class TestInAProgram:
         )
 
     def test_parallel_runs_get_their_own_passages(self, orderer: Orderer) -> None:
-        retrieve = CacheOrderedRetrieve(words, orderer)
+        retrieve = CacheOrderRetriever(words, orderer)
         queries = [f"{'abcd'[n % 4]} n{n} m{n} z" for n in range(32)]
         parallel = dspy.Parallel(num_threads=8, disable_progress_bar=True)
         found = parallel([(retrieve, {"query": query}) for query in queries])
         assert [sorted(result.passages) for result in found] == [sorted(query.split()) for query in queries]
 
     def test_an_optimiser_compiles_the_program(self, orderer: Orderer, lm: Any) -> None:
-        program = RAG(CacheOrderedRetrieve(words, orderer))
+        program = RAG(CacheOrderRetriever(words, orderer))
         examples = [dspy.Example(question=f"a b {n}", answer="yes").with_inputs("question") for n in range(3)]
         optimiser = dspy.BootstrapFewShot(metric=lambda example, found, trace: True, max_bootstrapped_demos=2)
         with dspy.context(lm=lm):
@@ -411,7 +357,7 @@ class TestCopiesAndFiles:
         "copied", [copy.deepcopy, lambda module: module.deepcopy(), lambda module: module.reset_copy()]
     )
     def test_copies_share_the_orderer(self, orderer: Orderer, copied: Callable[[Any], Any]) -> None:
-        program = RAG(CacheOrderedRetrieve(Found(), orderer))
+        program = RAG(CacheOrderRetriever(Found(), orderer))
         program.retrieve("a b")
         assert copied(program).retrieve("b a").passages == ["a", "b"]
 
@@ -425,7 +371,7 @@ class TestCopiesAndFiles:
             def __call__(self, query: str) -> list[str]:
                 return query.split()
 
-        retrieve = CacheOrderedRetrieve(Locked(), orderer)
+        retrieve = CacheOrderRetriever(Locked(), orderer)
         retrieve("a b")
         assert retrieve.deepcopy()("b a").passages == ["a", "b"]
 
@@ -434,15 +380,15 @@ class TestCopiesAndFiles:
             def __init__(self) -> None:
                 self.rewrite = dspy.Predict("question -> query")
 
-        assert [name for name, _ in CacheOrderedRetrieve(Rewriting(), orderer).named_predictors()] == [
+        assert [name for name, _ in CacheOrderRetriever(Rewriting(), orderer).named_predictors()] == [
             "retriever.rewrite"
         ]
 
     def test_the_state_of_a_program_is_saved_and_loaded(self, orderer: Orderer, tmp_path: Path) -> None:
-        program = RAG(CacheOrderedRetrieve(words, orderer))
+        program = RAG(CacheOrderRetriever(words, orderer))
         program.respond.predictors()[0].demos = [dspy.Example(question="?", answer="!")]
         program.save(tmp_path / "program.json")
-        again = RAG(CacheOrderedRetrieve(words, orderer))
+        again = RAG(CacheOrderRetriever(words, orderer))
         again.load(tmp_path / "program.json")
         assert again.dump_state() == program.dump_state()
         program.retrieve("a b")
@@ -450,7 +396,7 @@ class TestCopiesAndFiles:
 
     def test_a_whole_program_is_loaded_with_an_orderer_of_its_own_and_the_same_settings(self, tmp_path: Path) -> None:
         orderer = Orderer(block_size=1, keep_first=1)
-        retrieve = CacheOrderedRetrieve(Found(), orderer, key=lambda passage: None)
+        retrieve = CacheOrderRetriever(Found(), orderer, key=lambda passage: None)
         retrieve("a b c")
         RAG(retrieve).save(tmp_path / "program", save_program=True)
         again = dspy.load(tmp_path / "program", allow_pickle=True).retrieve
@@ -474,18 +420,10 @@ class TestConcurrency:
         assert orderer.fallbacks == 0
 
     def test_threads(self, orderer: Orderer) -> None:
-        retrieve = CacheOrderedRetrieve(Found(), orderer)
+        retrieve = CacheOrderRetriever(Found(), orderer)
         with ThreadPoolExecutor(64) as pool:
             self.check(list(pool.map(retrieve, self.QUERIES)), orderer)
 
     async def test_tasks(self, orderer: Orderer) -> None:
-        retrieve = CacheOrderedRetrieve(Found(), orderer)
+        retrieve = CacheOrderRetriever(Found(), orderer)
         self.check(await asyncio.gather(*[retrieve.acall(query) for query in self.QUERIES]), orderer)
-
-
-class TestWithoutDSPy:
-    def test_the_import_names_what_to_install(self, python: Any) -> None:
-        done = python("-c", "import ragorder.adapters.dspy", blocked=("dspy",))
-        assert done.returncode == 1
-        assert "ImportError" in done.stderr
-        assert "pip install 'ragorder[dspy]'" in done.stderr

@@ -24,6 +24,7 @@ import pytest
 from click.testing import CliRunner, Result
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.rings import examples
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -48,6 +49,8 @@ from ragorder.cli import main
 from ragorder.eval.engines.tiny_model import make_model
 from ragorder.kernels.engine import EngineSettings, Request, Sampling, TieredEngine, loading
 from ragorder.kernels.profile import PrefillProfile
+
+pytestmark = pytest.mark.merge
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -1034,7 +1037,7 @@ class TestFuzz:
         statuses = set()
         good: dict[str, Any] = {"prompt": "a"} if path == COMPLETIONS else {"messages": [SYSTEM]}
 
-        @settings(max_examples=100, suppress_health_check=list(HealthCheck))
+        @settings(max_examples=examples(100), suppress_health_check=list(HealthCheck))
         @given(st.dictionaries(st.sampled_from(FIELDS), VALUES, min_size=1, max_size=3), st.binary(max_size=3))
         def fuzz(spoilt: dict[str, Any], mangled: bytes) -> None:
             body = good | spoilt
@@ -1319,6 +1322,7 @@ class TestEnd:
             assert time.monotonic() - began < 30
         assert WORD not in said
 
+    @pytest.mark.slow
     def test_a_kill_leaves_nothing_but_the_disks_folder(self, launch: Callable[..., Served], tmp_path: Path) -> None:
         temporary = tmp_path / "tmp"
         temporary.mkdir()
@@ -1374,7 +1378,7 @@ class TestOptions:
                 patch.setattr(TieredEngine, "load", load)
                 patch.setattr(EngineWorker, "__init__", start)
                 patch.setattr("ragorder.adapters.proxy.make_app", make)
-                patch.setattr("ragorder.cli.listening.run_server", lambda *_, **__: None)
+                patch.setattr("ragorder.adapters.http_server.server.run_server", lambda *_, **__: None)
                 needed = ["--engine", "torch", "--model", str(model), "--port", "0"] if needed is None else needed
                 result = CliRunner().invoke(main, ["serve", *needed, *options], env=environment)
             assert result.exception is None or isinstance(result.exception, SystemExit), repr(result.exception)

@@ -24,13 +24,14 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from support.rings import examples
 
 from ragorder import DegradedWarning, Document, Orderer, PromptBuilder
 from ragorder.adapters.vllm import kv_events
 from ragorder.adapters.vllm.kv_events import KVEventSubscriber
 from ragorder.settings import Settings
 from ragorder.trie.residency import EngineBlocks
-from ragorder.trie.residency.blocks import Content, chain_root, follow
+from ragorder.trie.residency.blocks import Content, block_content, chain_root
 
 zmq = pytest.importorskip("zmq")
 msgpack = pytest.importorskip("msgspec").msgpack
@@ -124,7 +125,7 @@ class Server:
         content = chain_root(salt) if parent is None else self.held[parent]
         hashes: list[Hashable] = []
         for start in range(0, len(tokens), BLOCK):
-            content = follow(content, tokens[start : start + BLOCK])
+            content = block_content(content, tokens[start : start + BLOCK])
             hashes.append(self._hash(content))
             self.held[hashes[-1]] = content
         self.ever.update(self.held.values())
@@ -577,7 +578,7 @@ class TestTenants:
         for salt in ("one", "two"):
             server.store(salt=salt, tokens=tokens)
         eventually(lambda: len(events.blocks) == 6 and agrees(events, server))
-        assert not events.blocks.holds(follow(chain_root(), tokens[:BLOCK]))
+        assert not events.blocks.holds(block_content(chain_root(), tokens[:BLOCK]))
         server.store(tokens=tokens)
         eventually(lambda: len(events.blocks) == 9 and agrees(events, server))
         assert troubles(events) == set()
@@ -591,10 +592,12 @@ class TestTenants:
         contents = set()
         for salt in salts:
             root = chain_root(salt)
-            contents |= {follow(root, tokens), follow(follow(root, tokens), tokens)}
+            contents |= {block_content(root, tokens), block_content(block_content(root, tokens), tokens)}
             blocks = EngineBlocks(BLOCK)
             blocks.store([1, 2], None, tokens * 2, [[salt], None] if salt else None)
-            assert blocks.holds(follow(root, tokens)) and blocks.holds(follow(follow(root, tokens), tokens))
+            assert blocks.holds(block_content(root, tokens)) and blocks.holds(
+                block_content(block_content(root, tokens), tokens)
+            )
         assert len(contents) == 4
 
     @pytest.mark.parametrize(
@@ -614,9 +617,9 @@ class TestTenants:
         server.publish(stored([b"1", b"2"], tokens, **fields))
         eventually(lambda: len(events.blocks) == 2)
         for salt in (None, "adapter", "salt"):
-            first = follow(chain_root(salt), tokens[:BLOCK])
+            first = block_content(chain_root(salt), tokens[:BLOCK])
             assert not events.blocks.holds(first)
-            assert not events.blocks.holds(follow(first, tokens[BLOCK:]))
+            assert not events.blocks.holds(block_content(first, tokens[BLOCK:]))
         server.publish(removed([b"1", b"2"]))
         eventually(lambda: len(events.blocks) == 0)
         assert troubles(events) == set()
@@ -741,7 +744,7 @@ class TestGarbage:
         for number, event in enumerate(EVENTS.values()):
             tokens = [number + 1000] * BLOCK
             server.publish(event, stored([bytes([number])], tokens))
-            wanted.add(follow(chain_root(), tokens))
+            wanted.add(block_content(chain_root(), tokens))
         eventually(lambda: events.blocks._held.keys() == wanted)
         assert events.counters.garbage == len(EVENTS)
 
@@ -810,7 +813,7 @@ class TestGarbage:
         events = subscribe(server, check_interval_s=0.2)
         sent = Counter[str]()
 
-        @settings(max_examples=100, database=None, suppress_health_check=list(HealthCheck))
+        @settings(max_examples=examples(100), database=None, suppress_health_check=list(HealthCheck))
         @given(st.lists(messages(), min_size=25, max_size=40))
         def babble(babbled: list[tuple[bytes, ...]]) -> None:
             for message in babbled:
@@ -1068,7 +1071,7 @@ def contents(tokens: Sequence[int], salt: str | None = None) -> list[Content]:
     content = chain_root(salt)
     found = []
     for start in range(0, len(tokens), BLOCK):
-        content = follow(content, tokens[start : start + BLOCK])
+        content = block_content(content, tokens[start : start + BLOCK])
         found.append(content)
     return found
 
@@ -1180,7 +1183,7 @@ class TestEngineBlocks:
         blocks = EngineBlocks(BLOCK)
         tokens = list(range(2 * BLOCK))
         blocks.store([1], None, tokens[:BLOCK])
-        successor = blocks.afresh(same_engine=same_engine)
+        successor = blocks.make_successor(same_engine=same_engine)
         successor.store([2], 1, tokens[BLOCK:])
         successor.store([3], None, [9] * BLOCK)
         assert list(map(blocks.holds, contents(tokens))) == [True, False], "nothing has changed yet"
@@ -1263,7 +1266,7 @@ class TestEngineBlocks:
         assert len(table._contents) == 1 << 16
 
     def test_h1_no_call_of_an_orderer_waits_for_whoever_writes(self) -> None:
-        """A finaliser may run within `store` on the same thread, and settle, order or close an orderer there."""
+        """A finaliser may run within `store` on the same thread, and finish, order or close an orderer there."""
         table = EngineBlocks(BLOCK)
         orderer = Orderer(
             block_size=BLOCK,

@@ -49,9 +49,12 @@ from langchain_core.runnables import (
 from langchain_core.tools import tool
 from langchain_core.vectorstores import InMemoryVectorStore
 from pydantic import Field
+from support.framework_contract import FrameworkContract
 
-from ragorder.adapters.langchain import CacheOrderedRetriever, CacheReorder, FeedbackHandler
+from ragorder.adapters.langchain import CacheOrderRetriever, CacheOrderTransformer, FeedbackHandler
 from ragorder.adapters.langchain import runs as _langchain_runs
+
+pytestmark = pytest.mark.merge
 
 try:
     from langchain_tests.integration_tests import RetrieversIntegrationTests
@@ -117,7 +120,7 @@ class Recorder:
         return ordering
 
     @property
-    def settled(self) -> list[RequestOutcome | None]:
+    def finished(self) -> list[RequestOutcome | None]:
         """What became of each ordering, in the order of their making (None: nothing yet)."""
         return [request.outcomes[0] if request.outcomes else None for request in self.requests]
 
@@ -219,14 +222,16 @@ def retrieve(question: str) -> list[Document]:
 
 def rag(orderer: Any, model: Runnable[Any, Any], show: Callable[[list[Document]], str] = plain) -> Runnable[str, Any]:
     """The chain of the tutorials."""
-    retriever = CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
+    retriever = CacheOrderRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
     inputs = {"context": retriever | show, "question": RunnablePassthrough()}
     return inputs | PROMPT | model | StrOutputParser()
 
 
 def by_ranking(orderer: Recorder) -> list[tuple[str, RequestOutcome | None]]:
     """What became of each ordering, with the retrieval order of its documents, which tells whose it is."""
-    return [(names(each.documents), settled) for each, settled in zip(orderer.requests, orderer.settled, strict=True)]
+    return [
+        (names(each.documents), finished) for each, finished in zip(orderer.requests, orderer.finished, strict=True)
+    ]
 
 
 def names(documents: Iterable[Any]) -> str:
@@ -259,7 +264,7 @@ def watched(handler: BaseCallbackHandler, **config: Any) -> RunnableConfig:
 class _Suite(RetrieversIntegrationTests):
     @property
     def retriever_constructor(self) -> type[BaseRetriever]:
-        return CacheOrderedRetriever
+        return CacheOrderRetriever
 
     @property
     def retriever_query_example(self) -> str:
@@ -306,14 +311,68 @@ requests = st.lists(documents_lists, min_size=1, max_size=4)
 
 def steps(orderer: Any, found: list[list[Document]]) -> list[Callable[[], list[Document]]]:
     """The four ways of having documents put in order."""
-    retriever = CacheOrderedRetriever(retriever=RunnableLambda(lambda _: found[-1]), orderer=orderer, rank_key="place")
-    reorder = CacheReorder(orderer, rank_key="place")
+    retriever = CacheOrderRetriever(retriever=RunnableLambda(lambda _: found[-1]), orderer=orderer, rank_key="place")
+    reorder = CacheOrderTransformer(orderer, rank_key="place")
     return [
         lambda: retriever.invoke("?"),
         lambda: asyncio.run(retriever.ainvoke("?")),
         lambda: reorder.invoke(found[-1]),
         lambda: asyncio.run(reorder.ainvoke(found[-1])),
     ]
+
+
+class _LangChainContract(FrameworkContract):
+    package, extra, module = "langchain_core", "langchain", "ragorder.adapters.langchain"
+
+    def found(self, *names: str, text: str = "the text of {}.", source: str | None = None) -> list[Document]:
+        metadata = {} if source is None else {"source": source}
+        return [Document(text.format(name), id=name, metadata=metadata) for name in names]
+
+    def read(self, document: Any) -> tuple[str, str]:
+        return (document.id, document.page_content) if isinstance(document, Document) else ("", "")
+
+
+class TestTransformerContract(_LangChainContract):
+    def adapter(self, orderer: Any, **options: Any) -> CacheOrderTransformer:
+        return CacheOrderTransformer(orderer, **options)
+
+    def order(self, adapter: Any, documents: list[Document]) -> list[Document]:
+        ordered: list[Document] = adapter.invoke(documents)
+        return ordered
+
+    async def aorder(self, adapter: Any, documents: list[Document]) -> list[Document]:
+        ordered: list[Document] = await adapter.ainvoke(documents)
+        return ordered
+
+
+GIVEN: dict[str, list[Document]] = {}
+"""The documents that a question finds."""
+
+
+def _question(documents: list[Document]) -> str:
+    question = str(uuid4())
+    GIVEN[question] = documents
+    return question
+
+
+def _find(question: str) -> list[Document]:
+    return GIVEN.pop(question)
+
+
+class TestRetrieverContract(_LangChainContract):
+    def adapter(self, orderer: Any, **options: Any) -> CacheOrderRetriever:
+        retriever: CacheOrderRetriever = CacheOrderRetriever(
+            retriever=RunnableLambda(_find), orderer=orderer, **options
+        )
+        return retriever
+
+    def order(self, adapter: Any, documents: list[Document]) -> list[Document]:
+        ordered: list[Document] = adapter.invoke(_question(documents))
+        return ordered
+
+    async def aorder(self, adapter: Any, documents: list[Document]) -> list[Document]:
+        ordered: list[Document] = await adapter.ainvoke(_question(documents))
+        return ordered
 
 
 class TestDocuments:
@@ -334,13 +393,13 @@ class TestDocuments:
             assert {type(document) for document in got} <= {Chunk}
 
     def test_are_put_where_the_cache_has_them(self, orderer: Recorder) -> None:
-        retriever = CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
+        retriever = CacheOrderRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
         assert names(retriever.invoke("abcd: ?")) == "abcd"
         assert names(retriever.invoke("dcba: ?")) == "abcd"
         assert names(retriever.invoke("ecb: ?")) == "ecb"
 
     def test_bear_their_rank_in_retrieval_from_zero_if_asked_for(self, orderer: Recorder) -> None:
-        retriever = CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer, rank_key="ragorder")
+        retriever = CacheOrderRetriever(retriever=RunnableLambda(retrieve), orderer=orderer, rank_key="ragorder")
         retriever.invoke("abc: ?")
         assert {d.id: d.metadata for d in retriever.invoke("cba: ?")} == {
             "c": {"ragorder": {"rank": 0}},
@@ -351,71 +410,38 @@ class TestDocuments:
 
     def test_keep_a_users_own_metadata_of_that_name(self, orderer: Recorder) -> None:
         mine = Document("text", metadata={"ragorder": "mine", "page": 3})
-        reorder = CacheReorder(orderer, rank_key="ragorder")
+        reorder = CacheOrderTransformer(orderer, rank_key="ragorder")
         assert reorder.invoke([mine])[0].metadata == {"ragorder": "mine", "page": 3}
-        other = CacheReorder(orderer, rank_key="place").invoke([mine])[0]
+        other = CacheOrderTransformer(orderer, rank_key="place").invoke([mine])[0]
         assert other.metadata == {"ragorder": "mine", "page": 3, "place": {"rank": 0}}
 
     async def test_d9_are_the_retrievers_very_own_unless_their_rank_is_asked_for(self, orderer: Recorder) -> None:
         before = copy.deepcopy(DOCUMENTS)
-        retriever = CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
+        retriever = CacheOrderRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
         for found in (
             retriever.invoke("cab: ?"),
             await retriever.ainvoke("abc: ?"),
-            CacheReorder(orderer).invoke(retrieve("bca:")),
-            await CacheReorder(orderer).ainvoke(retrieve("acb:")),
+            CacheOrderTransformer(orderer).invoke(retrieve("bca:")),
+            await CacheOrderTransformer(orderer).ainvoke(retrieve("acb:")),
         ):
             assert {id(document) for document in found} == {id(document) for document in DOCUMENTS[:3]}
         assert before == DOCUMENTS
-
-    def test_of_a_kind_that_nobody_knows_stay_where_they_are(self) -> None:
-        orderer = Orderer()
-        strange: Any = [3, DOCUMENTS[0], None]
-        assert CacheReorder(orderer).invoke(strange)[::2] == [3, None]
-        assert orderer.fallbacks == 1
 
 
 class TestWhatTheOrdererIsTold:
     def read(self, document: Document, **options: Any) -> ragorder.Document:
         orderer = Recorder(strict=True)
-        CacheReorder(orderer, **options).invoke([document])
+        CacheOrderTransformer(orderer, **options).invoke([document])
         return orderer.requests[0].documents[0]
 
     def test_is_the_documents_id_and_text(self) -> None:
         read = self.read(Document("text", id="7", metadata={"source": "s"}))
         assert (read.id, read.text, read.tokens) == ("7", "text", None)
 
-    def test_is_the_users_key_if_there_is_one(self) -> None:
-        assert self.read(Document("text", id="7"), key=lambda document: 8).id == "8"
-        assert self.read(Document("text", id="7"), key=lambda document: None).id == "7"
-
     def test_is_the_text_alone_without_an_id_and_never_the_source(self) -> None:
         one, two = (self.read(Document("text", metadata={"source": source})) for source in "xy")
         assert one.id == two.id == ""
         assert one.key == two.key != self.read(Document("another", metadata={"source": "x"})).key
-
-    def test_is_another_document_if_the_text_has_changed(self) -> None:
-        assert self.read(Document("old", id="7")).key != self.read(Document("new", id="7")).key
-
-    def test_is_the_length_that_the_user_counts(self) -> None:
-        assert self.read(DOCUMENTS[0], tokens=lambda document: len(document.page_content)).tokens == 36
-
-    def test_is_the_source_for_those_who_keep_groups_together(self) -> None:
-        orderer = Orderer(block_size=4, keep_groups=True)
-        chunks = [Document(f"chunk number {place}", metadata={"source": "book"}) for place in range(4)]
-        reorder = CacheReorder(orderer)
-        reorder.invoke(chunks)
-        # Without the group, this request would come in the order of the first.
-        assert [chunk.page_content for chunk in reorder.invoke(chunks[::-1])] == [c.page_content for c in chunks[::-1]]
-
-    @pytest.mark.parametrize("option", ["key", "tokens", "scope"])
-    def test_may_fail_and_leaves_retrieval_order_then(self, option: str) -> None:
-        orderer = Orderer(block_size=4)
-        broken: dict[str, Any] = {option: lambda _: {}["no such thing"]}
-        CacheReorder(orderer).invoke(DOCUMENTS)
-        assert names(CacheReorder(orderer).invoke(DOCUMENTS[::-1])) == "abcdefgh"
-        assert names(CacheReorder(orderer, **broken).invoke(DOCUMENTS[::-1])) == "hgfedcba"
-        assert orderer.fallbacks == 1
 
 
 class Counting(BaseRetriever):
@@ -427,14 +453,14 @@ class Counting(BaseRetriever):
 
 class TestTheNumberOfDocuments:
     def test_is_cut_before_ordering_best_first(self, orderer: Recorder) -> None:
-        retriever = CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer, k=3)
+        retriever = CacheOrderRetriever(retriever=RunnableLambda(retrieve), orderer=orderer, k=3)
         retriever.invoke("fed: ?")
         assert names(retriever.invoke("abcdef: ?")) == "abc"
         assert names(retriever.invoke("defabc: ?")) == "fed"
         assert [len(request.documents) for request in orderer.requests] == [3, 3, 3]
 
     async def test_of_a_call_comes_before_that_of_the_retriever(self, orderer: Recorder) -> None:
-        retriever = CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer, k=2)
+        retriever = CacheOrderRetriever(retriever=RunnableLambda(retrieve), orderer=orderer, k=2)
         assert names(retriever.invoke("abcdef: ?", k=4)) == "abcd"
         assert names(await retriever.ainvoke("abcdef: ?", k=4)) == "abcd"
         assert retriever.invoke("abcdef: ?", k=0) == []
@@ -449,9 +475,9 @@ class TestTheNumberOfDocuments:
             "bound": inner.with_config(tags=["x"]).with_retry(),
             "configurable": inner.configurable_fields(search_kwargs=ConfigurableField(id="search_kwargs")),
             "sequence": inner | (lambda documents: documents),
-            "wrapped again": CacheOrderedRetriever(retriever=inner, orderer=Orderer()),
+            "wrapped again": CacheOrderRetriever(retriever=inner, orderer=Orderer()),
         }[wrap]
-        retriever = CacheOrderedRetriever(retriever=inner, orderer=orderer)
+        retriever = CacheOrderRetriever(retriever=inner, orderer=orderer)
         assert [len(retriever.invoke("?")), len(retriever.invoke("?", k=5))] == [2, 5]
         assert [len(await retriever.ainvoke("?")), len(await retriever.ainvoke("?", k=5))] == [2, 5]
 
@@ -468,17 +494,17 @@ class TestTheNumberOfDocuments:
             "function": RunnableLambda(lambda question: DOCUMENTS),
             "function that takes all": RunnableLambda(takes_all),
         }
-        assert names(CacheOrderedRetriever(retriever=inner[wrap], orderer=orderer).invoke("?", k=2)) == "ab"
+        assert names(CacheOrderRetriever(retriever=inner[wrap], orderer=orderer).invoke("?", k=2)) == "ab"
         assert taken == ([{"k": 2}] if wrap == "function that takes all" else [])
 
     def test_goes_along_with_whatever_else_the_retriever_takes(self, orderer: Recorder) -> None:
-        assert len(CacheOrderedRetriever(retriever=Counting(), orderer=orderer).invoke("?", top=3)) == 3
+        assert len(CacheOrderRetriever(retriever=Counting(), orderer=orderer).invoke("?", top=3)) == 3
 
     def test_is_refused_if_negative(self, orderer: Recorder) -> None:
         with pytest.raises(ValueError, match="k"):
-            CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer, k=-1)
+            CacheOrderRetriever(retriever=RunnableLambda(retrieve), orderer=orderer, k=-1)
         with pytest.raises(ValueError, match="must not be negative"):
-            CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer).invoke("ab: ?", k=-1)
+            CacheOrderRetriever(retriever=RunnableLambda(retrieve), orderer=orderer).invoke("ab: ?", k=-1)
 
 
 class Events(BaseCallbackHandler):
@@ -500,18 +526,18 @@ class TestTheWrappedRetriever:
 
     async def test_runs_as_a_child_with_the_metadata_of_the_run(self, orderer: Recorder) -> None:
         events = Events()
-        retriever = CacheOrderedRetriever(retriever=Counting(), orderer=orderer)
+        retriever = CacheOrderRetriever(retriever=Counting(), orderer=orderer)
         retriever.invoke("?", watched(events, metadata={"tenant": "a"}))
         await retriever.ainvoke("?", watched(events, metadata={"tenant": "b"}))
         assert [(name, parent) for name, parent, _ in events.starts] == [
-            ("CacheOrderedRetriever", None),
-            ("Counting", "CacheOrderedRetriever"),
+            ("CacheOrderRetriever", None),
+            ("Counting", "CacheOrderRetriever"),
         ] * 2
         assert [metadata["tenant"] for *_, metadata in events.starts] == ["a", "a", "b", "b"]
 
     async def test_sees_what_the_caller_configures(self, orderer: Recorder) -> None:
         """A tenant's filter must not get lost because somebody wrapped the retriever."""
-        retriever = CacheOrderedRetriever(retriever=self.inner(), orderer=orderer)
+        retriever = CacheOrderRetriever(retriever=self.inner(), orderer=orderer)
         chosen: RunnableConfig = {
             "configurable": {"search_kwargs": {"k": 3, "filter": lambda document: document.metadata["tenant"] == "b"}}
         }
@@ -521,7 +547,7 @@ class TestTheWrappedRetriever:
         assert len(retriever.invoke("?")) == 4
 
     async def test_may_fail_as_it_likes(self, orderer: Recorder) -> None:
-        retriever = CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
+        retriever = CacheOrderRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
         with pytest.raises(KeyError, match="'x'"):
             retriever.invoke("x: ?")
         with pytest.raises(KeyError, match="'x'"):
@@ -530,19 +556,19 @@ class TestTheWrappedRetriever:
 
     def test_must_be_a_runnable(self, orderer: Recorder) -> None:
         with pytest.raises(ValueError, match="retriever"):
-            CacheOrderedRetriever(retriever=retrieve, orderer=orderer)
+            CacheOrderRetriever(retriever=retrieve, orderer=orderer)
 
 
 class TestScope:
     def test_is_nobodys_unless_given(self, orderer: Recorder) -> None:
-        CacheReorder(orderer).invoke(DOCUMENTS)
-        CacheReorder(orderer, scope="salt").invoke(DOCUMENTS)
+        CacheOrderTransformer(orderer).invoke(DOCUMENTS)
+        CacheOrderTransformer(orderer, scope="salt").invoke(DOCUMENTS)
         assert [request.scope for request in orderer.requests] == [None, "salt"]
 
     async def test_may_come_with_the_run(self, orderer: Recorder) -> None:
         tenant = operator.itemgetter("tenant")
-        retriever = CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer, scope=tenant)
-        reorder = CacheReorder(orderer, scope=tenant)
+        retriever = CacheOrderRetriever(retriever=RunnableLambda(retrieve), orderer=orderer, scope=tenant)
+        reorder = CacheOrderTransformer(orderer, scope=tenant)
         for name in "ab":
             config: RunnableConfig = {"metadata": {"tenant": name}}
             retriever.invoke("abc: ?", config)
@@ -556,22 +582,22 @@ class TestScope:
         assert [request.scope for request in orderer.requests] == ["a"] * 6 + ["b"] * 6
 
     def test_keeps_tenants_apart(self) -> None:
-        reorder = CacheReorder(Orderer(block_size=4), scope=operator.itemgetter("tenant"))
+        reorder = CacheOrderTransformer(Orderer(block_size=4), scope=operator.itemgetter("tenant"))
         reorder.invoke(DOCUMENTS, {"metadata": {"tenant": "a"}})
         assert names(reorder.invoke(DOCUMENTS[::-1], {"metadata": {"tenant": "b"}})) == "hgfedcba"
         assert names(reorder.invoke(DOCUMENTS[::-1], {"metadata": {"tenant": "a"}})) == "abcdefgh"
 
     def test_that_cannot_be_told_is_not_taken_for_none(self) -> None:
         orderer = Orderer(block_size=4)
-        CacheReorder(orderer).invoke(DOCUMENTS)
-        reorder = CacheReorder(orderer, scope=operator.itemgetter("tenant"))
+        CacheOrderTransformer(orderer).invoke(DOCUMENTS)
+        reorder = CacheOrderTransformer(orderer, scope=operator.itemgetter("tenant"))
         assert names(reorder.invoke(DOCUMENTS[::-1])) == "hgfedcba"
         assert orderer.fallbacks == 1
 
 
 class TestTheStep:
     async def test_stands_behind_any_retriever(self, orderer: Recorder) -> None:
-        chain = RunnableLambda(retrieve) | CacheReorder(orderer)
+        chain = RunnableLambda(retrieve) | CacheOrderTransformer(orderer)
         assert names(chain.invoke("abc: ?")) == "abc"
         assert names(await chain.ainvoke("cba: ?")) == "abc"
         assert list(map(names, chain.batch(["bca: ?", "acb: ?"]))) == ["abc", "abc"]
@@ -579,7 +605,7 @@ class TestTheStep:
         assert [names(found) for found in chain.stream("cab: ?")] == ["abc"]
 
     def test_takes_none_one_and_the_same_again(self, orderer: Recorder) -> None:
-        reorder = CacheReorder(orderer, rank_key="ragorder")
+        reorder = CacheOrderTransformer(orderer, rank_key="ragorder")
         assert reorder.invoke([]) == []
         assert names(reorder.invoke(DOCUMENTS[:1])) == "a"
         twice = reorder.invoke([DOCUMENTS[0], DOCUMENTS[1], DOCUMENTS[0]])
@@ -588,19 +614,19 @@ class TestTheStep:
         assert reorder.invoke(tuple(DOCUMENTS))[0] == reorder.invoke(DOCUMENTS)[0]
 
     def test_says_what_it_takes_and_gives(self, orderer: Recorder) -> None:
-        assert CacheReorder(orderer).get_output_jsonschema()["type"] == "array"
+        assert CacheOrderTransformer(orderer).get_output_jsonschema()["type"] == "array"
 
 
 class TestWithoutAHandler:
     def test_an_ordering_counts_as_served_at_once(self, orderer: Recorder) -> None:
-        CacheReorder(orderer).invoke(DOCUMENTS)
+        CacheOrderTransformer(orderer).invoke(DOCUMENTS)
         rag(orderer, Model()).invoke("ab: #7")
-        assert orderer.settled == [NO_NUMBERS, NO_NUMBERS]
+        assert orderer.finished == [NO_NUMBERS, NO_NUMBERS]
 
     def test_and_with_one_at_the_model_alone(self, orderer: Recorder) -> None:
         handler = FeedbackHandler()
         rag(orderer, Model(callbacks=[handler])).invoke("ab: #7")
-        assert orderer.settled == [NO_NUMBERS]
+        assert orderer.finished == [NO_NUMBERS]
         assert (handler.open_runs, handler.waiting_orderings) == (0, 0)
 
 
@@ -616,15 +642,15 @@ class TestReportedTokens:
         assert [piece async for piece in chain.astream("gh: #4", watched(handler))][1:] == ["so ", "it ", "is", ""]
         chain.with_config(callbacks=[handler]).invoke("ah: #5")
         assert [event async for event in chain.astream_events("bg: #6", watched(handler), version="v2")]
-        assert orderer.settled == [usage(1), usage(2), usage(3), usage(4), usage(5), usage(6)]
+        assert orderer.finished == [usage(1), usage(2), usage(3), usage(4), usage(5), usage(6)]
 
     def test_reach_the_ordering_of_the_step(self, orderer: Recorder, handler: FeedbackHandler) -> None:
-        reorder = CacheReorder(orderer)
+        reorder = CacheOrderTransformer(orderer)
         chain = RunnablePassthrough.assign(documents=lambda given: retrieve(given["question"])).assign(
             context=operator.itemgetter("documents") | reorder | plain
         )
         (chain | PROMPT | Model()).invoke({"question": "ab: #7"}, watched(handler))
-        assert orderer.settled == [usage(7)]
+        assert orderer.finished == [usage(7)]
 
     def test_reach_each_ordering_of_fifty_concurrent_runs(self, orderer: Recorder, handler: FeedbackHandler) -> None:
         config = watched(handler, max_concurrency=16)
@@ -662,7 +688,7 @@ class TestReportedTokens:
         self, orderer: Recorder, handler: FeedbackHandler, show: Callable[[list[Document]], str]
     ) -> None:
         rag(orderer, Model(reports=False), show).invoke("ab: #7", watched(handler))
-        assert orderer.settled == [NO_NUMBERS]
+        assert orderer.finished == [NO_NUMBERS]
 
     def test_correct_the_orderer(self, handler: FeedbackHandler) -> None:
         """What the engine no longer holds is not counted on: the feedback is the orderer's, not a log."""
@@ -674,13 +700,13 @@ class TestReportedTokens:
         predicted = [request.ordering.cached_tokens for request in orderer.requests]
         assert predicted[0] == 0 < predicted[1]
         assert names(orderer.requests[1].ordering.documents) == "abcd"
-        assert orderer.settled == [usage(0)] * 3
+        assert orderer.finished == [usage(0)] * 3
 
     def test_are_nobodys_if_langchain_had_the_answer_itself(self, orderer: Recorder, handler: FeedbackHandler) -> None:
         chain = rag(orderer, Model(cache=InMemoryCache()))
         chain.invoke("ab: #7", watched(handler))
         chain.invoke("ab: #7", watched(handler))
-        assert orderer.settled == [usage(7), DISCARDED]
+        assert orderer.finished == [usage(7), DISCARDED]
 
 
 def chat(message: AIMessage, **generation_info: Any) -> ChatGeneration:
@@ -747,18 +773,18 @@ class TestTheDialectsOfUsage:
         self, orderer: Recorder, handler: FeedbackHandler, result: Any, cached: Any, total: Any, prompt: Any
     ) -> None:
         rag(orderer, Told(result=result)).invoke("ab: #7", watched(handler))
-        assert orderer.settled == [RequestOutcome(True, cached, total, prompt)]
+        assert orderer.finished == [RequestOutcome(True, cached, total, prompt)]
 
     async def test_text_models_report_beside_the_text(self, orderer: Recorder, handler: FeedbackHandler) -> None:
         chain = rag(orderer, TextModel())
         chain.invoke("ab: #7", watched(handler))
         await chain.ainvoke("ba: #7", watched(handler))
-        assert orderer.settled == [RequestOutcome(True, 7, 1003, 1000)] * 2
+        assert orderer.finished == [RequestOutcome(True, 7, 1003, 1000)] * 2
 
     def test_what_a_text_model_sums_up_is_nobodys(self, orderer: Recorder, handler: FeedbackHandler) -> None:
         rag(orderer, TextModel()).batch(["ab: #7", "cd: #8"], watched(handler))
         rag(orderer, TextModel(of_each=True)).batch(["ab: #7", "cd: #8"], watched(handler))
-        assert orderer.settled == [NO_NUMBERS] * 2 + [RequestOutcome(True, 7, 1003, 1000)] * 2
+        assert orderer.finished == [NO_NUMBERS] * 2 + [RequestOutcome(True, 7, 1003, 1000)] * 2
 
 
 class TestWhichCallAnOrderingBelongsTo:
@@ -769,7 +795,7 @@ class TestWhichCallAnOrderingBelongsTo:
         chain = RunnablePassthrough.assign(rewritten=operator.itemgetter("question") | rewrite)
         chain |= operator.itemgetter("question") | rag(orderer, Model())
         chain.invoke({"question": "ab: #7"}, watched(handler))
-        assert orderer.settled == [usage(7)]
+        assert orderer.finished == [usage(7)]
 
     @pytest.mark.parametrize("show", [plain, shouted])
     def test_not_those_that_grade_single_documents(
@@ -781,15 +807,15 @@ class TestWhichCallAnOrderingBelongsTo:
             grader.batch([f"Is this any good? {document.page_content} #99" for document in documents], config)
             return documents
 
-        retriever = CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
+        retriever = CacheOrderRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
         chain = {"context": retriever | grade | show, "question": RunnablePassthrough()} | PROMPT | Model()
         chain.invoke("abc: #7", watched(handler))
-        assert orderer.settled == [usage(7) if show is plain else NO_NUMBERS]
+        assert orderer.finished == [usage(7) if show is plain else NO_NUMBERS]
 
     def test_the_one_of_its_own_branch(self, orderer: Recorder, handler: FeedbackHandler) -> None:
         """Four branches retrieve the same documents, which come in the same order: only the branch tells them apart.
         The last one to retrieve is the first one to ask."""
-        retriever = CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
+        retriever = CacheOrderRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
         turns = [threading.Event() for _ in range(5)]
 
         def branch(number: int, question: str, last: bool) -> Any:
@@ -814,7 +840,7 @@ class TestWhichCallAnOrderingBelongsTo:
         self, orderer: Recorder, handler: FeedbackHandler
     ) -> None:
         """Side by side in one node: what one has retrieved is part of what the other one has."""
-        retriever = CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
+        retriever = CacheOrderRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
         model = Model()
 
         def work(_: str, config: RunnableConfig) -> None:
@@ -823,11 +849,11 @@ class TestWhichCallAnOrderingBelongsTo:
             model.invoke(f"{plain(few)} #2", config)
 
         RunnableLambda(work).invoke("go", watched(handler))
-        assert orderer.settled == [usage(2), usage(3)]
+        assert orderer.finished == [usage(2), usage(3)]
 
     def test_the_foremost_of_several_has_the_numbers(self, orderer: Recorder, handler: FeedbackHandler) -> None:
         """Two retrievers into one prompt: what the engine had cached says something of the first one's documents."""
-        retriever = CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
+        retriever = CacheOrderRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
         model = Model()
 
         def work(_: str, config: RunnableConfig) -> None:
@@ -835,11 +861,11 @@ class TestWhichCallAnOrderingBelongsTo:
             model.invoke(f"{plain(first)}\n{plain(second)} #7", config)
 
         RunnableLambda(work).invoke("go", watched(handler))
-        assert orderer.settled == [NO_NUMBERS, usage(7)]
+        assert orderer.finished == [NO_NUMBERS, usage(7)]
 
     def test_the_first_of_several_with_the_same_documents(self, orderer: Recorder, handler: FeedbackHandler) -> None:
         """The second one is served from what the first one has computed, even if it is ready first."""
-        retriever = CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
+        retriever = CacheOrderRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
         first, second = Model(delay_s=0.2, started=threading.Event()), Model()
 
         def late(prompt: str, config: RunnableConfig) -> Any:
@@ -848,10 +874,10 @@ class TestWhichCallAnOrderingBelongsTo:
 
         both = RunnableParallel(one=RunnableLambda(lambda prompt: f"{prompt} #1") | first, two=late)
         (retriever | plain | both).invoke("abc: ?", watched(handler))
-        assert orderer.settled == [usage(1)]
+        assert orderer.finished == [usage(1)]
 
     def test_the_second_if_the_first_fails(self, orderer: Recorder, handler: FeedbackHandler) -> None:
-        retriever = CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
+        retriever = CacheOrderRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
         first, others = Slow(errors=[ValueError("no")], started=threading.Event()), Model()
 
         def late(prompt: str, config: RunnableConfig) -> Any:
@@ -862,16 +888,16 @@ class TestWhichCallAnOrderingBelongsTo:
 
         both = RunnableParallel(one=first.with_fallbacks([RunnableLambda(lambda _: "none")]), two=late)
         (retriever | plain | both).invoke("abc: ?", watched(handler))
-        assert orderer.settled == [usage(2)]
+        assert orderer.finished == [usage(2)]
 
     def test_and_others_may_still_be_under_way_then(self, orderer: Recorder, handler: FeedbackHandler) -> None:
-        retriever = CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
+        retriever = CacheOrderRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
         first, second = Slow(started=threading.Event()), Slow(started=threading.Event())
 
         def early(prompt: str, config: RunnableConfig) -> Any:
             assert second.started.wait(10)
             first.free.set()
-            while not orderer.settled[0]:
+            while not orderer.finished[0]:
                 time.sleep(0.001)
             second.free.set()
 
@@ -881,16 +907,16 @@ class TestWhichCallAnOrderingBelongsTo:
 
         calls = RunnableParallel(one=RunnableLambda(lambda prompt: f"{prompt} #1") | first, two=late, three=early)
         (retriever | plain | calls).invoke("abc: ?", watched(handler))
-        assert orderer.settled == [usage(1)]
+        assert orderer.finished == [usage(1)]
 
     def test_the_only_one_if_the_prompt_shows_the_documents_otherwise(
         self, orderer: Recorder, handler: FeedbackHandler
     ) -> None:
         rag(orderer, Model(), shouted).invoke("ab: #7", watched(handler))
-        assert orderer.settled == [usage(7)]
+        assert orderer.finished == [usage(7)]
 
     def test_not_one_with_its_documents_in_another_order(self, orderer: Recorder, handler: FeedbackHandler) -> None:
-        retriever = CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
+        retriever = CacheOrderRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
 
         def work(question: str, config: RunnableConfig) -> None:
             found = retriever.invoke(question, config)
@@ -898,41 +924,41 @@ class TestWhichCallAnOrderingBelongsTo:
             Model().invoke(f"{plain(found)} #7", config)
 
         RunnableLambda(work).invoke("abc: ?", watched(handler))
-        assert orderer.settled == [usage(7)]
+        assert orderer.finished == [usage(7)]
 
     def test_not_one_that_is_anothers(self, orderer: Recorder, handler: FeedbackHandler) -> None:
         """Of what the other retriever found, the prompt shows nothing that could be recognised."""
-        retriever = CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
+        retriever = CacheOrderRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
         both = RunnableLambda(lambda question: plain(retriever.invoke("ab: ?")) + shouted(retriever.invoke("cd: ?")))
         (both | (lambda prompt: f"{prompt} #7") | Model()).invoke("go", watched(handler))
-        assert orderer.settled == [usage(7), NO_NUMBERS]
+        assert orderer.finished == [usage(7), NO_NUMBERS]
 
     def test_not_only_if_the_prompt_shows_them_to_the_last_blank(
         self, orderer: Recorder, handler: FeedbackHandler
     ) -> None:
         found = [Document(" first\n"), Document("\tsecond "), Document(" ")]
-        retriever = CacheOrderedRetriever(retriever=RunnableLambda(lambda _: found), orderer=orderer)
+        retriever = CacheOrderRetriever(retriever=RunnableLambda(lambda _: found), orderer=orderer)
         trimmed = RunnableLambda(lambda documents: "|".join(each.page_content.strip() for each in documents))
         chain = retriever | trimmed | (lambda prompt: f"{prompt} #7") | Model() | (lambda answer: "#99") | Model()
         chain.invoke("?", watched(handler))
-        assert orderer.settled == [usage(7)]
+        assert orderer.finished == [usage(7)]
 
     def test_none_if_several_might_be_it(self, orderer: Recorder, handler: FeedbackHandler) -> None:
         chain = rag(orderer, Model(), shouted) | (lambda answer: f"{answer} #8") | Model()
         chain.invoke("ab: #7", watched(handler))
-        assert orderer.settled == [NO_NUMBERS]
+        assert orderer.finished == [NO_NUMBERS]
 
     def test_none_if_one_call_might_be_that_of_two(self, orderer: Recorder, handler: FeedbackHandler) -> None:
-        retriever = CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
+        retriever = CacheOrderRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
         both = RunnableParallel(one=retriever, two=retriever) | (lambda found: f"{shouted(found['one'])} #7")
         (both | Model()).invoke("ab: ?", watched(handler))
-        assert orderer.settled == [NO_NUMBERS] * 2
+        assert orderer.finished == [NO_NUMBERS] * 2
 
     def test_none_if_one_of_several_is_the_only_one_of_another(
         self, orderer: Recorder, handler: FeedbackHandler
     ) -> None:
         """Nobody's documents can be recognised. The second was retrieved while the first one's call was under way."""
-        retriever = CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
+        retriever = CacheOrderRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
         slow = Slow(started=threading.Event())
 
         def late(prompt: str, config: RunnableConfig) -> None:
@@ -942,11 +968,11 @@ class TestWhichCallAnOrderingBelongsTo:
 
         calls = RunnableParallel(one=RunnableLambda(lambda prompt: f"{prompt} #1") | slow, two=late)
         (retriever | shouted | calls).invoke("ab: ?", watched(handler))
-        assert orderer.settled == [NO_NUMBERS, usage(2)]
+        assert orderer.finished == [NO_NUMBERS, usage(2)]
 
     def test_an_agent_retrieves_and_asks_again_and_again(self, orderer: Recorder, handler: FeedbackHandler) -> None:
         """Each prompt has all that was retrieved before; a tool retrieves."""
-        retriever = CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
+        retriever = CacheOrderRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
 
         @tool
         def search(question: str) -> str:
@@ -960,13 +986,13 @@ class TestWhichCallAnOrderingBelongsTo:
                 model.invoke(f"{history} #{number}", config)
 
         RunnableLambda(agent).invoke("go", watched(handler))
-        assert orderer.settled == [usage(0), usage(1), usage(2)]
+        assert orderer.finished == [usage(0), usage(1), usage(2)]
 
     def test_a_model_outside_of_any_run_is_nobodys(self, orderer: Recorder, handler: FeedbackHandler) -> None:
-        retriever = CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
+        retriever = CacheOrderRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
         found = retriever.invoke("ab: ?", watched(handler))
         Model().invoke(f"{plain(found)} #7", watched(handler))
-        assert orderer.settled == [NO_NUMBERS]
+        assert orderer.finished == [NO_NUMBERS]
 
 
 class Slow(Model):
@@ -1001,9 +1027,9 @@ class Unreadable:
 
 
 class TestErrors:
-    """Whatever goes wrong, the ordering is settled as is right, and nothing stays in the handler: its fixture looks."""
+    """After any error the ordering is finished rightly and the handler holds nothing: its fixture checks that."""
 
-    async def test_of_the_retriever_leave_nothing_to_settle(self, orderer: Recorder, handler: FeedbackHandler) -> None:
+    async def test_of_the_retriever_leave_nothing_to_finish(self, orderer: Recorder, handler: FeedbackHandler) -> None:
         chain = rag(orderer, Model())
         with pytest.raises(KeyError):
             chain.invoke("x: #7", watched(handler))
@@ -1021,17 +1047,17 @@ class TestErrors:
             list(chain.stream("ab: #7", watched(handler)))
         with pytest.raises(BoomError):
             [piece async for piece in chain.astream("ab: #7", watched(handler))]
-        assert orderer.settled == [DISCARDED] * 4
+        assert orderer.finished == [DISCARDED] * 4
 
     async def test_between_retrieval_and_model_discard(self, orderer: Recorder, handler: FeedbackHandler) -> None:
-        retriever = CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
+        retriever = CacheOrderRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
         chain = retriever | fails | Model()
         with pytest.raises(BoomError):
             chain.invoke("ab: #7", watched(handler))
         with pytest.raises(BoomError):
             await chain.ainvoke("ab: #7", watched(handler))
         assert chain.batch(["ab: #7", "x: #7"], watched(handler), return_exceptions=True)
-        assert orderer.settled == [DISCARDED] * 3
+        assert orderer.finished == [DISCARDED] * 3
 
     @pytest.mark.parametrize("show", [plain, shouted])
     def test_behind_the_model_change_nothing(
@@ -1039,7 +1065,7 @@ class TestErrors:
     ) -> None:
         with pytest.raises(BoomError):
             (rag(orderer, Model(), show) | fails).invoke("ab: #7", watched(handler))
-        assert orderer.settled == [usage(7)]
+        assert orderer.finished == [usage(7)]
 
     @pytest.mark.parametrize("show", [plain, shouted])
     async def test_of_a_model_with_a_fallback_leave_it_to_the_fallback(
@@ -1048,14 +1074,14 @@ class TestErrors:
         chain = rag(orderer, Model(errors=[BoomError(), BoomError()]).with_fallbacks([Model()]), show)
         chain.invoke("ab: #7", watched(handler))
         await chain.ainvoke("ba: #8", watched(handler))
-        assert orderer.settled == [usage(7), usage(8)]
+        assert orderer.finished == [usage(7), usage(8)]
 
     def test_of_a_model_whose_fallback_knows_no_documents_discard(
         self, orderer: Recorder, handler: FeedbackHandler
     ) -> None:
         apology = RunnableLambda(lambda _: "Say that you are sorry. #99") | Model()
         rag(orderer, Model(errors=[BoomError()]).with_fallbacks([apology])).invoke("ab: #7", watched(handler))
-        assert orderer.settled == [DISCARDED]
+        assert orderer.finished == [DISCARDED]
 
     def test_of_a_model_that_tries_again_leave_it_to_the_last_attempt(
         self, orderer: Recorder, handler: FeedbackHandler
@@ -1064,7 +1090,7 @@ class TestErrors:
             retry_if_exception_type=(BoomError,), wait_exponential_jitter=False
         )
         rag(orderer, retries).invoke("ab: #7", watched(handler))
-        assert orderer.settled == [usage(7)]
+        assert orderer.finished == [usage(7)]
 
     def test_of_a_chain_with_a_fallback_discard_the_first_attempt(
         self, orderer: Recorder, handler: FeedbackHandler
@@ -1072,7 +1098,7 @@ class TestErrors:
         """The fallback retrieves the same documents once more: its model's numbers are those of its own ordering."""
         chain = rag(orderer, Model(errors=[BoomError()])).with_fallbacks([rag(orderer, Model())])
         chain.invoke("ab: #7", watched(handler))
-        assert orderer.settled == [DISCARDED, usage(7)]
+        assert orderer.finished == [DISCARDED, usage(7)]
 
     def test_that_the_application_catches_discard(self, orderer: Recorder, handler: FeedbackHandler) -> None:
         chain = rag(orderer, Model(errors=[BoomError()]))
@@ -1083,12 +1109,12 @@ class TestErrors:
             return "none"
 
         (RunnableLambda(work) | (lambda _: "What else? #99") | Model()).invoke("ab: #7", watched(handler))
-        assert orderer.settled == [DISCARDED]
+        assert orderer.finished == [DISCARDED]
 
     def test_that_the_application_catches_around_the_model_alone_discard(
         self, orderer: Recorder, handler: FeedbackHandler
     ) -> None:
-        retriever = CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
+        retriever = CacheOrderRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
 
         def work(question: str, config: RunnableConfig) -> str:
             prompt = plain(retriever.invoke(question, config))
@@ -1097,12 +1123,12 @@ class TestErrors:
             return "none"
 
         RunnableLambda(work).invoke("ab: #7", watched(handler))
-        assert orderer.settled == [DISCARDED]
+        assert orderer.finished == [DISCARDED]
 
     def test_of_a_first_attempt_leave_the_numbers_to_the_second_with_what_it_retrieved(
         self, orderer: Recorder, handler: FeedbackHandler
     ) -> None:
-        retriever = CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
+        retriever = CacheOrderRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
         model = Model(errors=[BoomError()])
 
         def work(question: str, config: RunnableConfig) -> None:
@@ -1111,10 +1137,10 @@ class TestErrors:
             model.invoke(f"{plain(retriever.invoke(question, config))} #7", config)
 
         RunnableLambda(work).invoke("ab: ?", watched(handler))
-        assert orderer.settled == [DISCARDED, usage(7)]
+        assert orderer.finished == [DISCARDED, usage(7)]
 
     def test_of_the_tool_that_retrieves_discard(self, orderer: Recorder, handler: FeedbackHandler) -> None:
-        retriever = CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
+        retriever = CacheOrderRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
 
         @tool
         def search(question: str) -> str:
@@ -1125,7 +1151,7 @@ class TestErrors:
         def agent(_: str, config: RunnableConfig) -> str:
             with pytest.raises(BoomError):
                 search.invoke({"question": "ab: ?"}, config)
-            assert orderer.settled == [DISCARDED]
+            assert orderer.finished == [DISCARDED]
             return "none"
 
         RunnableLambda(agent).invoke("go", watched(handler))
@@ -1143,8 +1169,8 @@ class TestErrors:
                 assert chain.invoke("ab: #7", watched(FeedbackHandler())) == "so it is"
         assert [record.levelname for record in caplog.records] == ["WARNING"] * 4
         assert "ValueError" in caplog.text and "Secret" not in caplog.text
-        # An ordering that could not be handed over counts as served; one that was is settled at the end of its run.
-        assert orderer.settled == [NO_NUMBERS] * 4
+        # An ordering that could not be handed over counts as served; one that was is finished at the end of its run.
+        assert orderer.finished == [NO_NUMBERS] * 4
 
     def test_in_what_was_reported_are_not_the_chains(self, orderer: Recorder, handler: FeedbackHandler) -> None:
         result = ChatResult(generations=[chat(AIMessage("a"))], llm_output={"token_usage": Unreadable()})
@@ -1152,14 +1178,14 @@ class TestErrors:
         chain.invoke("ab: #7", watched(handler))
         with pytest.raises(BoomError):
             (chain | fails).invoke("ab: #7", watched(handler))
-        assert orderer.settled == [NO_NUMBERS] * 2
+        assert orderer.finished == [NO_NUMBERS] * 2
 
 
-async def settling(orderer: Recorder) -> None:
+async def finishing(orderer: Recorder) -> None:
     """Asynchronous generators within one that was closed are closed by the event loop, in its own time."""
     for _ in range(200):
         gc.collect()
-        if None not in orderer.settled:
+        if None not in orderer.finished:
             break
         await asyncio.sleep(0.01)
 
@@ -1173,7 +1199,7 @@ class TestStreams:
             list(chain.stream("ab: #7", watched(handler)))
         with pytest.raises(ConnectionError):
             [piece async for piece in chain.astream("ab: #7", watched(handler))]
-        assert orderer.settled == [NO_NUMBERS] * 2
+        assert orderer.finished == [NO_NUMBERS] * 2
 
     @pytest.mark.parametrize("breaks_after", [0, 1])
     async def test_that_break_before_the_first_token_discard(
@@ -1185,7 +1211,7 @@ class TestStreams:
             list(chain.stream("ab: #7", watched(handler)))
         with pytest.raises(ConnectionError):
             [piece async for piece in chain.astream("ab: #7", watched(handler))]
-        assert orderer.settled == [DISCARDED] * 2
+        assert orderer.finished == [DISCARDED] * 2
 
     async def test_closed_early_count_without_numbers(self, orderer: Recorder, handler: FeedbackHandler) -> None:
         chain = rag(orderer, Model())
@@ -1195,8 +1221,8 @@ class TestStreams:
         pieces = chain.astream("ab: #7", watched(handler))
         assert [await anext(pieces), await anext(pieces)] == ["", "so "]
         await pieces.aclose()
-        await settling(orderer)
-        assert orderer.settled == [NO_NUMBERS] * 2
+        await finishing(orderer)
+        assert orderer.finished == [NO_NUMBERS] * 2
 
     async def test_dropped_early_do_not_stay_in_the_handler(self, orderer: Recorder, handler: FeedbackHandler) -> None:
         chain = rag(orderer, Model())
@@ -1206,8 +1232,8 @@ class TestStreams:
         async for piece in chain.astream("ab: #7", watched(handler)):
             if piece:
                 break
-        await settling(orderer)
-        assert orderer.settled == [NO_NUMBERS] * 2
+        await finishing(orderer)
+        assert orderer.finished == [NO_NUMBERS] * 2
 
     async def test_broken_with_a_fallback_count_without_numbers(
         self, orderer: Recorder, handler: FeedbackHandler
@@ -1216,7 +1242,7 @@ class TestStreams:
         chain = rag(orderer, Model(breaks_after=3).with_fallbacks([Model()]))
         with pytest.raises(ConnectionError):
             list(chain.stream("ab: #7", watched(handler)))
-        assert orderer.settled == [NO_NUMBERS]
+        assert orderer.finished == [NO_NUMBERS]
 
     async def test_d8_without_usage_degrade_the_orderer_and_say_what_to_set(
         self, orderer: Recorder, handler: FeedbackHandler
@@ -1224,7 +1250,7 @@ class TestStreams:
         chain = rag(orderer, Model(reports=False))
         list(chain.stream("ab: #7", config=watched(handler)))
         assert [piece async for piece in chain.astream("ba: #7", config=watched(handler))]
-        assert orderer.settled == [NO_NUMBERS, NO_NUMBERS]
+        assert orderer.finished == [NO_NUMBERS, NO_NUMBERS]
         assert len(orderer.degraded) == 1
         assert "streamed without usage" in orderer.degraded[0] and "stream_usage=True" in orderer.degraded[0]
 
@@ -1238,7 +1264,7 @@ class TestStreams:
         closed = rag(orderer, Model(reports=False)).stream("ab: #7", config=watched(handler))
         next(closed)
         closed.close()
-        assert orderer.settled == [usage(7), NO_NUMBERS, NO_NUMBERS, NO_NUMBERS]
+        assert orderer.finished == [usage(7), NO_NUMBERS, NO_NUMBERS, NO_NUMBERS]
         assert orderer.degraded == []
 
     def test_h1_dropped_in_a_cycle_wait_for_no_lock(self, orderer: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1274,7 +1300,7 @@ class TestStreams:
             assert not thread.is_alive(), "an event of a finaliser waits for the event that it interrupted"
         finally:
             gc.enable()
-        assert orderer.settled == [NO_NUMBERS, usage(2), usage(3)]
+        assert orderer.finished == [NO_NUMBERS, usage(2), usage(3)]
         assert (handler.waiting_orderings, handler.open_runs) == (0, 0)
 
     @pytest.mark.skipif(not hasattr(BaseChatModel, "stream_events"), reason="this version has no stream_events")
@@ -1284,14 +1310,14 @@ class TestStreams:
                 stream = model.stream_events(f"{prompt} #7", config, version="v3")
                 return stream.output
 
-            retriever = CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
+            retriever = CacheOrderRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
             return retriever | plain | work
 
         asks(Model()).invoke("ab: ?", watched(handler))
         for breaks_after in (2, 1):
             with pytest.raises(ConnectionError):
                 asks(Model(breaks_after=breaks_after)).invoke("ab: ?", watched(handler))
-        assert orderer.settled == [usage(7), NO_NUMBERS, DISCARDED]
+        assert orderer.finished == [usage(7), NO_NUMBERS, DISCARDED]
 
 
 class TestCancellation:
@@ -1307,7 +1333,7 @@ class TestCancellation:
     async def test_while_the_model_answers_discards(self, orderer: Recorder, handler: FeedbackHandler) -> None:
         started = asyncio.Event()
         await self.cancel(rag(orderer, Model(started=started, delay_s=10)).ainvoke("ab: #7", watched(handler)), started)
-        assert orderer.settled == [DISCARDED]
+        assert orderer.finished == [DISCARDED]
 
     async def test_of_a_stream_before_its_first_token_discards(
         self, orderer: Recorder, handler: FeedbackHandler
@@ -1318,7 +1344,7 @@ class TestCancellation:
 
         started = asyncio.Event()
         await self.cancel(work(), started)
-        assert orderer.settled == [DISCARDED]
+        assert orderer.finished == [DISCARDED]
 
     async def test_of_a_stream_after_its_first_token_counts(self, orderer: Recorder, handler: FeedbackHandler) -> None:
         async def work() -> None:
@@ -1329,8 +1355,8 @@ class TestCancellation:
 
         started = asyncio.Event()
         await self.cancel(work(), started)
-        await settling(orderer)
-        assert orderer.settled == [NO_NUMBERS]
+        await finishing(orderer)
+        assert orderer.finished == [NO_NUMBERS]
 
     @pytest.mark.parametrize("alone", [True, False])
     async def test_of_the_retrieval_leaves_nothing(
@@ -1344,7 +1370,7 @@ class TestCancellation:
             await asyncio.sleep(10)
             return []
 
-        retriever = CacheOrderedRetriever(retriever=RunnableLambda(slow), orderer=orderer)
+        retriever = CacheOrderRetriever(retriever=RunnableLambda(slow), orderer=orderer)
         await self.cancel((retriever if alone else retriever | plain).ainvoke("ab: ?", watched(handler)), started)
         assert handler.open_runs == 0
 
@@ -1363,15 +1389,15 @@ class TestCancellation:
                 task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.sleep(0)
-        assert None not in orderer.settled
-        assert {usage(number) for number in range(0, 40, 2)} <= set(orderer.settled)
+        assert None not in orderer.finished
+        assert {usage(number) for number in range(0, 40, 2)} <= set(orderer.finished)
 
 
 class TestBounds:
     def test_runs_that_never_end_are_given_up(self, orderer: Recorder) -> None:
         """A retriever of somebody else's that was cancelled: nobody tells of its end."""
         handler = FeedbackHandler(max_runs=10)
-        retriever = CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
+        retriever = CacheOrderRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
         streams = []
         for _ in range(20):
             chain = RunnablePassthrough.assign(documents=lambda given: retriever.invoke(given["question"]))
@@ -1379,14 +1405,14 @@ class TestBounds:
             next(stream)
             streams.append(stream)
             assert handler.open_runs <= 10
-        assert orderer.settled.count(None) == handler.waiting_orderings <= 10
-        assert set(orderer.settled) <= {NO_NUMBERS, None}
+        assert orderer.finished.count(None) == handler.waiting_orderings <= 10
+        assert set(orderer.finished) <= {NO_NUMBERS, None}
         for stream in streams:
             stream.close()
         assert (handler.waiting_orderings, handler.open_runs) == (0, 0)
 
     def test_a_run_without_end_keeps_so_many_orderings(self, orderer: Recorder, handler: FeedbackHandler) -> None:
-        retriever = CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
+        retriever = CacheOrderRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
         most = []
 
         def work(_: str, config: RunnableConfig) -> None:
@@ -1396,7 +1422,7 @@ class TestBounds:
 
         RunnableLambda(work).invoke("go", watched(handler))
         assert max(most) == 256
-        assert orderer.settled == [NO_NUMBERS] * 300
+        assert orderer.finished == [NO_NUMBERS] * 300
 
     def test_a_long_run_forgets_what_has_ended(self, orderer: Recorder, handler: FeedbackHandler) -> None:
         chain = rag(orderer, Model())
@@ -1424,7 +1450,7 @@ class State(TypedDict, total=False):
 class TestLangGraph:
     def graph(self, orderer: Recorder, model: Model, **edges: Any) -> Any:
         """Retrieves in one node, asks in another; the nodes know of no callbacks."""
-        retriever = CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
+        retriever = CacheOrderRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
         graph = StateGraph(State)
         graph.add_node("retrieve", lambda state: {"documents": retriever.invoke(state["question"])})
         graph.add_node("ask", lambda state: self.ask(model, state))
@@ -1445,10 +1471,10 @@ class TestLangGraph:
         assert list(graph.stream({"question": "ab: #3"}, watched(handler), stream_mode="messages"))
         assert [update async for update in graph.astream({"question": "ab: #4"}, watched(handler))]
         graph.batch([{"question": "ab: #5"}], watched(handler))
-        assert orderer.settled == [usage(number) for number in (1, 2, 3, 4, 5)]
+        assert orderer.finished == [usage(number) for number in (1, 2, 3, 4, 5)]
 
     async def test_hands_on_between_coroutines(self, orderer: Recorder, handler: FeedbackHandler) -> None:
-        retriever = CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
+        retriever = CacheOrderRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
         model = Model(delay_s=0.01)
 
         async def search(state: State) -> State:
@@ -1467,7 +1493,7 @@ class TestLangGraph:
         await asyncio.gather(
             *(compiled.ainvoke({"question": f"abc: #{number}"}, watched(handler)) for number in range(10))
         )
-        assert sorted(orderer.settled, key=str) == sorted(map(usage, range(10)), key=str)
+        assert sorted(orderer.finished, key=str) == sorted(map(usage, range(10)), key=str)
 
     def fan_out(self, orderer: Recorder, questions: list[str], model: Model) -> Any:
         graph = StateGraph(State)
@@ -1487,7 +1513,7 @@ class TestLangGraph:
 
     def test_keeps_questions_apart_that_part_after_retrieval(self, orderer: Recorder, handler: FeedbackHandler) -> None:
         """Nodes that retrieve, then nodes that ask: of the same documents, each ordering gets one call's numbers."""
-        retriever, model = CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer), Model()
+        retriever, model = CacheOrderRetriever(retriever=RunnableLambda(retrieve), orderer=orderer), Model()
 
         class Many(TypedDict, total=False):
             question: str
@@ -1518,18 +1544,18 @@ class TestLangGraph:
             await graph.ainvoke({"question": "ab: #7"}, watched(handler))
         with pytest.raises(BoomError):
             list(graph.stream({"question": "ab: #7"}, watched(handler)))
-        assert orderer.settled == [DISCARDED] * 3
+        assert orderer.finished == [DISCARDED] * 3
 
-    def test_settles_a_stream_that_is_closed_early(self, orderer: Recorder, handler: FeedbackHandler) -> None:
+    def test_finishes_a_stream_that_is_closed_early(self, orderer: Recorder, handler: FeedbackHandler) -> None:
         stream = self.graph(orderer, Model()).stream({"question": "ab: #7"}, watched(handler), stream_mode="updates")
         assert "retrieve" in next(stream)
         stream.close()
-        assert orderer.settled == [DISCARDED]
+        assert orderer.finished == [DISCARDED]
 
     def test_takes_the_numbers_of_the_attempt_that_succeeded(self, orderer: Recorder, handler: FeedbackHandler) -> None:
         from langgraph.types import RetryPolicy
 
-        retriever = CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
+        retriever = CacheOrderRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
         model = Model(errors=[BoomError()])
         graph = StateGraph(State)
 
@@ -1540,13 +1566,13 @@ class TestLangGraph:
         graph.add_node("both", both, retry_policy=policy)
         graph.add_edge(START, "both")
         graph.compile().invoke({"question": "ab: #7"}, watched(handler))
-        assert orderer.settled == [DISCARDED, usage(7)]
+        assert orderer.finished == [DISCARDED, usage(7)]
 
     def test_does_not_take_a_way_out_of_a_subgraph_for_an_error(
         self, orderer: Recorder, handler: FeedbackHandler
     ) -> None:
         """A subgraph retrieves and leaves for a node of its parent's, which LangGraph does by raising."""
-        retriever, model = CacheOrderedRetriever(retriever=RunnableLambda(retrieve), orderer=orderer), Model()
+        retriever, model = CacheOrderRetriever(retriever=RunnableLambda(retrieve), orderer=orderer), Model()
 
         def search(state: State) -> Command[str]:
             found = {"documents": retriever.invoke(state["question"])}
@@ -1560,7 +1586,7 @@ class TestLangGraph:
         graph.add_node("ask", lambda state: self.ask(model, state))
         graph.add_edge(START, "inner")
         graph.compile().invoke({"question": "ab: #7"}, watched(handler))
-        assert orderer.settled == [usage(7)]
+        assert orderer.finished == [usage(7)]
 
 
 # ---------------------------------------------------------------- beside it
@@ -1589,19 +1615,14 @@ class TestOtherHandlers:
         assert others.heard == ["start", "end"] * 2
 
     def test_of_our_kind_one_is_enough(self, orderer: Recorder, handler: FeedbackHandler) -> None:
-        """One bound to the chain and another one given with the call: one of them settles, both forget."""
+        """One bound to the chain and another one given with the call: one of them finishes, both forget."""
         other = FeedbackHandler()
         rag(orderer, Model()).with_config(callbacks=[other]).invoke("ab: #7", watched(handler))
-        assert orderer.settled == [usage(7)]
+        assert orderer.finished == [usage(7)]
         assert (other.open_runs, other.waiting_orderings) == (0, 0)
 
 
 class TestImport:
-    def test_names_what_to_install(self, python: Any) -> None:
-        code = "try: import ragorder.adapters.langchain\nexcept ImportError as error: print(error)"
-        done = python("-c", code, path=(ROOT,), blocked=("langchain_core",))
-        assert "pip install 'ragorder[langchain]'" in done.stdout
-
     def test_of_ragorder_alone_does_without(self, python: Any) -> None:
         code = "import ragorder, sys; print(any(name.startswith('langchain') for name in sys.modules))"
         assert python("-c", code, path=(ROOT,)).stdout == "False\n"
@@ -1635,21 +1656,21 @@ class TestWithVLLM:
         assert "".join(chain.stream("badcfehg: #3", watched(handler))) is not None
         async for _ in chain.astream("aebfcgdh: #4", watched(handler)):
             pass
-        first, *later = orderer.settled
+        first, *later = orderer.finished
         assert first is not None and first.cached_tokens in (0, None) and first.prompt_tokens
-        for settled in later:
-            assert settled is not None and settled.served
+        for finished in later:
+            assert finished is not None and finished.served
             # The documents come in one order, so that all but the question is in the cache.
-            assert settled.cached_tokens is not None and settled.cached_tokens % vllm_server.block_size == 0
-            assert settled.prompt_tokens - 2 * vllm_server.block_size < settled.cached_tokens < settled.prompt_tokens
-            assert settled.total_tokens == settled.prompt_tokens + 4
+            assert finished.cached_tokens is not None and finished.cached_tokens % vllm_server.block_size == 0
+            assert finished.prompt_tokens - 2 * vllm_server.block_size < finished.cached_tokens < finished.prompt_tokens
+            assert finished.total_tokens == finished.prompt_tokens + 4
 
     def test_a_refused_request_is_discarded(self, vllm_server: Any, handler: FeedbackHandler) -> None:
         openai = pytest.importorskip("openai")
         orderer = Recorder(strict=True)
         with pytest.raises(openai.BadRequestError):
             self.chain(vllm_server, orderer, "not/a/salt").invoke("ab: #1", watched(handler))
-        assert orderer.settled == [DISCARDED]
+        assert orderer.finished == [DISCARDED]
 
     def test_the_example_shows_what_it_saves(self, vllm_server: Any, python: Any) -> None:
         done = python(ROOT / "examples" / "langchain_rag.py", f"{vllm_server.base_url}/v1", path=(ROOT,))

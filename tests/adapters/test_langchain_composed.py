@@ -25,7 +25,7 @@ from langchain_core.runnables import Runnable, RunnableBranch, RunnableLambda, R
 from pydantic import Field
 
 from ragorder import Orderer
-from ragorder.adapters.langchain import CacheOrderedRetriever, CacheReorder, FeedbackHandler
+from ragorder.adapters.langchain import CacheOrderRetriever, CacheOrderTransformer, FeedbackHandler
 
 DOCUMENTS = [Document(f"Secret number {name} is kept in drawer {name}.", id=name) for name in "abcdef"]
 
@@ -41,13 +41,13 @@ class Recorder:
         self.orderer = Orderer(block_size=4, strict=True)
         self.settings = self.orderer.settings
         self.requests: list[str] = []
-        self.settled: list[Any] = []
+        self.finished: list[Any] = []
         self.degraded: list[str] = []
 
     def order(self, documents: Sequence[Any], **options: Any) -> Any:
         self.requests.append(names(documents))
         ordering = self.orderer.order(documents, **options)
-        ordering.add_done_callback(self.settled.append)
+        ordering.add_done_callback(self.finished.append)
         return ordering
 
     def fall_back(self, documents: Sequence[Any], error: Exception) -> Any:
@@ -100,13 +100,13 @@ def classic(module: str) -> Any:
 
 class TestD10ACompressor:
     def test_d10_is_what_pipelines_take(self, orderer: Recorder) -> None:
-        reorder = CacheReorder(orderer)
+        reorder = CacheOrderTransformer(orderer)
         assert isinstance(reorder, BaseDocumentTransformer)
         assert isinstance(reorder, BaseDocumentCompressor)
         assert isinstance(reorder, Runnable)
 
     async def test_d10_puts_documents_in_order_whatever_it_is_called(self, orderer: Recorder) -> None:
-        reorder = CacheReorder(orderer)
+        reorder = CacheOrderTransformer(orderer)
         assert names(reorder.transform_documents(DOCUMENTS[:3])) == "abc"
         shuffled = [DOCUMENTS[rank] for rank in (2, 0, 1)]
         assert names(reorder.transform_documents(shuffled)) == "abc"
@@ -116,7 +116,7 @@ class TestD10ACompressor:
         assert names(reorder.invoke(shuffled)) == "abc"
 
     def test_d10_keeps_the_best_of_more_than_it_may(self, orderer: Recorder) -> None:
-        reorder = CacheReorder(orderer, k=2)
+        reorder = CacheOrderTransformer(orderer, k=2)
         assert names(reorder.invoke(DOCUMENTS)) == names(reorder.compress_documents(DOCUMENTS, "?")) == "ab"
 
     async def test_d10_belongs_to_the_run_that_calls_it(self, orderer: Recorder) -> None:
@@ -133,17 +133,17 @@ class TestD10ACompressor:
                     DOCUMENTS[:2], query, callbacks=run_manager.get_child()
                 )
 
-        chain = answering(Compressing(compressor=CacheReorder(orderer)))
+        chain = answering(Compressing(compressor=CacheOrderTransformer(orderer)))
         handler = FeedbackHandler()
         chain.invoke("?", config={"callbacks": [handler]})
         await chain.ainvoke("?", config={"callbacks": [handler]})
-        assert orderer.settled == [(True, 7, 12, 10)] * 2
+        assert orderer.finished == [(True, 7, 12, 10)] * 2
 
     async def test_d10_in_langchains_own_pipeline_and_compression_retriever(self, orderer: Recorder) -> None:
         pipeline = classic("retrievers.document_compressors").DocumentCompressorPipeline(
-            transformers=[CacheReorder(orderer)]
+            transformers=[CacheOrderTransformer(orderer)]
         )
-        for compressor in (pipeline, CacheReorder(orderer)):
+        for compressor in (pipeline, CacheOrderTransformer(orderer)):
             retriever = classic("retrievers").ContextualCompressionRetriever(
                 base_compressor=compressor, base_retriever=Finder()
             )
@@ -152,7 +152,7 @@ class TestD10ACompressor:
         assert len(orderer.requests) == 4
         handler = FeedbackHandler()
         answering(retriever).invoke("bac", config={"callbacks": [handler]})
-        assert orderer.settled[-1] == (True, 7, 12, 10)
+        assert orderer.finished[-1] == (True, 7, 12, 10)
 
 
 class Reporting(FakeListChatModel):
@@ -208,35 +208,35 @@ class TestD10InsideAnotherRetriever:
         self, orderer: Recorder, outer: Callable[[Any], BaseRetriever]
     ) -> None:
         plain = outer(Finder())
-        retriever = outer(CacheOrderedRetriever(retriever=Finder(), orderer=orderer))
+        retriever = outer(CacheOrderRetriever(retriever=Finder(), orderer=orderer))
         for question in ("ab bc ca", "fe"):
             assert retriever.invoke(question) == plain.invoke(question)
             assert await retriever.ainvoke(question) == await plain.ainvoke(question)
         assert orderer.requests == []
-        assert len(set(orderer.degraded)) == 1 and "around the outer one" in orderer.degraded[0]
+        assert len(set(orderer.degraded)) == 1 and "around the outer retriever" in orderer.degraded[0]
 
     @pytest.mark.parametrize("outer", OUTER)
     def test_d10_around_it_one_prompt_is_one_ordering_with_its_numbers(
         self, orderer: Recorder, outer: Callable[[Any], BaseRetriever]
     ) -> None:
-        retriever = CacheOrderedRetriever(retriever=outer(Finder()), orderer=orderer)
+        retriever = CacheOrderRetriever(retriever=outer(Finder()), orderer=orderer)
         answering(retriever).invoke("ab bc ca", config={"callbacks": [FeedbackHandler()]})
         assert len(orderer.requests) == 1
-        assert orderer.settled == [(True, 7, 12, 10)]
+        assert orderer.finished == [(True, 7, 12, 10)]
         assert orderer.degraded == []
 
     def test_d10_one_around_another_orders_once(self, orderer: Recorder) -> None:
-        inner = CacheOrderedRetriever(retriever=Finder(), orderer=orderer)
-        retriever = CacheOrderedRetriever(retriever=each_letter(inner), orderer=orderer)
+        inner = CacheOrderRetriever(retriever=Finder(), orderer=orderer)
+        retriever = CacheOrderRetriever(retriever=each_letter(inner), orderer=orderer)
         assert sorted(names(retriever.invoke("ab cd"))) == list("abcd")
         assert orderer.requests == ["abcd"]
 
     def test_d10_the_number_of_documents_is_kept(self, orderer: Recorder) -> None:
-        inner = CacheOrderedRetriever(retriever=Finder(), orderer=orderer, k=1)
+        inner = CacheOrderRetriever(retriever=Finder(), orderer=orderer, k=1)
         assert names(each_letter(inner).invoke("ab cd")) == "ac"
 
     def test_d10_a_chain_or_tool_around_it_is_no_retriever(self, orderer: Recorder) -> None:
-        retriever = CacheOrderedRetriever(retriever=Finder(), orderer=orderer)
+        retriever = CacheOrderRetriever(retriever=Finder(), orderer=orderer)
         answering(RunnableLambda(retriever.invoke)).invoke("ab", config={"callbacks": [FeedbackHandler()]})
         assert orderer.requests == ["ab"]
         assert orderer.degraded == []
@@ -282,9 +282,9 @@ class TestD10AHistoryAwareRetriever:
     async def test_d10_in_a_retrieval_chain(self, orderer: Recorder, langchain: Any, wrap: str) -> None:
         langchain = langchain()
         aware = langchain.history_aware(Finder())
-        ordered: Any = aware | CacheReorder(orderer)
+        ordered: Any = aware | CacheOrderTransformer(orderer)
         if wrap == "retriever":
-            ordered = CacheOrderedRetriever(retriever=aware, orderer=orderer)
+            ordered = CacheOrderRetriever(retriever=aware, orderer=orderer)
         combine = RunnableLambda(lambda inputs: names(inputs["context"]))
         chain = langchain.retrieval_chain(ordered, combine)
         assert chain.invoke({"input": "bc"})["answer"] == "bc"
@@ -294,7 +294,7 @@ class TestD10AHistoryAwareRetriever:
         assert orderer.requests == ["bc", "cb", "cb"]
 
     def test_d10_keeps_what_a_retriever_is_told(self, orderer: Recorder) -> None:
-        ordered: Any = CacheOrderedRetriever(
+        ordered: Any = CacheOrderRetriever(
             retriever=history_aware(Finder()), orderer=orderer, k=1, rank_key="rank", tags=["mine"]
         )
         assert [document.metadata for document in ordered.invoke({"input": "cb"})] == [{"rank": {"rank": 0}}]
@@ -305,7 +305,7 @@ class TestD10AHistoryAwareRetriever:
             return Finder().invoke(question)
 
         for retriever in (Finder(), RunnableLambda(search), RunnableLambda(lambda question: search(question))):
-            assert isinstance(CacheOrderedRetriever(retriever=retriever, orderer=orderer), BaseRetriever)
+            assert isinstance(CacheOrderRetriever(retriever=retriever, orderer=orderer), BaseRetriever)
 
 
 def by_name(document: Document) -> str:
@@ -318,8 +318,8 @@ class TestD10Copies:
     @pytest.mark.parametrize("copied", [copy.deepcopy, lambda adapter: pickle.loads(pickle.dumps(adapter))])  # noqa: S301
     def test_d10_of_adapters(self, copied: Callable[[Any], Any]) -> None:
         for adapter in (
-            CacheOrderedRetriever(retriever=Finder(), orderer=Orderer(block_size=4), key=by_name, k=3),
-            CacheReorder(Orderer(block_size=4), key=by_name, k=3),
+            CacheOrderRetriever(retriever=Finder(), orderer=Orderer(block_size=4), key=by_name, k=3),
+            CacheOrderTransformer(Orderer(block_size=4), key=by_name, k=3),
         ):
             asked = (lambda name: name) if isinstance(adapter, BaseRetriever) else (lambda name: Finder().invoke(name))
             assert names(adapter.invoke(asked("abc"))) == "abc"
@@ -339,7 +339,5 @@ class TestD10Copies:
         other = copied(handler)
         assert (handler.open_runs, other.open_runs) == (1, 0)
         assert other._runs.limit == 50
-        answering(CacheOrderedRetriever(retriever=Finder(), orderer=orderer)).invoke(
-            "ab", config={"callbacks": [other]}
-        )
-        assert orderer.settled == [(True, 7, 12, 10)]
+        answering(CacheOrderRetriever(retriever=Finder(), orderer=orderer)).invoke("ab", config={"callbacks": [other]})
+        assert orderer.finished == [(True, 7, 12, 10)]

@@ -8,20 +8,19 @@ import gc
 import json
 import pickle
 import re
-import socket
 import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
+from uuid import uuid4
 
 import pytest
 
 pytest.importorskip("llama_index.core")
 
-from hypothesis import given
 from hypothesis import strategies as st
 from llama_index.core import VectorStoreIndex
 from llama_index.core.base.base_retriever import BaseRetriever
@@ -41,9 +40,11 @@ from llama_index.core.query_engine import RetrieverQueryEngine, TransformQueryEn
 from llama_index.core.response_synthesizers import get_response_synthesizer
 from llama_index.core.retrievers import TransformRetriever
 from llama_index.core.schema import ImageNode, IndexNode, MetadataMode, NodeWithScore, QueryBundle, TextNode
+from support.framework_contract import FrameworkContract, RecordingOrderer
+from support.network import local_connections_only  # noqa: F401
 
-from ragorder import Document, Orderer
-from ragorder.adapters.llama_index import CacheOrderedRetriever, CacheOrderPostprocessor, FeedbackHandler
+from ragorder import Orderer
+from ragorder.adapters.llama_index import CacheOrderPostprocessor, CacheOrderRetriever, FeedbackHandler
 
 SMALL: Any = {"block_size": 1, "capacity_tokens": 60, "suffix_tokens": 8}
 REQUESTS = st.lists(st.lists(st.sampled_from("abcdefg"), max_size=12), min_size=1, max_size=6)
@@ -54,21 +55,14 @@ needs_asynchronous_postprocessors = pytest.mark.skipif(
 EXAMPLE = Path(__file__).parents[2] / "examples" / "llama_index_query_engine.py"
 
 
-@pytest.fixture(autouse=True)
-def _nothing_outside_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
-    connect = socket.socket.connect
-
-    def refuse(self: socket.socket, address: Any) -> None:
-        if self.family != socket.AF_UNIX and address[0] not in ("127.0.0.1", "::1"):
-            raise AssertionError(f"somebody phones home: {address}")
-        connect(self, address)
-
-    monkeypatch.setattr(socket.socket, "connect", refuse)
-
-
 @pytest.fixture
 def orderer() -> Orderer:
     return Orderer(block_size=1)
+
+
+@pytest.fixture
+def recorder(orderer: Orderer) -> RecordingOrderer:
+    return RecordingOrderer(orderer)
 
 
 @pytest.fixture
@@ -78,35 +72,6 @@ def feedback() -> Iterator[FeedbackHandler]:
     dispatcher.add_span_handler(handler)
     yield handler
     dispatcher.span_handlers.remove(handler)
-
-
-class Recorder:
-    """An orderer that remembers what it was given, and how each ordering was settled."""
-
-    def __init__(self, orderer: Orderer) -> None:
-        self.orderer, self.settings = orderer, orderer.settings
-        self.documents: list[Any] = []
-        self.settled: list[Any] = []
-        self.degraded: list[str] = []
-
-    def degrade(self, reason: str) -> None:
-        self.degraded.append(reason)
-
-    def order(self, documents: Sequence[Any], **options: Any) -> Any:
-        self.documents += documents
-        ordering = self.orderer.order(documents, **options)
-        ordering.add_done_callback(self.settled.append)
-        return ordering
-
-    def fall_back(self, documents: Sequence[Any], error: Exception) -> Any:
-        return self.orderer.fall_back(documents, error)
-
-    order_batch: Any = None
-
-
-@pytest.fixture
-def recorder(orderer: Orderer) -> Recorder:
-    return Recorder(orderer)
 
 
 class Fixed(BaseRetriever):
@@ -141,31 +106,73 @@ def shown(text: Any) -> list[str]:
     return re.findall(r"the text of (\w+)\.", str(text))
 
 
+class _LlamaIndexContract(FrameworkContract):
+    package, extra, module = "llama_index", "llama-index", "ragorder.adapters.llama_index"
+
+    def found(self, *names: str, text: str = "the text of {}.", source: str | None = None) -> list[NodeWithScore]:
+        metadata = {} if source is None else {"source": source}
+        return [NodeWithScore(node=TextNode(id_=name, text=text.format(name), metadata=metadata)) for name in names]
+
+    def read(self, document: Any) -> tuple[str, str]:
+        if not isinstance(document, NodeWithScore):
+            return "", ""
+        return document.node_id, document.get_content(metadata_mode=MetadataMode.LLM)
+
+
+class TestPostprocessorContract(_LlamaIndexContract):
+    def adapter(self, orderer: Any, **options: Any) -> CacheOrderPostprocessor:
+        return CacheOrderPostprocessor(orderer, **options)
+
+    def order(self, adapter: Any, documents: list[NodeWithScore]) -> list[NodeWithScore]:
+        nodes: list[NodeWithScore] = adapter.postprocess_nodes(documents)
+        return nodes
+
+    async def aorder(self, adapter: Any, documents: list[NodeWithScore]) -> list[NodeWithScore]:
+        nodes: list[NodeWithScore] = await adapter._apostprocess_nodes(documents)
+        return nodes
+
+
+class Given(BaseRetriever):
+    """A retriever whose query says which of the test's lists it finds."""
+
+    lists: ClassVar[dict[str, list[NodeWithScore]]] = {}
+
+    @classmethod
+    def query(cls, nodes: list[NodeWithScore]) -> str:
+        query = str(uuid4())
+        cls.lists[query] = nodes
+        return query
+
+    def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
+        return self.lists.pop(query_bundle.query_str)
+
+    # LlamaIndex would drop repeated nodes here, before they get to the adapter.
+    def _handle_recursive_retrieval(self, query_bundle: QueryBundle, nodes: list[NodeWithScore]) -> list[NodeWithScore]:
+        return nodes
+
+    async def _ahandle_recursive_retrieval(
+        self, query_bundle: QueryBundle, nodes: list[NodeWithScore]
+    ) -> list[NodeWithScore]:
+        return nodes
+
+
+class TestRetrieverContract(_LlamaIndexContract):
+    def adapter(self, orderer: Any, **options: Any) -> CacheOrderRetriever:
+        return CacheOrderRetriever(Given(), orderer, **options)
+
+    def order(self, adapter: Any, documents: list[NodeWithScore]) -> list[NodeWithScore]:
+        nodes: list[NodeWithScore] = adapter.retrieve(Given.query(documents))
+        return nodes
+
+    async def aorder(self, adapter: Any, documents: list[NodeWithScore]) -> list[NodeWithScore]:
+        nodes: list[NodeWithScore] = await adapter.aretrieve(Given.query(documents))
+        return nodes
+
+    def test_an_unreadable_document_leaves_retrieval_order_and_is_counted(self, orderer: Orderer) -> None:
+        pytest.skip("LlamaIndex's own retrievers refuse other objects")
+
+
 class TestNodesArePutInOrder:
-    def test_a_query_begins_as_an_earlier_one_did(self, orderer: Orderer) -> None:
-        postprocessor = CacheOrderPostprocessor(orderer)
-        assert names(postprocessor.postprocess_nodes(found("a", "b", "c"))) == ["a", "b", "c"]
-        assert names(postprocessor.postprocess_nodes(found("d", "c", "b", "a"))) == ["a", "b", "c", "d"]
-
-    @given(REQUESTS)
-    def test_the_same_objects_come_back_each_as_often_as_it_was_given(self, requests: list[list[str]]) -> None:
-        postprocessor = CacheOrderPostprocessor(Orderer(block_size=1, strict=True))
-        known = dict(zip("abcdefg", found(*"abcdefg"), strict=True))
-        for request in requests:
-            nodes = [known[name] for name in request]
-            ordered = postprocessor.postprocess_nodes(nodes)
-            assert Counter(map(id, ordered)) == Counter(map(id, nodes))
-
-    @given(REQUESTS)
-    def test_the_order_is_that_of_the_plain_orderer(self, requests: list[list[str]]) -> None:
-        plain, postprocessor = Orderer(**SMALL), CacheOrderPostprocessor(Orderer(**SMALL))
-        for request in requests:
-            nodes = found(*request)
-            ordering = plain.order([Document(node.node_id, node.get_content()) for node in nodes])
-            ordering.confirm()
-            ordered = postprocessor.postprocess_nodes(nodes)
-            assert list(map(id, ordered)) == [id(nodes[rank]) for rank in ordering.permutation]
-
     def test_nothing_of_a_node_changes_and_nothing_of_the_list_that_was_given(self, orderer: Orderer) -> None:
         postprocessor = CacheOrderPostprocessor(orderer)
         postprocessor.postprocess_nodes(found("a", "b", "c"))
@@ -175,10 +182,6 @@ class TestNodesArePutInOrder:
         ordered = postprocessor.postprocess_nodes(nodes)
         assert {node.node_id: node.model_dump_json() for node in ordered} == before
         assert list(map(id, nodes)) == list(map(id, given))
-
-    def test_no_nodes_are_no_nodes(self, orderer: Orderer) -> None:
-        assert CacheOrderPostprocessor(orderer).postprocess_nodes([]) == []
-        assert orderer.fallbacks == 0
 
     def test_nodes_without_score_and_without_text_are_ordered_like_others(self, orderer: Orderer) -> None:
         postprocessor = CacheOrderPostprocessor(orderer)
@@ -211,12 +214,6 @@ class TestANodeIsKnownByItsIdAndWhatTheModelIsShown:
             nodes = postprocessor.postprocess_nodes(request)
         return names(nodes)
 
-    def test_changed_text_under_an_old_id_is_another_node(self, orderer: Orderer) -> None:
-        changed = found("b", "a")
-        for node in changed:
-            node.node.set_content("something else")  # type: ignore[attr-defined]
-        assert self.order(CacheOrderPostprocessor(orderer), found("a", "b"), changed) == ["b", "a"]
-
     def test_metadata_that_the_model_sees_belong_to_the_text(self, orderer: Orderer) -> None:
         changed = found("b", "a", metadata={"title": "new"})
         assert self.order(CacheOrderPostprocessor(orderer), found("a", "b"), changed) == ["b", "a"]
@@ -233,22 +230,9 @@ class TestANodeIsKnownByItsIdAndWhatTheModelIsShown:
         by_name = CacheOrderPostprocessor(Orderer(block_size=1), key=lambda node: node.node_id.lower())
         assert self.order(by_name, found("a", "b"), again) == ["A", "B"]
 
-    def test_tokens_gives_the_length_of_a_node(self, recorder: Recorder) -> None:
-        CacheOrderPostprocessor(recorder, tokens=lambda node: len(node.node_id)).postprocess_nodes(found("a", "bcd"))
-        assert [document.tokens for document in recorder.documents] == [1, 3]
-        CacheOrderPostprocessor(recorder).postprocess_nodes(found("a"))
-        assert recorder.documents[-1].tokens is None
-        assert recorder.documents[-1].text == found("a")[0].get_content(metadata_mode=MetadataMode.LLM)
-
 
 class TestScopesShareNothing:
-    def test_a_string_is_the_scope_of_all_queries(self, orderer: Orderer) -> None:
-        ours, theirs = (CacheOrderPostprocessor(orderer, scope=tenant) for tenant in ("ours", "theirs"))
-        ours.postprocess_nodes(found("a", "b"))
-        assert names(theirs.postprocess_nodes(found("b", "a"))) == ["b", "a"]
-        assert names(ours.postprocess_nodes(found("b", "a"))) == ["a", "b"]
-
-    @pytest.mark.parametrize("whole", [CacheOrderPostprocessor, CacheOrderedRetriever])
+    @pytest.mark.parametrize("whole", [CacheOrderPostprocessor, CacheOrderRetriever])
     def test_a_function_names_the_scope_of_a_query(self, orderer: Orderer, whole: Any) -> None:
         scopes = []
 
@@ -258,11 +242,11 @@ class TestScopesShareNothing:
 
         def ask(text: str, tenant: str) -> list[str]:
             bundle = QueryBundle(text, custom_embedding_strs=[tenant])
-            if whole is CacheOrderedRetriever:
+            if whole is CacheOrderRetriever:
                 return names(adapter.retrieve(bundle))
             return names(adapter.postprocess_nodes(found(*text.split()), query_bundle=bundle))
 
-        adapter = whole(*([Fixed()] if whole is CacheOrderedRetriever else []), orderer, scope=tenant)
+        adapter = whole(*([Fixed()] if whole is CacheOrderRetriever else []), orderer, scope=tenant)
         ask("a b", "ours")
         assert ask("b a", "theirs") == ["b", "a"]
         assert ask("b a", "ours") == ["a", "b"]
@@ -280,44 +264,12 @@ def _broken(*_: object) -> Any:
 
 
 class TestWhatFailsLeavesRetrievalOrder:
-    @pytest.mark.parametrize(
-        "options",
-        [
-            {"key": _broken},
-            {"tokens": _broken},
-            {"tokens": lambda _: 1.5},
-            {"tokens": lambda _: -1},
-            {"scope": _broken},
-        ],
-        ids=["key", "tokens", "tokens that are no number of tokens", "negative tokens", "scope"],
-    )
-    async def test_a_broken_function_is_counted_and_nothing_raised(
-        self, orderer: Orderer, options: dict[str, Any]
-    ) -> None:
-        CacheOrderPostprocessor(orderer).postprocess_nodes(found("a", "b"))
-        postprocessor = CacheOrderPostprocessor(orderer, **options)
-        retriever = CacheOrderedRetriever(Fixed(), orderer, **options)
-        assert names(postprocessor.postprocess_nodes(found("b", "a"))) == ["b", "a"]
-        assert names(await postprocessor._apostprocess_nodes(found("b", "a"))) == ["b", "a"]
-        assert names(retriever.retrieve("b a")) == ["b", "a"]
-        assert names(await retriever.aretrieve("b a")) == ["b", "a"]
-        assert orderer.fallbacks == 4
-
-    def test_a_node_that_cannot_be_read_is_given_back(self, orderer: Orderer) -> None:
-        nodes: list[Any] = [*found("b"), object(), *found("a")]
-        assert CacheOrderPostprocessor(orderer).postprocess_nodes(nodes) == nodes
-        assert orderer.fallbacks == 1
-
-    def test_strict_raises_instead(self) -> None:
-        with pytest.raises(LookupError):
-            CacheOrderPostprocessor(Orderer(strict=True), key=_broken).postprocess_nodes(found("a"))
-
     async def test_an_error_of_the_wrapped_retriever_is_raised_as_it_is(self, orderer: Orderer) -> None:
         class Broken(Fixed):
             def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
                 raise LookupError("no index")
 
-        retriever = CacheOrderedRetriever(Broken(), orderer)
+        retriever = CacheOrderRetriever(Broken(), orderer)
         with pytest.raises(LookupError, match="no index"):
             retriever.retrieve("a")
         with pytest.raises(LookupError, match="no index"):
@@ -331,7 +283,7 @@ class TestTheRetrieverWrapsAnother:
     )
     async def test_it_asks_what_it_is_asked_and_puts_the_answer_in_order(self, orderer: Orderer, query: Any) -> None:
         inner = Fixed()
-        retriever = CacheOrderedRetriever(inner, orderer)
+        retriever = CacheOrderRetriever(inner, orderer)
         assert names(retriever.retrieve("a b c")) == ["a", "b", "c"]
         assert names(retriever.retrieve(query)) == ["a", "b", "c"]
         assert names(await retriever.aretrieve(query)) == ["a", "b", "c"]
@@ -341,7 +293,7 @@ class TestTheRetrieverWrapsAnother:
 
     def test_callbacks_of_the_wrapped_retriever_go_on_and_see_its_order(self, orderer: Orderer) -> None:
         debug = LlamaDebugHandler(print_trace_on_end=False)
-        retriever = CacheOrderedRetriever(Fixed(callback_manager=CallbackManager([debug])), orderer)
+        retriever = CacheOrderRetriever(Fixed(callback_manager=CallbackManager([debug])), orderer)
         retriever.retrieve("a b")
         debug.flush_event_logs()
         retriever.retrieve("b a")
@@ -358,7 +310,7 @@ class TestTheRetrieverWrapsAnother:
 
             _verbose, object_map = False, {}
 
-        assert names(CacheOrderedRetriever(Bare(), orderer).retrieve("?")) == ["a"]
+        assert names(CacheOrderRetriever(Bare(), orderer).retrieve("?")) == ["a"]
 
     def test_instrumentation_sees_both_retrievers(self, orderer: Orderer) -> None:
         class Ear(BaseEventHandler):
@@ -370,14 +322,14 @@ class TestTheRetrieverWrapsAnother:
         ear = Ear()
         get_dispatcher().add_event_handler(ear)
         try:
-            CacheOrderedRetriever(Fixed(), orderer).retrieve("a")
+            CacheOrderRetriever(Fixed(), orderer).retrieve("a")
         finally:
             get_dispatcher().event_handlers.remove(ear)
         kinds = [type(event) for event in ear.heard if isinstance(event, RetrievalStartEvent | RetrievalEndEvent)]
         assert kinds == [RetrievalStartEvent, RetrievalStartEvent, RetrievalEndEvent, RetrievalEndEvent]
         spans = [event.span_id.split("-")[0] for event in ear.heard if isinstance(event, RetrievalStartEvent)]
         # In 0.12.0 a span bears the name of the class that its method is written in.
-        assert spans in (["CacheOrderedRetriever.retrieve", "Fixed.retrieve"], ["BaseRetriever.retrieve"] * 2)
+        assert spans in (["CacheOrderRetriever.retrieve", "Fixed.retrieve"], ["BaseRetriever.retrieve"] * 2)
 
     async def test_what_a_node_stands_for_is_looked_up_by_the_wrapped_retriever_alone(self, orderer: Orderer) -> None:
         deeper = IndexNode(id_="inner", text="", index_id="inner", obj=TextNode(id_="never", text=""))
@@ -387,13 +339,13 @@ class TestTheRetrieverWrapsAnother:
                 return [NodeWithScore(node=IndexNode(id_="outer", text="", index_id="outer", obj=deeper), score=1.0)]
 
         inner = Indexed()
-        retriever = CacheOrderedRetriever(inner, orderer)
+        retriever = CacheOrderRetriever(inner, orderer)
         assert names(retriever.retrieve("?")) == names(inner.retrieve("?")) == ["inner"]
         assert names(await retriever.aretrieve("?")) == names(await inner.aretrieve("?"))
 
     def test_prompts_of_the_wrapped_retriever_can_be_reached(self, orderer: Orderer) -> None:
         inner = TransformRetriever(Fixed(), HyDEQueryTransform(llm=MockLLM()))
-        reached = CacheOrderedRetriever(inner, orderer).get_prompts()
+        reached = CacheOrderRetriever(inner, orderer).get_prompts()
         assert set(reached) == {f"retriever:{name}" for name in inner.get_prompts()}
         assert reached
 
@@ -405,7 +357,7 @@ class TestInAQueryEngine:
 
     @pytest.mark.parametrize("wrapped", [False, True], ids=["postprocessor", "retriever"])
     async def test_the_prompt_shows_the_nodes_in_the_new_order(self, orderer: Orderer, wrapped: bool) -> None:
-        retriever = CacheOrderedRetriever(Fixed(), orderer) if wrapped else Fixed()
+        retriever = CacheOrderRetriever(Fixed(), orderer) if wrapped else Fixed()
         engine = self.engine(retriever, *([] if wrapped else [CacheOrderPostprocessor(orderer)]))
         assert shown(engine.query("a b c")) == ["a", "b", "c"]
         response = engine.query("d b a c")
@@ -460,18 +412,9 @@ class TestSerialisation:
         assert names(copied(postprocessor).postprocess_nodes(found("b", "a"))) == ["a", "b"]
 
     def test_copies_of_the_retriever_share_it_too(self, orderer: Orderer) -> None:
-        retriever = CacheOrderedRetriever(Fixed(), orderer)
+        retriever = CacheOrderRetriever(Fixed(), orderer)
         retriever.retrieve("a b")
         assert names(copy.deepcopy(retriever).retrieve("b a")) == ["a", "b"]
-
-    def test_what_was_pickled_has_an_orderer_of_its_own_with_the_same_settings(self) -> None:
-        orderer = Orderer(block_size=1, keep_first=1)
-        postprocessor = CacheOrderPostprocessor(orderer)
-        postprocessor.postprocess_nodes(found("a", "b", "c"))
-        again = pickle.loads(pickle.dumps(postprocessor))  # noqa: S301
-        assert names(again.postprocess_nodes(found("a", "c", "b"))) == ["a", "c", "b"]
-        assert names(again.postprocess_nodes(found("a", "b", "c"))) == ["a", "c", "b"]
-        assert names(again.postprocess_nodes(found("b", "c", "a")))[0] == "b"
 
 
 USAGE = SimpleNamespace(prompt_tokens=50, total_tokens=57, prompt_tokens_details=SimpleNamespace(cached_tokens=32))
@@ -522,38 +465,38 @@ class Streaming(Reporting):
 
 
 class TestFeedback:
-    def engine(self, recorder: Recorder, llm: Any = None, **options: Any) -> RetrieverQueryEngine:
+    def engine(self, recorder: RecordingOrderer, llm: Any = None, **options: Any) -> RetrieverQueryEngine:
         options = {"llm": llm or Reporting(), "node_postprocessors": [CacheOrderPostprocessor(recorder)]} | options
         return RetrieverQueryEngine.from_args(Fixed(), **options)
 
-    def test_without_it_an_ordering_counts_as_served_at_once(self, recorder: Recorder) -> None:
+    def test_without_it_an_ordering_counts_as_served_at_once(self, recorder: RecordingOrderer) -> None:
         CacheOrderPostprocessor(recorder).postprocess_nodes(found("a"))
         self.engine(recorder).query("a")
-        assert recorder.settled == [(True, None, None, None)] * 2
+        assert recorder.finished == [(True, None, None, None)] * 2
 
     @pytest.mark.parametrize("wrapped", [False, True], ids=["postprocessor", "retriever"])
     async def test_the_tokens_that_the_engine_reports_reach_the_orderer(
-        self, recorder: Recorder, feedback: FeedbackHandler, wrapped: bool
+        self, recorder: RecordingOrderer, feedback: FeedbackHandler, wrapped: bool
     ) -> None:
         engine = self.engine(recorder)
         if wrapped:
-            retriever = CacheOrderedRetriever(Fixed(), recorder)
+            retriever = CacheOrderRetriever(Fixed(), recorder)
             engine = RetrieverQueryEngine.from_args(retriever, llm=Reporting())
         engine.query("a b")
         await engine.aquery("b a")
-        assert recorder.settled == [(True, 32, 57, 50)] * 2
+        assert recorder.finished == [(True, 32, 57, 50)] * 2
         assert not feedback.open_spans
 
-    def test_a_chat_is_a_request_too(self, recorder: Recorder, feedback: FeedbackHandler) -> None:
+    def test_a_chat_is_a_request_too(self, recorder: RecordingOrderer, feedback: FeedbackHandler) -> None:
         postprocessors: Any = [CacheOrderPostprocessor(recorder)]
         memory = ChatMemoryBuffer(token_limit=1000)
         ContextChatEngine.from_defaults(
             Fixed(), llm=Reporting(), memory=memory, node_postprocessors=postprocessors
         ).chat("a")
-        assert recorder.settled == [(True, 32, 57, 50)]
+        assert recorder.finished == [(True, 32, 57, 50)]
 
     def test_what_was_asked_before_there_were_documents_does_not_count(
-        self, recorder: Recorder, feedback: FeedbackHandler
+        self, recorder: RecordingOrderer, feedback: FeedbackHandler
     ) -> None:
         @get_dispatcher().span
         def ask() -> None:
@@ -563,24 +506,24 @@ class TestFeedback:
 
         ask()
         TransformQueryEngine(self.engine(recorder), HyDEQueryTransform(llm=Reporting())).query("a")
-        assert recorder.settled == [(True, 32, 57, 50)] * 2
+        assert recorder.finished == [(True, 32, 57, 50)] * 2
 
     def test_several_prompts_for_one_ordering_have_no_numbers(
-        self, recorder: Recorder, feedback: FeedbackHandler
+        self, recorder: RecordingOrderer, feedback: FeedbackHandler
     ) -> None:
         self.engine(recorder, response_mode="refine").query("a b")
-        assert recorder.settled == [(True, None, None, None)]
+        assert recorder.finished == [(True, None, None, None)]
 
     def test_several_orderings_in_one_request_have_none_either(
-        self, recorder: Recorder, feedback: FeedbackHandler
+        self, recorder: RecordingOrderer, feedback: FeedbackHandler
     ) -> None:
         postprocessor = CacheOrderPostprocessor(recorder)
         self.engine(recorder, node_postprocessors=[postprocessor, postprocessor]).query("a b")
-        assert recorder.settled == [(True, None, None, None)] * 2
+        assert recorder.finished == [(True, None, None, None)] * 2
 
     @pytest.mark.parametrize("raw", [None, {}, SimpleNamespace(usage=None), SimpleNamespace(usage={"x": "y"})])
     def test_an_engine_that_reports_nothing_says_that_it_served(
-        self, recorder: Recorder, feedback: FeedbackHandler, raw: Any
+        self, recorder: RecordingOrderer, feedback: FeedbackHandler, raw: Any
     ) -> None:
         class Silent(MockLLM):
             @llm_completion_callback()
@@ -588,19 +531,21 @@ class TestFeedback:
                 return CompletionResponse(text="", raw=raw)
 
         self.engine(recorder, llm=Silent()).query("a")
-        assert recorder.settled == [(True, None, None, None)]
+        assert recorder.finished == [(True, None, None, None)]
 
-    async def test_a_request_that_failed_is_discarded(self, recorder: Recorder, feedback: FeedbackHandler) -> None:
+    async def test_a_request_that_failed_is_discarded(
+        self, recorder: RecordingOrderer, feedback: FeedbackHandler
+    ) -> None:
         engine = self.engine(recorder)
         with pytest.raises(LookupError, match="gone"):
             engine.query("fail")
         with pytest.raises(LookupError, match="gone"):
             await engine.aquery("fail")
-        assert [outcome.served for outcome in recorder.settled] == [False, False]
+        assert [outcome.served for outcome in recorder.finished] == [False, False]
         assert not feedback.open_spans
 
     def test_a_request_that_failed_after_its_answer_was_served(
-        self, recorder: Recorder, feedback: FeedbackHandler
+        self, recorder: RecordingOrderer, feedback: FeedbackHandler
     ) -> None:
         @get_dispatcher().span
         def ask() -> None:
@@ -610,15 +555,17 @@ class TestFeedback:
 
         with pytest.raises(LookupError, match="nobody"):
             ask()
-        assert recorder.settled == [(True, 32, 57, 50)]
+        assert recorder.finished == [(True, 32, 57, 50)]
 
     def test_outside_any_request_an_ordering_counts_as_served_at_once(
-        self, recorder: Recorder, feedback: FeedbackHandler
+        self, recorder: RecordingOrderer, feedback: FeedbackHandler
     ) -> None:
-        CacheOrderedRetriever(Fixed(), recorder).retrieve("a")
-        assert recorder.settled == [(True, None, None, None)]
+        CacheOrderRetriever(Fixed(), recorder).retrieve("a")
+        assert recorder.finished == [(True, None, None, None)]
 
-    def test_a_chat_model_that_completes_counts_once(self, recorder: Recorder, feedback: FeedbackHandler) -> None:
+    def test_a_chat_model_that_completes_counts_once(
+        self, recorder: RecordingOrderer, feedback: FeedbackHandler
+    ) -> None:
         class Chatting(Reporting):
             @property
             def metadata(self) -> LLMMetadata:
@@ -628,10 +575,10 @@ class TestFeedback:
                 return super().chat(messages, **kwargs)
 
         self.engine(recorder, llm=Chatting()).query("a")
-        assert recorder.settled == [(True, 32, 57, 50)]
+        assert recorder.finished == [(True, 32, 57, 50)]
 
     async def test_concurrent_requests_get_their_own_numbers(
-        self, recorder: Recorder, feedback: FeedbackHandler
+        self, recorder: RecordingOrderer, feedback: FeedbackHandler
     ) -> None:
         class Counting(Reporting):
             @llm_completion_callback()
@@ -657,34 +604,34 @@ class TestFeedback:
 
 
 class TestD8StreamedAnswers:
-    """They are settled when they have been served, with what stands at their end."""
+    """They are finished when they have been served, with what stands at their end."""
 
-    def engine(self, recorder: Recorder, **options: Any) -> RetrieverQueryEngine:
+    def engine(self, recorder: RecordingOrderer, **options: Any) -> RetrieverQueryEngine:
         postprocessors: Any = [CacheOrderPostprocessor(recorder)]
         llm = Streaming()
         for name, value in options.items():
             setattr(llm, name, value)
         return RetrieverQueryEngine.from_args(Fixed(), llm=llm, streaming=True, node_postprocessors=postprocessors)
 
-    def test_d8_report_at_their_end_and_not_before(self, recorder: Recorder, feedback: FeedbackHandler) -> None:
+    def test_d8_report_at_their_end_and_not_before(self, recorder: RecordingOrderer, feedback: FeedbackHandler) -> None:
         response: Any = self.engine(recorder).query("a b")
-        assert recorder.settled == []
+        assert recorder.finished == []
         pieces = iter(response.response_gen)
         text = next(pieces)
-        assert recorder.settled == []
+        assert recorder.finished == []
         assert shown(text + "".join(pieces)) == ["a", "b"]
-        assert recorder.settled == [(True, 32, 57, 50)]
+        assert recorder.finished == [(True, 32, 57, 50)]
         assert not feedback.open_spans and not feedback._streams
         assert recorder.degraded == []
 
-    async def test_d8_report_to_coroutines_too(self, recorder: Recorder, feedback: FeedbackHandler) -> None:
+    async def test_d8_report_to_coroutines_too(self, recorder: RecordingOrderer, feedback: FeedbackHandler) -> None:
         response: Any = await self.engine(recorder).aquery("a b")
-        assert recorder.settled == []
+        assert recorder.finished == []
         assert shown("".join([piece async for piece in response.response_gen])) == ["a", "b"]
-        assert recorder.settled == [(True, 32, 57, 50)]
+        assert recorder.finished == [(True, 32, 57, 50)]
         assert not feedback.open_spans and not feedback._streams
 
-    def test_d8_of_a_chat_report_too(self, recorder: Recorder, feedback: FeedbackHandler) -> None:
+    def test_d8_of_a_chat_report_too(self, recorder: RecordingOrderer, feedback: FeedbackHandler) -> None:
         postprocessors: Any = [CacheOrderPostprocessor(recorder)]
         memory = ChatMemoryBuffer(token_limit=1000)
         chat = ContextChatEngine.from_defaults(
@@ -692,19 +639,19 @@ class TestD8StreamedAnswers:
         )
         # A thread of LlamaIndex's reads it for the history meanwhile.
         assert "".join(chat.stream_chat("a b").response_gen)
-        assert recorder.settled == [(True, 32, 57, 50)]
+        assert recorder.finished == [(True, 32, 57, 50)]
 
     def test_d8_without_usage_count_and_degrade_the_orderer(
-        self, recorder: Recorder, feedback: FeedbackHandler
+        self, recorder: RecordingOrderer, feedback: FeedbackHandler
     ) -> None:
         response: Any = self.engine(recorder, include_usage=False).query("a")
         assert "".join(response.response_gen)
-        assert recorder.settled == [(True, None, None, None)]
+        assert recorder.finished == [(True, None, None, None)]
         assert len(recorder.degraded) == 1 and "include_usage" in recorder.degraded[0]
 
     @pytest.mark.parametrize(("breaks_at", "served"), [(0, False), (1, True)])
     async def test_d8_that_break_count_from_their_first_token_on(
-        self, recorder: Recorder, feedback: FeedbackHandler, breaks_at: int, served: bool
+        self, recorder: RecordingOrderer, feedback: FeedbackHandler, breaks_at: int, served: bool
     ) -> None:
         engine = self.engine(recorder, breaks_at=breaks_at)
         response: Any = engine.query("a")
@@ -713,28 +660,30 @@ class TestD8StreamedAnswers:
         response = await engine.aquery("a")
         with pytest.raises(LookupError, match="gone"):
             [piece async for piece in response.response_gen]
-        assert recorder.settled == [(served, None, None, None)] * 2
+        assert recorder.finished == [(served, None, None, None)] * 2
         assert not feedback._streams
         assert recorder.degraded == []
 
     @pytest.mark.parametrize(("read", "served"), [(0, False), (1, True)])
     def test_d8_that_are_dropped_count_from_their_first_token_on(
-        self, recorder: Recorder, feedback: FeedbackHandler, read: int, served: bool
+        self, recorder: RecordingOrderer, feedback: FeedbackHandler, read: int, served: bool
     ) -> None:
         response: Any = self.engine(recorder).query("b")
         list(response.response_gen)
         response = self.engine(recorder).query("a")
         for _ in range(read):
             next(response.response_gen)
-        assert len(recorder.settled) == 1
+        assert len(recorder.finished) == 1
         del response
         gc.collect()
-        # What the collector settles may wait for the next call of the orderer.
+        # What the collector finishes may wait for the next call of the orderer.
         recorder.orderer.order([])
-        assert recorder.settled[1:] == [(served, None, None, None)]
-        assert not feedback._streams and not feedback._unasked
+        assert recorder.finished[1:] == [(served, None, None, None)]
+        assert not feedback._streams and not feedback._pending
 
-    def test_d8_concurrent_streams_get_their_own_numbers(self, recorder: Recorder, feedback: FeedbackHandler) -> None:
+    def test_d8_concurrent_streams_get_their_own_numbers(
+        self, recorder: RecordingOrderer, feedback: FeedbackHandler
+    ) -> None:
         """Read in turns and from threads, long after their requests have ended."""
 
         class Counting(Streaming):
@@ -766,19 +715,19 @@ class TestD8StreamedAnswers:
         with ThreadPoolExecutor(16) as pool:
             list(pool.map(list, streams))
         assert expected == {f"n{number}": number for number in range(48)}
-        assert not feedback._streams and not feedback._unasked
+        assert not feedback._streams and not feedback._pending
 
-    def test_d8_of_several_prompts_have_no_numbers(self, recorder: Recorder, feedback: FeedbackHandler) -> None:
+    def test_d8_of_several_prompts_have_no_numbers(self, recorder: RecordingOrderer, feedback: FeedbackHandler) -> None:
         postprocessors: Any = [CacheOrderPostprocessor(recorder)]
         engine = RetrieverQueryEngine.from_args(
             Fixed(), llm=Streaming(), streaming=True, node_postprocessors=postprocessors, response_mode="refine"
         )
         response: Any = engine.query("a b")
         list(response.response_gen)
-        assert recorder.settled == [(True, None, None, None)]
+        assert recorder.finished == [(True, None, None, None)]
 
     def test_d8_after_which_the_request_fails_count_for_nothing(
-        self, recorder: Recorder, feedback: FeedbackHandler
+        self, recorder: RecordingOrderer, feedback: FeedbackHandler
     ) -> None:
         kept = []
 
@@ -790,22 +739,24 @@ class TestD8StreamedAnswers:
 
         with pytest.raises(LookupError, match="no use"):
             ask()
-        assert recorder.settled == [(False, None, None, None)]
+        assert recorder.finished == [(False, None, None, None)]
 
     def test_d8_that_a_request_reads_itself_report_when_it_ends(
-        self, recorder: Recorder, feedback: FeedbackHandler
+        self, recorder: RecordingOrderer, feedback: FeedbackHandler
     ) -> None:
         @get_dispatcher().span
         def ask() -> None:
             nodes = CacheOrderPostprocessor(recorder).postprocess_nodes(found("a"))
             response: Any = get_response_synthesizer(llm=Streaming(), streaming=True).synthesize("?", nodes)
             assert "".join(response.response_gen)
-            assert recorder.settled == []
+            assert recorder.finished == []
 
         ask()
-        assert recorder.settled == [(True, 32, 57, 50)]
+        assert recorder.finished == [(True, 32, 57, 50)]
 
-    def test_d8_of_models_that_ask_their_base_count_once(self, recorder: Recorder, feedback: FeedbackHandler) -> None:
+    def test_d8_of_models_that_ask_their_base_count_once(
+        self, recorder: RecordingOrderer, feedback: FeedbackHandler
+    ) -> None:
         class Chatting(Streaming):
             @llm_completion_callback()
             def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> Any:
@@ -817,19 +768,19 @@ class TestD8StreamedAnswers:
         )
         response: Any = engine.query("a")
         assert "".join(response.response_gen)
-        assert recorder.settled == [(True, 32, 57, 50)]
+        assert recorder.finished == [(True, 32, 57, 50)]
 
-    def test_d8_one_listener_serves_all_handlers(self, recorder: Recorder, feedback: FeedbackHandler) -> None:
+    def test_d8_one_listener_serves_all_handlers(self, recorder: RecordingOrderer, feedback: FeedbackHandler) -> None:
         before = len(get_dispatcher().event_handlers)
         for _ in range(3):
             response: Any = self.engine(recorder).query("a")
             list(response.response_gen)
         assert len(get_dispatcher().event_handlers) <= before + 1
-        assert recorder.settled == [(True, 32, 57, 50)] * 3
+        assert recorder.finished == [(True, 32, 57, 50)] * 3
 
     @pytest.mark.parametrize("copied", [copy.deepcopy, lambda handler: pickle.loads(pickle.dumps(handler))])  # noqa: S301
     def test_d10_copies_of_the_handler_follow_nothing_yet(
-        self, recorder: Recorder, feedback: FeedbackHandler, copied: Callable[[Any], Any]
+        self, recorder: RecordingOrderer, feedback: FeedbackHandler, copied: Callable[[Any], Any]
     ) -> None:
         response: Any = self.engine(recorder).query("a")
         next(response.response_gen)
@@ -845,13 +796,6 @@ class TestConcurrency:
 
     QUERIES = tuple(["abcdefgh"[n % 8], *(f"n{n}x{place}" for place in range(5)), "z"] for n in range(64))
 
-    def test_threads(self, orderer: Orderer) -> None:
-        retriever = CacheOrderedRetriever(Fixed(), orderer)
-        with ThreadPoolExecutor(64) as pool:
-            results = list(pool.map(retriever.retrieve, map(" ".join, self.QUERIES)))
-        assert [sorted(names(nodes)) for nodes in results] == list(map(sorted, self.QUERIES))
-        assert orderer.fallbacks == 0
-
     async def test_tasks(self, orderer: Orderer) -> None:
         engine = RetrieverQueryEngine.from_args(
             Fixed(), llm=MockLLM(), node_postprocessors=[CacheOrderPostprocessor(orderer)]
@@ -861,18 +805,10 @@ class TestConcurrency:
         assert orderer.fallbacks == 0
 
 
-class TestWithoutLlamaIndex:
-    def test_the_import_names_what_to_install(self, python: Any) -> None:
-        done = python("-c", "import ragorder.adapters.llama_index", blocked=("llama_index",))
-        assert done.returncode == 1
-        assert "ImportError" in done.stderr
-        assert "pip install 'ragorder[llama-index]'" in done.stderr
-
-
 @pytest.mark.vllm
 class TestD8WithVLLM:
     def test_d8_the_servers_own_count_arrives_at_the_end_of_a_stream(
-        self, vllm_server: Any, recorder: Recorder, feedback: FeedbackHandler
+        self, vllm_server: Any, recorder: RecordingOrderer, feedback: FeedbackHandler
     ) -> None:
         openai_like = pytest.importorskip("llama_index.llms.openai_like")
         vllm_server.reset()
@@ -890,7 +826,7 @@ class TestD8WithVLLM:
         for question in ("a b c", "c b a"):
             response: Any = engine.query(question)
             list(response.response_gen)
-        first, second = recorder.settled
+        first, second = recorder.finished
         assert first.cached_tokens == 0 and first.prompt_tokens > 0
         assert second.cached_tokens > 0 and second.total_tokens == second.prompt_tokens + 4
         assert recorder.degraded == []
@@ -906,13 +842,3 @@ class TestTheExample:
         assert len(shares) == done.stdout.count("Q: ") == 4
         # In retrieval order no question has its four documents as an earlier one had them.
         assert sum(share > 0.85 for share in shares) == 2
-
-
-class TestGroups:
-    def test_chunks_of_one_source_keep_their_order(self) -> None:
-        """The orderer sees a node's metadata: its guards work here as elsewhere."""
-        for keep_groups, expected in ((False, ["a", "b"]), (True, ["b", "a"])):
-            postprocessor = CacheOrderPostprocessor(Orderer(block_size=1, keep_groups=keep_groups))
-            postprocessor.postprocess_nodes(found("a", "b", metadata={"source": "book"}))
-            nodes = postprocessor.postprocess_nodes(found("b", "a", metadata={"source": "book"}))
-            assert names(nodes) == expected

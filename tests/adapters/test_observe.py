@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -509,7 +508,7 @@ class TestStatsCommand:
             if (end := next(ends)) is not None:
                 raise end
 
-        monkeypatch.setattr(sys.modules["ragorder.cli.watching"], "sleep", sleep)
+        monkeypatch.setattr("ragorder.cli.output.sleep", sleep)
         done = self.run(url, "--json", "--watch", "0.5")
         assert done.exit_code == 0
         assert [json.loads(line)["served"] for line in done.stdout.splitlines()] == [0, 1, 2]

@@ -1,4 +1,4 @@
-"""The client for OpenAI-compatible servers: what it sends, what it reads, and that every ordering is settled once."""
+"""The client for OpenAI-compatible servers: what it sends, what it reads, and that every ordering is finished once."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ Events = list[tuple[str, float | None, float | None]]
 
 
 class WatchedOrdering(Ordering[Any]):
-    """An ordering that notes how it is settled: with how many cached tokens, and how many in all."""
+    """An ordering that notes how it is finished: with how many cached tokens, and how many in all."""
 
     def __init__(self, ordering: Ordering[Any], events: Events) -> None:
         super().__init__(ordering.documents, ordering.permutation, ordering.prefix_documents, ordering.cached_tokens)
@@ -193,17 +193,17 @@ class WatchedOrdering(Ordering[Any]):
 
 
 class WatchedOrderer(Orderer):
-    """Keeps what it was asked, and how each of its orderings was settled, in the order in which they were made."""
+    """Keeps what it was asked, and how each of its orderings was finished, in the order in which they were made."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.settled: list[Events] = []
+        self.finished: list[Events] = []
         self.asked: list[dict[str, Any]] = []
 
     def order(self, documents: Any, **options: Any) -> Ordering[Any]:
         self.asked.append(options)
-        self.settled.append([])
-        return WatchedOrdering(super().order(documents, **options), self.settled[-1])
+        self.finished.append([])
+        return WatchedOrdering(super().order(documents, **options), self.finished[-1])
 
 
 DISCARDED: Events = [("discarded", None, None)]
@@ -215,7 +215,7 @@ CONFIRMED_GOOD: Events = [("confirmed", 64, 102)]
 def orderer() -> Iterator[WatchedOrderer]:
     orderer = WatchedOrderer(block_size=4, strict=True)
     yield orderer
-    assert all(len(events) == 1 for events in orderer.settled), "every ordering is settled exactly once"
+    assert all(len(events) == 1 for events in orderer.finished), "every ordering is finished exactly once"
 
 
 class Sync:
@@ -372,7 +372,7 @@ class TestRequest:
                 client.generate(QUERY, DOCUMENTS, **options)
             with pytest.raises(TypeError, match=name):
                 client.stream(QUERY, DOCUMENTS, **options)
-        assert orderer.settled == []
+        assert orderer.finished == []
 
     @pytest.mark.parametrize("options", [{"n": 2}, {"extra_body": {"n": 2}}])
     def test_one_answer_is_given(self, connect: Connect, options: dict[str, Any]) -> None:
@@ -384,7 +384,7 @@ class TestRequest:
     ) -> None:
         with pytest.raises(TypeError, match="no_such_option"):
             connect().generate(QUERY, DOCUMENTS, no_such_option=1)
-        assert orderer.settled == [DISCARDED]
+        assert orderer.finished == [DISCARDED]
 
 
 # Scopes that vLLM refuses as a salt, and the longest and the oddest that it does not.
@@ -416,7 +416,7 @@ class TestScope:
             connect().generate(QUERY, DOCUMENTS, scope=scope, extra_body={"cache_salt": "hidden"})
         assert "hidden" not in str(raised.value)
         assert "tenant" not in str(raised.value)
-        assert orderer.settled == []
+        assert orderer.finished == []
 
     def test_a_scope_that_is_no_string_goes_with_a_salt_of_the_caller(
         self, connect: Connect, server: ScriptedServer
@@ -432,7 +432,7 @@ class TestScope:
         with pytest.raises(ValueError, match=r"give None for no tenant, .*hashlib\.sha256") as raised:
             getattr(connect(), method)(QUERY, DOCUMENTS, scope=scope)
         assert not scope or scope not in str(raised.value)
-        assert orderer.settled == []
+        assert orderer.finished == []
         assert server.requests == []
 
     @pytest.mark.parametrize("scope", SALTS, ids=ascii)
@@ -555,7 +555,7 @@ class TestAnswer:
         assert (answer.cached_tokens, answer.prompt_tokens, answer.completion_tokens) == (64, 100, 2)
         assert answer.ttft_s is not None
         assert sorted(answer.ordering.documents, key=lambda document: document.id) == DOCUMENTS
-        assert orderer.settled == [CONFIRMED_GOOD]
+        assert orderer.finished == [CONFIRMED_GOOD]
 
     def test_reasoning_is_no_part_of_the_text(self, connect: Connect, server: ScriptedServer) -> None:
         thoughts = [chat(None, reasoning_content="Hm."), chat(None, reasoning="Hm."), chat(None, tool_calls=None)]
@@ -569,7 +569,7 @@ class TestAnswer:
         server.plays(Response([ROLE, STOP, cached(32)]))
         answer = connect().generate(QUERY, DOCUMENTS)
         assert (answer.text, answer.cached_tokens) == ("", 32)
-        assert orderer.settled == [[("confirmed", 32, 102)]]
+        assert orderer.finished == [[("confirmed", 32, 102)]]
 
     def test_odd_chunks_are_passed_over(self, connect: Connect, server: ScriptedServer) -> None:
         odd: list[Any] = [{}, {"choices": None}, {"choices": "x"}, {"choices": ["x"]}, {"choices": [{"delta": "x"}]}]
@@ -584,7 +584,7 @@ class TestAnswer:
         server.plays(Response([ROLE, chat("Yes")]))
         answer = connect(retries=0).generate(QUERY, DOCUMENTS)
         assert (answer.text, answer.finish_reason) == ("Yes", None)
-        assert orderer.settled == [CONFIRMED]
+        assert orderer.finished == [CONFIRMED]
 
 
 class TestUsage:
@@ -620,7 +620,7 @@ class TestUsage:
         answer = connect().generate(QUERY, DOCUMENTS)
         assert answer.text == "Yes"
         assert answer.cached_tokens == cached_tokens
-        assert orderer.settled == [[("confirmed", cached_tokens, answer.total_tokens)]]
+        assert orderer.finished == [[("confirmed", cached_tokens, answer.total_tokens)]]
 
     @pytest.mark.parametrize("reports", ["never", "now and then"])
     def test_d4_a_server_that_never_reports_what_was_expected_is_warned_of_once(
@@ -675,7 +675,7 @@ class TestStreamOptions:
         client = connect(retries=0)
         assert [client.generate(QUERY, DOCUMENTS).text for _ in range(2)] == ["Hello world"] * 2
         assert ["stream_options" in request for request in server.requests] == [True, False, False]
-        assert orderer.settled == [DISCARDED, CONFIRMED_GOOD, CONFIRMED_GOOD]
+        assert orderer.finished == [DISCARDED, CONFIRMED_GOOD, CONFIRMED_GOOD]
         assert connect.slept == []
 
     def test_streams_are_asked_without_as_well(self, connect: Connect, server: ScriptedServer) -> None:
@@ -692,7 +692,7 @@ class TestStreamOptions:
             client.generate(QUERY, DOCUMENTS)
         client.generate(QUERY, DOCUMENTS)
         assert ["stream_options" in request for request in server.requests] == [True, False, True], "not remembered"
-        assert orderer.settled == [DISCARDED, DISCARDED, CONFIRMED_GOOD]
+        assert orderer.finished == [DISCARDED, DISCARDED, CONFIRMED_GOOD]
 
     def test_another_refusal_is_the_callers(self, connect: Connect, server: ScriptedServer) -> None:
         server.plays(error(400, "the prompt is too long"))
@@ -737,10 +737,10 @@ class TestFailure:
         client = connect(retries=0, timeout=1 if case == "timeout" else 10)
         with pytest.raises(expected):
             getattr(client, method)(QUERY, DOCUMENTS)
-        assert orderer.settled == [DISCARDED]
+        assert orderer.finished == [DISCARDED]
         assert len(server.requests) == 1
         assert orderer.order(DOCUMENTS).cached_tokens == 0
-        orderer.settled.pop()
+        orderer.finished.pop()
 
     @pytest.mark.parametrize("case", AFTER_FIRST_TOKEN)
     @pytest.mark.parametrize("method", ["generate", "stream"])
@@ -751,7 +751,7 @@ class TestFailure:
         server.plays(response)
         with pytest.raises(expected):
             getattr(connect(retries=0), method)(QUERY, DOCUMENTS)
-        assert orderer.settled == [CONFIRMED]
+        assert orderer.finished == [CONFIRMED]
 
     def test_a_stream_that_stalls_is_given_up(
         self, connect: Connect, server: ScriptedServer, orderer: WatchedOrderer
@@ -761,7 +761,7 @@ class TestFailure:
         for _ in range(2):
             with pytest.raises(STALLED):
                 client.generate(QUERY, DOCUMENTS)
-        assert orderer.settled == [DISCARDED, CONFIRMED]
+        assert orderer.finished == [DISCARDED, CONFIRMED]
 
     def test_no_server_at_all(self, connect: Connect, orderer: WatchedOrderer) -> None:
         with socket.socket() as taken:
@@ -769,7 +769,7 @@ class TestFailure:
             client = connect(url=f"http://127.0.0.1:{taken.getsockname()[1]}/v1")
             with pytest.raises(openai.APIConnectionError):
                 client.generate(QUERY, DOCUMENTS)
-        assert orderer.settled == [DISCARDED]
+        assert orderer.finished == [DISCARDED]
 
     @pytest.mark.parametrize("interrupt", [KeyboardInterrupt, SystemExit, MemoryError])
     def test_a_prompt_that_is_not_built_is_discarded(
@@ -781,7 +781,7 @@ class TestFailure:
 
         with pytest.raises(interrupt):
             connect(builder=Interrupted()).generate(QUERY, DOCUMENTS)
-        assert orderer.settled == [DISCARDED]
+        assert orderer.finished == [DISCARDED]
         assert server.requests == []
 
 
@@ -804,7 +804,7 @@ class TestRetry:
         server.plays(broken)
         answer = connect().generate(QUERY, DOCUMENTS)
         assert answer.text == "Hello world", "nothing of the broken stream is left in it"
-        assert orderer.settled == [CONFIRMED if chat("Hel") in broken.events else DISCARDED, CONFIRMED_GOOD]
+        assert orderer.finished == [CONFIRMED if chat("Hel") in broken.events else DISCARDED, CONFIRMED_GOOD]
         assert connect.slept == [0.1]
 
     def test_each_attempt_waits_longer(self, connect: Connect, server: ScriptedServer) -> None:
@@ -818,9 +818,9 @@ class TestRetry:
         server.plays(Response(end="cut"), error(404, "gone"))
         with pytest.raises(openai.NotFoundError, match="gone"):
             connect().generate(QUERY, DOCUMENTS)
-        assert orderer.settled == [DISCARDED, DISCARDED]
+        assert orderer.finished == [DISCARDED, DISCARDED]
 
-    def test_an_orderer_that_fails_at_the_second_attempt_leaves_the_first_settled_once(
+    def test_an_orderer_that_fails_at_the_second_attempt_leaves_the_first_finished_once(
         self, connect: Connect, server: ScriptedServer, orderer: WatchedOrderer, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         order, results = orderer.order, deque([None, RuntimeError()])
@@ -834,7 +834,7 @@ class TestRetry:
         server.plays(Response(end="cut"))
         with pytest.raises(RuntimeError):
             connect().generate(QUERY, DOCUMENTS)
-        assert orderer.settled == [DISCARDED]
+        assert orderer.finished == [DISCARDED]
 
     def test_retries_are_counted(self, connect: Connect, server: ScriptedServer) -> None:
         server.plays(*[Response(end="cut")] * 5)
@@ -868,7 +868,7 @@ class TestRetry:
     ) -> None:
         server.plays(Response(end="hangup"))
         assert connect(max_retries=1).generate(QUERY, DOCUMENTS).text == "Hello world"
-        assert orderer.settled == [CONFIRMED_GOOD]
+        assert orderer.finished == [CONFIRMED_GOOD]
 
     def test_a_stream_is_asked_for_again_before_its_first_piece(
         self, connect: Connect, server: ScriptedServer, orderer: WatchedOrderer
@@ -877,7 +877,7 @@ class TestRetry:
         stream, pieces = connect().stream(QUERY, DOCUMENTS)
         assert pieces == ["Hello", " world"]
         assert stream.answer.text == "Hello world"
-        assert orderer.settled == [CONFIRMED, CONFIRMED_GOOD]
+        assert orderer.finished == [CONFIRMED, CONFIRMED_GOOD]
 
     def test_a_stream_is_not_asked_for_again_after_its_first_piece(
         self, connect: Connect, server: ScriptedServer, orderer: WatchedOrderer
@@ -886,7 +886,7 @@ class TestRetry:
         with pytest.raises(CUT):
             connect().stream(QUERY, DOCUMENTS)
         assert len(server.requests) == 1
-        assert orderer.settled == [CONFIRMED]
+        assert orderer.finished == [CONFIRMED]
 
 
 class TestStream:
@@ -895,7 +895,7 @@ class TestStream:
         assert pieces == ["Hello", " world"]
         assert (stream.answer.text, stream.answer.cached_tokens) == ("Hello world", 64)
         assert stream.answer.ordering is stream.ordering
-        assert orderer.settled == [CONFIRMED_GOOD]
+        assert orderer.finished == [CONFIRMED_GOOD]
 
     def test_a_piece_is_there_before_the_next(self, connect: Connect, server: ScriptedServer) -> None:
         server.plays(Response([ROLE, chat("Hel")], "hold"))
@@ -907,7 +907,7 @@ class TestStream:
     ) -> None:
         server.plays(Response([ROLE, chat("Hel")], "hold"))
         stream, _ = connect().stream(QUERY, DOCUMENTS, take=1)
-        assert orderer.settled == [CONFIRMED]
+        assert orderer.finished == [CONFIRMED]
         assert server.hung_up.wait(10)
         assert stream.answer is None
 
@@ -918,7 +918,7 @@ class TestStream:
         stream, pieces = connect().stream(QUERY, DOCUMENTS, take=0)
         assert pieces == []
         assert sorted(document.id for document in stream.ordering.documents) == ["d0", "d1", "d2", "d3"]
-        assert orderer.settled == [DISCARDED]
+        assert orderer.finished == [DISCARDED]
         assert server.hung_up.wait(10)
 
     def test_a_closed_stream_has_no_more_pieces(self, server: ScriptedServer, orderer: WatchedOrderer) -> None:
@@ -934,12 +934,12 @@ class TestStream:
         for piece in Connect(Sync, server.url, orderer)().client.stream(QUERY, DOCUMENTS):
             assert piece == "Hel"
             break
-        assert orderer.settled == [CONFIRMED]
+        assert orderer.finished == [CONFIRMED]
         assert server.hung_up.wait(10)
 
     def test_a_stream_that_nobody_reads_is_discarded(self, server: ScriptedServer, orderer: WatchedOrderer) -> None:
         Connect(Sync, server.url, orderer)().client.stream(QUERY, DOCUMENTS)
-        assert orderer.settled == [DISCARDED]
+        assert orderer.finished == [DISCARDED]
 
     def test_an_asynchronous_loop_that_is_left_closes_it(
         self, server: ScriptedServer, orderer: WatchedOrderer, caplog: pytest.LogCaptureFixture
@@ -949,7 +949,7 @@ class TestStream:
                 assert piece == "Hel"
                 break
             await asyncio.to_thread(server.hung_up.wait, 10)
-            assert orderer.settled == [CONFIRMED]
+            assert orderer.finished == [CONFIRMED]
 
         server.plays(Response([ROLE, chat("Hel")], "hold"))
         asyncio.run(leave())
@@ -964,13 +964,13 @@ class TestStream:
             await client.stream(QUERY, DOCUMENTS).close()
 
         asyncio.run(drop())
-        assert orderer.settled == []
+        assert orderer.finished == []
         assert server.requests == []
 
-    @pytest.mark.parametrize(("events", "settled"), [([ROLE], DISCARDED), ([ROLE, chat("Hel")], CONFIRMED)])
+    @pytest.mark.parametrize(("events", "finished"), [([ROLE], DISCARDED), ([ROLE, chat("Hel")], CONFIRMED)])
     @pytest.mark.parametrize("method", ["generate", "stream"])
     def test_a_cancelled_task_hangs_up(
-        self, server: ScriptedServer, orderer: WatchedOrderer, method: str, events: list[Any], settled: Events
+        self, server: ScriptedServer, orderer: WatchedOrderer, method: str, events: list[Any], finished: Events
     ) -> None:
         async def cancel() -> None:
             client = async_client(server, orderer)
@@ -985,7 +985,7 @@ class TestStream:
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-            assert orderer.settled == [settled]
+            assert orderer.finished == [finished]
             assert await asyncio.to_thread(server.hung_up.wait, 10)
 
         server.plays(Response(events, "hold"))
@@ -1003,7 +1003,7 @@ class TestStream:
 
         server.plays(Response(end="silent"))
         asyncio.run(cancel())
-        assert orderer.settled == [DISCARDED]
+        assert orderer.finished == [DISCARDED]
 
 
 def echo(body: dict[str, Any]) -> Response:
@@ -1112,17 +1112,17 @@ class TestOtherClients:
     def test_what_httpx_raises_in_a_stream_breaks_it(self, orderer: WatchedOrderer, failure: Exception) -> None:
         # openai before version 3 passes these on.
         assert self.ask(orderer, PlainStream([chat("Hel")], failure), self.GOOD).text == "Hello world"
-        assert orderer.settled == [CONFIRMED, CONFIRMED_GOOD]
+        assert orderer.finished == [CONFIRMED, CONFIRMED_GOOD]
 
-    @pytest.mark.parametrize(("chunks", "settled"), [([], DISCARDED), ([chat("Hel")], CONFIRMED)])
+    @pytest.mark.parametrize(("chunks", "finished"), [([], DISCARDED), ([chat("Hel")], CONFIRMED)])
     @pytest.mark.parametrize("failure", [KeyboardInterrupt(), SystemExit(), RuntimeError()], ids=repr)
-    def test_whatever_else_is_raised_settles_the_ordering(
-        self, orderer: WatchedOrderer, failure: BaseException, chunks: list[Any], settled: Events
+    def test_whatever_else_is_raised_finishes_the_ordering(
+        self, orderer: WatchedOrderer, failure: BaseException, chunks: list[Any], finished: Events
     ) -> None:
         with pytest.raises(type(failure)) as raised:
             self.ask(orderer, PlainStream(chunks, failure), self.GOOD)
         assert raised.value is failure
-        assert orderer.settled == [settled]
+        assert orderer.finished == [finished]
 
     def test_a_stream_that_ends_without_its_end_is_broken(self, orderer: WatchedOrderer) -> None:
         assert self.ask(orderer, PlainStream([chat("Hel")], None), self.GOOD).text == "Hello world"
@@ -1206,7 +1206,7 @@ class TestVLLM:
             strict=True,
         )
         yield orderer
-        assert all(len(events) == 1 for events in orderer.settled)
+        assert all(len(events) == 1 for events in orderer.finished)
 
     @pytest.fixture(params=[Sync, Async])
     def connect(
@@ -1230,7 +1230,7 @@ class TestVLLM:
         assert again.ordering.cached_tokens >= 3 * vllm_server.block_size
         assert again.cached_tokens is not None
         assert abs(again.cached_tokens - again.ordering.cached_tokens) <= vllm_server.block_size
-        assert live.settled == [[("confirmed", each.cached_tokens, each.total_tokens)] for each in (first, again)]
+        assert live.finished == [[("confirmed", each.cached_tokens, each.total_tokens)] for each in (first, again)]
         assert first.total_tokens == first.prompt_tokens + first.completion_tokens
         if prompts == "token_ids":
             token_ids = connect.builder.build(QUERY, again.ordering).token_ids
@@ -1243,7 +1243,7 @@ class TestVLLM:
         assert "".join(pieces) == stream.answer.text
         assert (stream.answer.completion_tokens, stream.answer.finish_reason) == (8, "length")
         assert stream.answer.ttft_s is not None
-        assert live.settled == [[("confirmed", 0, stream.answer.prompt_tokens + 8)]]
+        assert live.finished == [[("confirmed", 0, stream.answer.prompt_tokens + 8)]]
 
     def test_a_stream_that_is_closed_leaves_its_prompt_in_the_cache(
         self, connect: Connect, live: WatchedOrderer
@@ -1255,12 +1255,12 @@ class TestVLLM:
         assert again.ordering.cached_tokens > 0
         assert again.cached_tokens is not None
         assert again.cached_tokens >= again.ordering.cached_tokens
-        assert live.settled[0] == CONFIRMED
+        assert live.finished[0] == CONFIRMED
 
     def test_a_request_that_the_server_refuses_is_forgotten(self, connect: Connect, live: WatchedOrderer) -> None:
         with pytest.raises(openai.NotFoundError):
             connect(model="no-such-model").generate(QUERY, self.DOCUMENTS)
-        assert live.settled == [DISCARDED]
+        assert live.finished == [DISCARDED]
         answer = connect(timeout=60).generate(QUERY, self.DOCUMENTS[::-1], max_tokens=1)
         assert answer.ordering.documents == self.DOCUMENTS[::-1], "nothing to align with"
         assert answer.ordering.cached_tokens == 0
@@ -1284,7 +1284,7 @@ class TestVLLM:
                     direct.completions.create(model="served", prompt="x", extra_body={"cache_salt": scope})
                 with pytest.raises(ValueError, match="cache_salt"):
                     client.generate(QUERY, self.DOCUMENTS, scope=scope)
-        assert live.settled == []
+        assert live.finished == []
         for scope in SALTS:
             client.generate(QUERY, self.DOCUMENTS, scope=scope, max_tokens=1)
 

@@ -60,23 +60,23 @@ def played(*stages: Stage, pause_s: float = 0.01) -> Retrieval[Question, Documen
 
 
 class Ledger:
-    """How many requests were ordered, and how each was settled."""
+    """How many requests were ordered, and how each was finished."""
 
     def __init__(self) -> None:
         self.open = 0
-        self.settled: list[RequestOutcome] = []
+        self.finished: list[RequestOutcome] = []
 
     def ordered(self, observation: Observation) -> Callable[[RequestOutcome], None]:
         self.open += 1
-        return self._settle
+        return self._finish
 
-    def _settle(self, outcome: RequestOutcome) -> None:
+    def _finish(self, outcome: RequestOutcome) -> None:
         self.open -= 1
-        self.settled.append(outcome)
+        self.finished.append(outcome)
 
-    async def has_settled(self, count: int = 1) -> None:
+    async def has_finished(self, count: int = 1) -> None:
         async with asyncio.timeout(20):
-            while len(self.settled) < count:
+            while len(self.finished) < count:
                 await asyncio.sleep(0.005)
 
 
@@ -236,7 +236,7 @@ class TestTheAnswer:
         found, prompt = stream.usage.cached_tokens or 0, stream.usage.prompt_tokens or 0
         assert found > prompt / 2
         # The orderer had not counted on it, and counts the request as served.
-        assert [outcome.served for outcome in ledger.settled] == [True]
+        assert [outcome.served for outcome in ledger.finished] == [True]
 
     async def test_is_not_disturbed_by_an_abort_that_comes_when_all_is_over(
         self, client: Client, vllm_server: Any, ledger: Ledger
@@ -292,14 +292,14 @@ class TestNothingIsLeftOnTheServer:
         one = client(played([0], lambda: running, LookupError("index"), [0]))
         with pytest.raises(LookupError, match="index"):
             await one.answer("What is kept?", **LONG)
-        self.is_settled(one, ledger)
+        self.is_finished(one, ledger)
 
     async def test_after_a_retrieval_that_takes_too_long(self, client: Client, ledger: Ledger) -> None:
         one = client(played([0], lambda: asyncio.sleep(60), [0]))
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.3):
                 await one.answer("What is kept?", **LONG)
-        self.is_settled(one, ledger)
+        self.is_finished(one, ledger)
 
     @pytest.mark.parametrize("after_s", [0.0, 0.005, 0.015, 0.03, 0.06, 0.12, 0.3])
     async def test_after_a_caller_that_cancels(self, client: Client, ledger: Ledger, after_s: float) -> None:
@@ -310,17 +310,17 @@ class TestNothingIsLeftOnTheServer:
         with pytest.raises(asyncio.CancelledError):
             await task
         await one.close()
-        self.is_settled(one, ledger)
+        self.is_finished(one, ledger)
 
     async def test_after_a_stream_that_is_closed_early(self, client: Client, ledger: Ledger) -> None:
         for search in (played([0], [0]), played([0], [1])):
             one = client(search)
             async with one.stream("What is kept?", **LONG) as stream:
                 await anext(stream)
-            self.is_settled(one, ledger)
-            assert ledger.settled[-1].served
+            self.is_finished(one, ledger)
+            assert ledger.finished[-1].served
 
-    def is_settled(self, one: PipelinedClient, ledger: Ledger) -> None:
+    def is_finished(self, one: PipelinedClient, ledger: Ledger) -> None:
         assert ledger.open == 0
         # Our own count: the server's gauges may still show what was aborted a moment ago.
         assert one._pipeline.load is not None and one._pipeline.load._pending == 0
@@ -332,11 +332,11 @@ class TestWarmUp:
     async def test_makes_a_cold_engine_warm_while_the_search_runs(
         self, client: Client, orders: Any, builder: PromptBuilder, ledger: Ledger, prompts: str
     ) -> None:
-        one = client(played(ledger.has_settled, [0]), warm_up=True, prompts=prompts)
+        one = client(played(ledger.has_finished, [0]), warm_up=True, prompts=prompts)
         first = await one.answer("What is kept?", max_tokens=2)
         assert first.trace.warmed_up and first.usage is not None
         assert (first.usage.cached_tokens or 0) >= builder.prefix_tokens // BLOCK * BLOCK >= 2 * BLOCK
-        warm_up, answered = ledger.settled
+        warm_up, answered = ledger.finished
         assert (warm_up.served, warm_up.cached_tokens) == (True, 0)
         assert answered.served and not (await one.answer("And now?", max_tokens=2)).trace.warmed_up
 
@@ -373,7 +373,7 @@ class TestWarmUp:
     async def test_is_sent_once_for_all_that_ask_at_once_and_once_for_each_tenant(
         self, client: Client, vllm_server: Any, ledger: Ledger, builder: PromptBuilder
     ) -> None:
-        one = client(played(lambda: ledger.has_settled(2), [0]), warm_up=True)
+        one = client(played(lambda: ledger.has_finished(2), [0]), warm_up=True)
         before = answered(Load(vllm_server).read())
         scopes = ["red", "blue", "red", "blue", "red"]
         answers = await asyncio.gather(*(one.answer("What?", scope=scope, max_tokens=2) for scope in scopes))
@@ -490,7 +490,7 @@ class TestAServerThatFails:
         one = made(played([0], has_failed, [0]))
         stream = await one.answer("What is kept?")
         assert stream.text == "In the drawer" and not stream.trace.right
-        assert ledger.open == 0 and [outcome.served for outcome in ledger.settled] == [True]
+        assert ledger.open == 0 and [outcome.served for outcome in ledger.finished] == [True]
 
     @pytest.mark.parametrize("how", ["hang up", "cut"])
     async def test_for_good_raises_what_the_client_raises(
@@ -504,7 +504,7 @@ class TestAServerThatFails:
             await one.answer("What is kept?")
         assert one._pipeline.load is not None and one._pipeline.load.pending == 0
         # A prompt whose first token came was computed, whatever became of the answer.
-        assert ledger.open == 0 and [outcome.served for outcome in ledger.settled] == [how == "cut"]
+        assert ledger.open == 0 and [outcome.served for outcome in ledger.finished] == [how == "cut"]
 
     async def test_that_holds_its_answer_sees_the_stream_closed(
         self, far_end: FarEnd, made: Client, ledger: Ledger
@@ -654,11 +654,11 @@ class TestPrompts:
         for number in range(100):
             found = [rng.choice(DOCUMENTS) for _ in range(4)]
             question = Question(f"What is {number}?")
-            predicted = prompts.predict_cached_tokens(question, found)
-            assert prompts.predict_cached_tokens(question, found) == predicted
+            predicted = prompts.preview(question, found)
+            assert prompts.preview(question, found) == predicted
             committed = prompts.commit(question, found)
             assert committed.request == predicted
-            assert predicted != prompts.predict_cached_tokens(Question("Else?"), found)
+            assert predicted != prompts.preview(Question("Else?"), found)
             moved += list(committed._ordering.permutation) != list(range(4))
             committed.confirm(None)
         assert moved > 20

@@ -40,7 +40,8 @@ import uvicorn
 from click.testing import CliRunner, Result
 
 from ragorder.adapters.proxy import DocumentTemplate, TemplateError, Timeouts, make_app
-from ragorder.adapters.proxy.usage import StreamReader, Usage, WholeReader
+from ragorder.adapters.proxy.usage import StreamReader, WholeReader
+from ragorder.adapters.usage import ReportedUsage
 from ragorder.cli.serve import serve as serve_command
 
 # Made once: it takes longer than most of these tests.
@@ -149,28 +150,28 @@ async def _pause(pause: float | threading.Event) -> None:
         await asyncio.sleep(pause)
 
 
-class SettlingOrderer(Orderer):
-    """An orderer that keeps its orderings, and how they were settled."""
+class RecordingOrderer(Orderer):
+    """An orderer that keeps its orderings, and how they were finished."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"block_size": 16, "strict": True} | options)
         self.orderings: list[Ordering[Any]] = []
-        self.settled: list[RequestOutcome] = []
+        self.finished: list[RequestOutcome] = []
         self.calls: list[dict[str, Any]] = []
 
     def order(self, documents: Iterable[Any], **options: Any) -> Ordering[Any]:
         documents = list(documents)
         ordering = super().order(documents, **options)
-        ordering.add_done_callback(self.settled.append)
+        ordering.add_done_callback(self.finished.append)
         self.orderings.append(ordering)
         self.calls.append({"documents": documents, **options})
         return ordering
 
     def outcome(self) -> RequestOutcome:
-        """How the only request was settled, once it is."""
-        assert eventually(lambda: self.settled), "never settled"
-        assert len(self.settled) == 1
-        return self.settled[0]
+        """How the only request was finished, once it is."""
+        assert eventually(lambda: self.finished), "never finished"
+        assert len(self.finished) == 1
+        return self.finished[0]
 
 
 def eventually(condition: Callable[[], Any], seconds: float = 10) -> bool:
@@ -242,8 +243,8 @@ def upstream(far_end: FarEnd, serve: Callable[[Any], str]) -> str:
 
 
 @pytest.fixture
-def orderer() -> SettlingOrderer:
-    return SettlingOrderer()
+def orderer() -> RecordingOrderer:
+    return RecordingOrderer()
 
 
 @dataclass
@@ -262,7 +263,7 @@ Start = Callable[..., Proxy]
 
 
 @pytest.fixture
-def start(upstream: str, orderer: SettlingOrderer, serve: Callable[[Any], str]) -> Iterator[Start]:
+def start(upstream: str, orderer: RecordingOrderer, serve: Callable[[Any], str]) -> Iterator[Start]:
     """Starts proxies in front of the far end."""
     clients: list[httpx.Client] = []
 
@@ -388,11 +389,11 @@ class TestTaggedChat:
         start(builder=builder).post({"ragorder": tag})
         assert far_end.last.json["messages"][-1]["content"] == "# One (1)\none\n#  (2)\ntwo\nQ why"
 
-    def test_a_builder_with_a_system_prompt_is_refused(self, orderer: SettlingOrderer) -> None:
+    def test_a_builder_with_a_system_prompt_is_refused(self, orderer: RecordingOrderer) -> None:
         with pytest.raises(ValueError, match="system prompt"):
             make_app(orderer, upstream="http://127.0.0.1:1", builder=PromptBuilder("Be kind."))
 
-    def test_lengths_that_the_client_knows_count(self, proxy: Proxy, orderer: SettlingOrderer) -> None:
+    def test_lengths_that_the_client_knows_count(self, proxy: Proxy, orderer: RecordingOrderer) -> None:
         tag = {"documents": [document("a", tokens=77.0), document("b", tokens=None), document("c")], "query": "?"}
         proxy.post({"ragorder": tag})
         known, *others = orderer.calls[0]["documents"]
@@ -420,7 +421,7 @@ class TestTaggedChat:
     def test_only_in_retrieval_order_after_an_internal_error(
         self, start: Start, far_end: FarEnd, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("ragorder.adapters.proxy.ordering.scope_of", lambda *_: 1 / 0)
+        monkeypatch.setattr("ragorder.adapters.proxy.parsing.scope_of", lambda *_: 1 / 0)
         proxy = start(orderer=Orderer(block_size=16))
         for names in ("ab", "ba"):
             assert proxy.post(tagged(names)).status_code == 200
@@ -545,7 +546,7 @@ class TestTheField:
 
 
 class TestScopes:
-    def scopes(self, orderer: SettlingOrderer) -> list[Any]:
+    def scopes(self, orderer: RecordingOrderer) -> list[Any]:
         return [call["scope"] for call in orderer.calls]
 
     def test_it_is_sent_as_cache_salt(self, proxy: Proxy, far_end: FarEnd) -> None:
@@ -558,7 +559,7 @@ class TestScopes:
         proxy.post(tagged("ab"))
         assert "cache_salt" not in far_end.last.json
 
-    def test_the_salt_and_the_scope_are_the_same_tenant(self, proxy: Proxy, orderer: SettlingOrderer) -> None:
+    def test_the_salt_and_the_scope_are_the_same_tenant(self, proxy: Proxy, orderer: RecordingOrderer) -> None:
         bodies = [
             tagged("ab", cache_salt="t"),
             tagged("ab"),
@@ -602,24 +603,24 @@ class TestScopes:
         ids=lambda change: next(iter(change)),
     )
     def test_what_stands_in_front_of_the_documents_separates(
-        self, change: dict[str, Any], proxy: Proxy, orderer: SettlingOrderer
+        self, change: dict[str, Any], proxy: Proxy, orderer: RecordingOrderer
     ) -> None:
         for body in (tagged("ab"), tagged("ab", **change)):
             assert proxy.post(body).status_code == 200
         first, second = self.scopes(orderer)
         assert first != second
 
-    def test_what_stands_behind_them_does_not(self, proxy: Proxy, orderer: SettlingOrderer) -> None:
+    def test_what_stands_behind_them_does_not(self, proxy: Proxy, orderer: RecordingOrderer) -> None:
         for body in (tagged("ab"), tagged("cd", query="Other?", temperature=1, max_tokens=3, stream=False, user="u")):
             proxy.post(body)
         assert len(set(self.scopes(orderer))) == 1
 
-    def test_the_two_routes_are_apart(self, proxy: Proxy, orderer: SettlingOrderer) -> None:
+    def test_the_two_routes_are_apart(self, proxy: Proxy, orderer: RecordingOrderer) -> None:
         for path in (CHAT, COMPLETIONS):
             assert proxy.post({"ragorder": tagged("ab")["ragorder"]}, path).status_code == 200
         assert len(set(self.scopes(orderer))) == 2
 
-    def test_a_scope_is_short_and_tells_nothing(self, proxy: Proxy, orderer: SettlingOrderer) -> None:
+    def test_a_scope_is_short_and_tells_nothing(self, proxy: Proxy, orderer: RecordingOrderer) -> None:
         proxy.post(tagged("ab", cache_salt="secret", model="m" * 10_000))
         scope = self.scopes(orderer)[0]
         assert len(scope) <= 32
@@ -627,11 +628,11 @@ class TestScopes:
 
 
 class TestLengths:
-    def test_they_are_estimated_at_four_characters_a_token(self, proxy: Proxy, orderer: SettlingOrderer) -> None:
+    def test_they_are_estimated_at_four_characters_a_token(self, proxy: Proxy, orderer: RecordingOrderer) -> None:
         proxy.post(tagged("ab"))
         assert orderer.calls[0]["prefix_tokens"] == PromptBuilder(SYSTEM["content"]).prefix_tokens
 
-    def test_the_answer_gets_the_room_that_answers_take(self, proxy: Proxy, orderer: SettlingOrderer) -> None:
+    def test_the_answer_gets_the_room_that_answers_take(self, proxy: Proxy, orderer: RecordingOrderer) -> None:
         builder = PromptBuilder("")
         for fields in ({}, {}, {"max_tokens": 3}, {"max_completion_tokens": 2, "max_tokens": 9}):
             proxy.post(tagged("ab", **fields))
@@ -639,11 +640,11 @@ class TestLengths:
         # The far end says that an answer has 7 tokens; the last of them is never cached.
         assert room[1:] == [6, 2, 1]
 
-    def test_more_answers_than_one_do_not_count(self, proxy: Proxy, orderer: SettlingOrderer) -> None:
+    def test_more_answers_than_one_do_not_count(self, proxy: Proxy, orderer: RecordingOrderer) -> None:
         proxy.post(tagged("ab", n=3))
         assert orderer.outcome() == RequestOutcome(True, 512, None, 600)
 
-    def test_tools_and_parts_are_in_front_too(self, proxy: Proxy, orderer: SettlingOrderer) -> None:
+    def test_tools_and_parts_are_in_front_too(self, proxy: Proxy, orderer: RecordingOrderer) -> None:
         parts = [{"type": "text", "text": "x" * 398}, {"type": "image_url", "image_url": {"url": "data:" + "y" * 9999}}]
         tools = [{"type": "function", "function": {"name": "z" * 400}}]
         for fields in ({"messages": [{"role": "user", "content": parts}]}, {"tools": tools}):
@@ -653,7 +654,7 @@ class TestLengths:
         assert 100 < with_tools < 130
 
     def test_with_a_tokenizer_they_are_exact(
-        self, start: Start, orderer: SettlingOrderer, tokenizers: dict[str, Any]
+        self, start: Start, orderer: RecordingOrderer, tokenizers: dict[str, Any]
     ) -> None:
         tokenizer = tokenizers["chatml"]
         builder = PromptBuilder(SYSTEM["content"], tokenizer=tokenizer)
@@ -665,7 +666,7 @@ class TestLengths:
         ]
 
     def test_with_a_tokenizer_documents_in_messages_are_counted_as_they_stand(
-        self, start: Start, orderer: SettlingOrderer, tokenizers: dict[str, Any]
+        self, start: Start, orderer: RecordingOrderer, tokenizers: dict[str, Any]
     ) -> None:
         tokenizer = tokenizers["chatml"]
         start(tokenizer=tokenizer, template=DocumentTemplate(TEMPLATE)).post(chat("ab"))
@@ -675,7 +676,7 @@ class TestLengths:
         assert call["prefix_tokens"] > PromptBuilder(SYSTEM["content"], tokenizer=tokenizer).prefix_tokens
 
     def test_a_plain_prompt_is_counted_as_servers_count_it(
-        self, start: Start, orderer: SettlingOrderer, tokenizers: dict[str, Any]
+        self, start: Start, orderer: RecordingOrderer, tokenizers: dict[str, Any]
     ) -> None:
         tokenizer = tokenizers["plain"]
         body = tagged("ab", prompt="Use these documents.\n")
@@ -684,7 +685,7 @@ class TestLengths:
         assert orderer.calls[0]["prefix_tokens"] == len(tokenizer.encode("Use these documents.\n"))
 
     def test_what_the_chat_template_refuses_is_estimated(
-        self, start: Start, orderer: SettlingOrderer, tokenizers: dict[str, Any]
+        self, start: Start, orderer: RecordingOrderer, tokenizers: dict[str, Any]
     ) -> None:
         response = start(tokenizer=tokenizers["no-system"]).post(tagged("ab"))
         assert response.status_code == 200
@@ -1070,7 +1071,7 @@ class TestPassingOn:
         assert (response.status_code, error_of(response)["code"]) == (400, "no_websocket")
         assert far_end.requests == []
 
-    def test_websockets_of_other_servers_are_closed(self, orderer: SettlingOrderer) -> None:
+    def test_websockets_of_other_servers_are_closed(self, orderer: RecordingOrderer) -> None:
         sent: list[Any] = []
 
         async def send(message: Any) -> None:
@@ -1119,43 +1120,43 @@ UNKNOWN = RequestOutcome(True)
 FAILED = RequestOutcome(False)
 
 
-class TestSettling:
+class TestOutcomes:
     @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
     def test_an_answer_in_one_piece_is_confirmed_with_its_usage(
-        self, path: str, proxy: Proxy, orderer: SettlingOrderer
+        self, path: str, proxy: Proxy, orderer: RecordingOrderer
     ) -> None:
         proxy.post({"ragorder": tagged("ab")["ragorder"]}, path)
         assert orderer.outcome() == SERVED
 
     def test_a_stream_is_confirmed_with_the_usage_of_its_last_chunk(
-        self, proxy: Proxy, far_end: FarEnd, orderer: SettlingOrderer
+        self, proxy: Proxy, far_end: FarEnd, orderer: RecordingOrderer
     ) -> None:
         far_end.events(ROLE, TOKEN, LAST)
         proxy.post(tagged("ab", stream=True))
         assert orderer.outcome() == SERVED
 
     def test_a_stream_is_confirmed_before_its_client_can_ask_again(
-        self, proxy: Proxy, far_end: FarEnd, orderer: SettlingOrderer
+        self, proxy: Proxy, far_end: FarEnd, orderer: RecordingOrderer
     ) -> None:
         far_end.events(TOKEN, LAST, threading.Event())
         with proxy.client.stream("POST", CHAT, json=tagged("ab", stream=True)) as response:
             raw = response.iter_raw()
             assert next(raw) + next(raw) == TOKEN + LAST
-            assert orderer.settled == [SERVED]
+            assert orderer.finished == [SERVED]
 
-    def test_documents_in_messages_are_settled_too(self, start: Start, orderer: SettlingOrderer) -> None:
+    def test_documents_in_messages_are_finished_too(self, start: Start, orderer: RecordingOrderer) -> None:
         start(template=DocumentTemplate(TEMPLATE)).post(chat("ab"))
         assert orderer.outcome() == SERVED
 
     def test_an_answer_without_usage_is_confirmed_without_numbers(
-        self, proxy: Proxy, far_end: FarEnd, orderer: SettlingOrderer
+        self, proxy: Proxy, far_end: FarEnd, orderer: RecordingOrderer
     ) -> None:
         far_end.chunks = [b'{"choices": []}']
         proxy.post(tagged("ab"))
         assert orderer.outcome() == UNKNOWN
 
     def test_a_compressed_answer_is_confirmed_without_numbers(
-        self, proxy: Proxy, far_end: FarEnd, orderer: SettlingOrderer
+        self, proxy: Proxy, far_end: FarEnd, orderer: RecordingOrderer
     ) -> None:
         far_end.headers = [("content-type", "application/json"), ("content-encoding", "gzip")]
         far_end.chunks = [gzip.compress(WHOLE)]
@@ -1164,18 +1165,18 @@ class TestSettling:
 
     @pytest.mark.parametrize("status", [302, 400, 404, 429, 500, 503])
     def test_a_refused_request_is_discarded(
-        self, status: int, proxy: Proxy, far_end: FarEnd, orderer: SettlingOrderer
+        self, status: int, proxy: Proxy, far_end: FarEnd, orderer: RecordingOrderer
     ) -> None:
         far_end.status = status
         proxy.post(tagged("ab"))
         assert orderer.outcome() == FAILED
 
-    def test_a_server_that_is_not_there_discards(self, start: Start, orderer: SettlingOrderer) -> None:
+    def test_a_server_that_is_not_there_discards(self, start: Start, orderer: RecordingOrderer) -> None:
         start(upstream="http://127.0.0.1:9").post(tagged("ab"))
         assert orderer.outcome() == FAILED
 
     @pytest.mark.parametrize(
-        ("chunks", "settled"),
+        ("chunks", "finished"),
         [
             ([None], FAILED),
             ([ROLE, None], FAILED),
@@ -1188,12 +1189,12 @@ class TestSettling:
         ids=["nothing", "role", "error", "role-error", "token", "broken-usage", "no-usage"],
     )
     def test_a_stream_that_breaks_counts_from_its_first_token_on(
-        self, chunks: Any, settled: RequestOutcome, proxy: Proxy, far_end: FarEnd, orderer: SettlingOrderer
+        self, chunks: Any, finished: RequestOutcome, proxy: Proxy, far_end: FarEnd, orderer: RecordingOrderer
     ) -> None:
         far_end.events(*chunks)
         with suppress(httpx.RemoteProtocolError):
             proxy.post(tagged("ab", stream=True))
-        assert orderer.outcome() == settled
+        assert orderer.outcome() == finished
 
     def test_a_broken_answer_is_broken_for_the_client_too(self, proxy: Proxy, far_end: FarEnd) -> None:
         far_end.events(TOKEN, None)
@@ -1203,31 +1204,31 @@ class TestSettling:
         with pytest.raises(httpx.RemoteProtocolError):
             proxy.post({})
 
-    @pytest.mark.parametrize(("token", "settled"), [(b"", FAILED), (TOKEN, UNKNOWN)], ids=["before", "after"])
+    @pytest.mark.parametrize(("token", "finished"), [(b"", FAILED), (TOKEN, UNKNOWN)], ids=["before", "after"])
     def test_a_client_that_leaves_counts_from_its_first_token_on(
-        self, token: bytes, settled: RequestOutcome, proxy: Proxy, far_end: FarEnd, orderer: SettlingOrderer
+        self, token: bytes, finished: RequestOutcome, proxy: Proxy, far_end: FarEnd, orderer: RecordingOrderer
     ) -> None:
         far_end.events(ROLE + token, threading.Event())
         with proxy.client.stream("POST", CHAT, json=tagged("ab", stream=True)) as response:
             raw = response.iter_raw()
             assert next(raw) == ROLE + token
-        assert orderer.outcome() == settled
+        assert orderer.outcome() == finished
 
-    def test_what_was_not_ordered_is_not_settled(self, proxy: Proxy, orderer: SettlingOrderer) -> None:
+    def test_what_was_not_ordered_is_not_finished(self, proxy: Proxy, orderer: RecordingOrderer) -> None:
         proxy.post({"messages": []})
         proxy.post({"ragorder": 1})
         assert orderer.orderings == []
 
     def test_a_stranger_in_the_usage_is_no_number(
-        self, proxy: Proxy, far_end: FarEnd, orderer: SettlingOrderer
+        self, proxy: Proxy, far_end: FarEnd, orderer: RecordingOrderer
     ) -> None:
         usage = {"prompt_tokens": 3, "completion_tokens": -1, "prompt_tokens_details": {"cached_tokens": 4}}
         far_end.chunks = [json.dumps({"usage": usage}).encode()]
         proxy.post(tagged("ab"))
         assert orderer.outcome() == RequestOutcome(True, None, None, 3)
 
-    def test_a_failure_in_settling_reaches_nobody(
-        self, proxy: Proxy, orderer: SettlingOrderer, caplog: pytest.LogCaptureFixture
+    def test_a_failure_in_finishing_is_not_raised(
+        self, proxy: Proxy, orderer: RecordingOrderer, caplog: pytest.LogCaptureFixture
     ) -> None:
         def fail(self: Any, *_: Any, **__: Any) -> None:
             raise RuntimeError("secret")
@@ -1247,14 +1248,14 @@ class TestReadingAnswers:
         edges = [0, *sorted(cuts), len(self.STREAM)]
         for start, end in pairwise(edges):
             reader.feed(self.STREAM[start:end])
-        assert (reader.served, reader.usage()) == (True, Usage(512, 600, 7))
+        assert (reader.served, reader.usage()) == (True, ReportedUsage(512, 600, 7))
 
     @given(st.lists(st.binary(max_size=30) | st.sampled_from([b"data: ", b"\n", b'"usage"', b"{", b"}", TOKEN, LAST])))
     def test_no_bytes_are_too_odd(self, chunks: list[bytes]) -> None:
         for reader in (StreamReader(), WholeReader()):
             for chunk in chunks:
                 reader.feed(chunk)
-            assert isinstance(reader.usage(), Usage)
+            assert isinstance(reader.usage(), ReportedUsage)
 
     @pytest.mark.parametrize(
         "event",
@@ -1287,13 +1288,13 @@ class TestReadingAnswers:
             reader.feed(b"data: " + b"x" * 100_000)
             assert len(reader._line) <= 1 << 20
         reader.feed(b"\n" + LAST)
-        assert (reader.served, reader.usage()) == (True, Usage(512, 600, 7))
+        assert (reader.served, reader.usage()) == (True, ReportedUsage(512, 600, 7))
 
     def test_of_a_long_answer_nothing_is_kept(self) -> None:
         reader = WholeReader()
         for _ in range(100):
             reader.feed(b"x" * 100_000)
-        assert (reader._chunks, reader.usage()) == ([], Usage())
+        assert (reader._chunks, reader.usage()) == ([], ReportedUsage())
 
 
 class TestLeaving:
@@ -1344,7 +1345,7 @@ class TestTimeouts:
         far_end.events(TOKEN, 0.3, TOKEN, 0.3, LAST)
         assert start(timeouts=Timeouts(read_s=0.55)).post({}).content == TOKEN + TOKEN + LAST
 
-    def test_a_stream_that_stops_is_broken_off(self, start: Start, far_end: FarEnd, orderer: SettlingOrderer) -> None:
+    def test_a_stream_that_stops_is_broken_off(self, start: Start, far_end: FarEnd, orderer: RecordingOrderer) -> None:
         far_end.events(TOKEN, threading.Event())
         with pytest.raises(httpx.RemoteProtocolError):
             start(timeouts=Timeouts(read_s=0.2)).post(tagged("ab", stream=True))
@@ -1515,7 +1516,7 @@ class TestFailures:
         def fail(*_: Any) -> None:
             raise RuntimeError("secret")
 
-        monkeypatch.setattr("ragorder.adapters.proxy.ordering.read_tagged", fail)
+        monkeypatch.setattr("ragorder.adapters.proxy.parsing.read_tagged", fail)
         response = proxy.post(tagged("ab"))
         assert (response.status_code, error_of(response)["type"]) == (500, "server_error")
         assert "secret" not in response.text + caplog.text
@@ -1542,7 +1543,7 @@ class TestFailures:
     @pytest.mark.parametrize(
         "address", ["", "127.0.0.1:8000", "ftp://x", "http://", "http://x:99999", "http://u:secret@"]
     )
-    def test_an_upstream_that_is_none(self, address: str, orderer: SettlingOrderer) -> None:
+    def test_an_upstream_that_is_none(self, address: str, orderer: RecordingOrderer) -> None:
         from ragorder.adapters.http_client import AddressError
 
         with pytest.raises(AddressError) as caught:
@@ -1563,7 +1564,7 @@ class TestOpenAIClient:
         with openai.OpenAI(base_url=f"{proxy.url}/v1", api_key="none", max_retries=0) as client:
             yield client
 
-    def test_documents_go_into_extra_body(self, client: Any, far_end: FarEnd, orderer: SettlingOrderer) -> None:
+    def test_documents_go_into_extra_body(self, client: Any, far_end: FarEnd, orderer: RecordingOrderer) -> None:
         for names in ("abc", "cba"):
             answer = client.chat.completions.create(
                 model="m", messages=[SYSTEM], extra_body={"ragorder": tagged(names)["ragorder"]}
@@ -1571,9 +1572,9 @@ class TestOpenAIClient:
             assert answer.choices[0].message.content == "yes"
             assert answer.usage.prompt_tokens_details.cached_tokens == 512
         assert names_in(far_end.last.json["messages"][-1]["content"]) == "abc"
-        assert orderer.settled == [SERVED, SERVED]
+        assert orderer.finished == [SERVED, SERVED]
 
-    def test_streams_are_streams(self, client: Any, far_end: FarEnd, orderer: SettlingOrderer) -> None:
+    def test_streams_are_streams(self, client: Any, far_end: FarEnd, orderer: RecordingOrderer) -> None:
         far_end.events(ROLE, TOKEN, TOKEN, LAST)
         stream = client.chat.completions.create(
             model="m",
@@ -1998,10 +1999,10 @@ class TestOnVLLM:
         plain = Orderer(strict=True, **size, **lengths)
         expected = self.plain(vllm_server, builder, plain)
         assert sum(count or 0 for count in expected) > 0
-        orderer = SettlingOrderer(**size)
+        orderer = RecordingOrderer(**size)
         assert self.proxied(vllm_server, start, orderer=orderer, tokenizer=tokenizer) == expected
-        assert eventually(lambda: len(orderer.settled) == self.REQUESTS)
-        assert [outcome.cached_tokens for outcome in orderer.settled] == expected
+        assert eventually(lambda: len(orderer.finished) == self.REQUESTS)
+        assert [outcome.cached_tokens for outcome in orderer.finished] == expected
         assert any(list(ordering.permutation) != sorted(ordering.permutation) for ordering in orderer.orderings)
 
     def test_the_example_with_curl(self, vllm_server: Any, tmp_path: Path) -> None:

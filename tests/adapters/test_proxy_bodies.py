@@ -18,33 +18,24 @@ from ragorder import Document, Orderer, PromptBuilder
 
 pytest.importorskip("starlette")
 
-from ragorder.adapters.http_server.errors import ProxyError
-from ragorder.adapters.proxy import DocumentTemplate
-from ragorder.adapters.proxy.body import MAX_MESSAGES
-from ragorder.adapters.proxy.lengths import Lengths
-from ragorder.adapters.proxy.ordering import BodyOrderer, Route
-from ragorder.adapters.proxy.reading import TooManyError, decode_items
-from ragorder.kept import Kept
+from support.bodies import Bodies
+
+from ragorder.adapters.http_server.errors import HTTPError
+from ragorder.adapters.proxy.body import MAX_MESSAGES, TooManyError, decode_items
+from ragorder.adapters.proxy.parsing import Route
+from ragorder.lru_cache import LRUCache
 
 TEMPLATE = '<document id="{id}">\n{text}\n</document>'
 MIB = 1 << 20
 
 
-def make(template: str | None = TEMPLATE, tokenizer: Any = None, **options: Any) -> BodyOrderer:
-    builder = PromptBuilder("", tokenizer=tokenizer)
-    found = None if template is None else DocumentTemplate(template)
-    return BodyOrderer(Orderer(strict=True), builder, Lengths(builder, tokenizer), found, **options)
+def make(template: str | None = TEMPLATE, tokenizer: Any = None) -> Bodies:
+    return Bodies(template, tokenizer, orderer=Orderer(strict=True))
 
 
-def ordered(bodies: BodyOrderer, content: bytes, route: Route = "chat") -> bytes:
-    """The body that goes on."""
-    read = bodies.read(route, content)
-    return content if read is None else bodies.order(read, bodies.request())
-
-
-def refused(bodies: BodyOrderer, content: bytes, route: Route = "chat") -> dict[str, Any]:
-    with pytest.raises(ProxyError) as caught:
-        ordered(bodies, content, route)
+def refused(bodies: Bodies, content: bytes, route: Route = "chat") -> dict[str, Any]:
+    with pytest.raises(HTTPError) as caught:
+        bodies.ordered(content, route)
     error: dict[str, Any] = caught.value.content["error"]
     return {"status": caught.value.status, **error}
 
@@ -79,21 +70,21 @@ class TestManyMessages:
     def test_h2_time_grows_with_their_number_and_not_with_its_square(self, item: str, frame: str) -> None:
         bodies = make()
         few, many = (repeated(item, count, frame) for count in (MAX_MESSAGES // 8, MAX_MESSAGES))
-        assert cpu_s(lambda: ordered(bodies, many)) < 24 * cpu_s(lambda: ordered(bodies, few))
+        assert cpu_s(lambda: bodies.ordered(many)) < 24 * cpu_s(lambda: bodies.ordered(few))
 
     def test_h2_what_stands_in_front_is_made_for_one_passage(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from ragorder.adapters.proxy import body
 
         made = []
 
-        class Front(body.Front):
+        class PromptPrefix(body.PromptPrefix):
             def __new__(cls, *fields: Any) -> Any:
                 made.append(fields)
                 return super().__new__(cls, *fields)
 
-        monkeypatch.setattr(body, "Front", Front)
+        monkeypatch.setattr(body, "PromptPrefix", PromptPrefix)
         documents = json.dumps({"role": "user", "content": document(1) + document(2)})
-        ordered(make(), f'{{"messages":[{",".join([MESSAGE] * 500)},{documents},{documents}]}}'.encode())
+        make().ordered(f'{{"messages":[{",".join([MESSAGE] * 500)},{documents},{documents}]}}'.encode())
         assert len(made) == 1
 
     @pytest.mark.parametrize(
@@ -108,7 +99,7 @@ class TestManyMessages:
     def test_h2_more_than_are_read_are_refused_with_the_limit(self, item: str, frame: str, param: str) -> None:
         bodies = make()
         at_most = repeated(item, MAX_MESSAGES, frame)
-        assert ordered(bodies, at_most) == at_most
+        assert bodies.ordered(at_most) == at_most
         error = refused(bodies, repeated(item, MAX_MESSAGES + 1, frame))
         assert (error["status"], error["code"], error["param"]) == (400, "too_many_items", param)
         assert error["message"].startswith(f"{param}: ")
@@ -121,7 +112,7 @@ class TestManyMessages:
 
     def test_h2_without_a_template_they_go_on_unread(self) -> None:
         body = repeated(MESSAGE, MAX_MESSAGES + 1, IN_MESSAGES)
-        assert make(template=None).read("chat", body) is None
+        assert make(template=None).parse("chat", body) is None
 
 
 class TestItems:
@@ -194,14 +185,14 @@ class TestTheTag:
         assert "1024" in error["message"]
 
     def test_h3_as_many_as_are_allowed_are_read(self) -> None:
-        read = make().read("chat", repeated('{"id":"1","text":"a,b"}', 1024, IN_DOCUMENTS))
+        read = make().parse("chat", repeated('{"id":"1","text":"a,b"}', 1024, IN_DOCUMENTS))
         assert read is not None
         assert len(read.documents) == 1024
 
     @pytest.mark.parametrize(("tokens", "known"), [("3", 3), ("3.0", 3), ("3e2", 300)])
     def test_h3_a_number_without_a_fraction_is_whole(self, tokens: str, known: int) -> None:
         body = repeated(f'{{"id":"1","text":"","tokens":{tokens}}}', 1, IN_DOCUMENTS)
-        read = make().read("chat", body)
+        read = make().parse("chat", body)
         assert read is not None
         assert [(type(each.tokens), each.tokens) for each in read.documents] == [(int, known)]
 
@@ -259,10 +250,10 @@ class TestWhatIsKept:
     def test_m4_no_text_is_kept(self, kind: str, exact: bool) -> None:
         tokenizer = Counting()
         bodies = make(tokenizer=tokenizer if exact else None)
-        ordered(bodies, getattr(self, kind)(self.text(7), "t"))
+        bodies.ordered(getattr(self, kind)(self.text(7), "t"))
         tokenizer.encoded.clear()
         assert "secret" not in held_by(bodies)
-        bodies._fronts.put("secret", 1)
+        bodies.parser._prefixes.put("secret", 1)
         assert "secret" in held_by(bodies)
 
     @pytest.mark.parametrize("kind", ["tagged", "written"])
@@ -272,7 +263,7 @@ class TestWhatIsKept:
 
         def counted(scope: str | None) -> int:
             before = len(tokenizer.encoded)
-            ordered(bodies, getattr(self, kind)(self.text(7), scope))
+            bodies.ordered(getattr(self, kind)(self.text(7), scope))
             return sum("secret" in text for text in tokenizer.encoded[before:])
 
         assert [counted(scope) for scope in ("one", "one", "two", None, None, "two")] == [1, 0, 1, 1, 0, 0]
@@ -285,7 +276,7 @@ class TestWhatIsKept:
             tracemalloc.start()
             try:
                 for number in range(100):
-                    ordered(bodies, getattr(self, kind)(self.text(number, words)))
+                    bodies.ordered(getattr(self, kind)(self.text(number, words)))
                     tokenizer.encoded.clear()
                 gc.collect()
                 return tracemalloc.get_traced_memory()[0]
@@ -307,22 +298,22 @@ class TestWhatIsKept:
         assert len(builder._kept) < 40
         assert "word word" not in held_by(builder._kept)
 
-    def test_m4_lengths_of_fronts_are_bounded(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from ragorder.adapters.proxy import ordering
+    def test_m4_lengths_of_prefixes_are_bounded(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from ragorder.adapters.proxy import parsing
 
-        monkeypatch.setattr(ordering, "_REMEMBERED", 10)
+        monkeypatch.setattr(parsing, "_REMEMBERED", 10)
         bodies = make()
         for number in range(50):
             front = {"role": "system", "content": f"secret {number}"}
             body = {"messages": [front], "ragorder": {"documents": [], "query": ""}}
-            ordered(bodies, json.dumps(body).encode())
-        assert len(bodies._fronts) == 10
-        assert "secret" not in held_by(bodies._fronts)
+            bodies.ordered(json.dumps(body).encode())
+        assert len(bodies.parser._prefixes) == 10
+        assert "secret" not in held_by(bodies.parser._prefixes)
 
 
 class TestKept:
     def test_the_least_recently_used_goes_first(self) -> None:
-        kept: Kept[int] = Kept(2)
+        kept: LRUCache[int] = LRUCache(2)
         kept.put("a", 1)
         kept.put("b", 2)
         assert kept.get("a") == 1
@@ -330,33 +321,33 @@ class TestKept:
         assert [kept.get(key) for key in "abc"] == [1, None, 3]
 
     def test_bytes_are_bounded(self) -> None:
-        kept: Kept[int] = Kept(100, 10)
+        kept: LRUCache[int] = LRUCache(100, 10)
         for number in range(5):
             kept.put(number, number, 4)
             assert kept.used <= 10
         assert [kept.get(number) for number in range(5)] == [None, None, None, 3, 4]
 
     def test_what_is_larger_than_all_is_not_kept(self) -> None:
-        kept: Kept[int] = Kept(100, 10)
+        kept: LRUCache[int] = LRUCache(100, 10)
         kept.put("a", 1, 4)
         kept.put("b", 2, 11)
         assert (kept.get("a"), kept.get("b"), kept.used) == (1, None, 4)
 
     def test_a_value_that_is_put_again_counts_once(self) -> None:
-        kept: Kept[int] = Kept(100, 10)
+        kept: LRUCache[int] = LRUCache(100, 10)
         for value in range(5):
             kept.put("a", value, 8)
         assert (kept.get("a"), kept.used, len(kept)) == (4, 8, 1)
 
     def test_of_no_size_it_keeps_nothing(self) -> None:
-        kept: Kept[int] = Kept(0)
+        kept: LRUCache[int] = LRUCache(0)
         kept.put("a", 1)
         assert (kept.get("a"), len(kept)) == (None, 0)
 
     @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
     @pytest.mark.filterwarnings("ignore::DeprecationWarning")
     def test_l2_a_child_does_not_wait_for_a_thread_of_its_parent(self) -> None:
-        kept: Kept[int] = Kept(2)
+        kept: LRUCache[int] = LRUCache(2)
         kept.put("a", 1)
         with kept._lock:
             child = os.fork()
@@ -394,8 +385,8 @@ def test_h2_a_mebibyte_takes_a_second_and_64_mb_at_most(name: str) -> None:
 
     def work() -> None:
         try:
-            ordered(bodies, body)
-        except ProxyError as error:
+            bodies.ordered(body)
+        except HTTPError as error:
             assert error.status == 400
 
     start = time.process_time()

@@ -17,11 +17,11 @@ from ragorder import Orderer, PromptBuilder
 pytest.importorskip("starlette")
 
 import httpx
+from support.bodies import Bodies
 
 from ragorder.adapters.proxy import DocumentTemplate, TemplateError, make_app
 from ragorder.adapters.proxy.body import BOUNDARY
-from ragorder.adapters.proxy.lengths import Lengths
-from ragorder.adapters.proxy.ordering import BodyOrderer, ReadBody
+from ragorder.adapters.proxy.parsing import ParsedBody
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 TEMPLATE = '<document id="{id}">\n{text}\n</document>'
@@ -54,37 +54,27 @@ def tagged(names: str, ids: Sequence[object] | None = None) -> dict[str, Any]:
     return {"model": "m", "messages": [], "ragorder": {"documents": documents, "query": "Which?"}}
 
 
-class Bodies(BodyOrderer):
-    """What `make_app` makes of the bodies, without the network."""
+class WatchedBodies(Bodies):
+    """Bodies whose reasons to be forwarded without documents are in `reasons`."""
 
-    def __init__(
-        self,
-        template: str | None = TEMPLATE,
-        tokenizer: Any = None,
-        builder: PromptBuilder | None = None,
-        orderer: Orderer | None = None,
-        **options: Any,
-    ) -> None:
-        self.orderer = orderer or Orderer(block_size=16, strict=True)
-        self.told: list[str] = []
-        builder = builder or PromptBuilder("", tokenizer=tokenizer)
-        found = None if template is None else DocumentTemplate(template)
-        lengths = Lengths(builder, tokenizer)
-        super().__init__(self.orderer, builder, lengths, found, on_passed=self.told.append, **options)
+    def __init__(self, template: str | None = TEMPLATE, *arguments: Any, **options: Any) -> None:
+        self.reasons: list[str] = []
+        super().__init__(template, *arguments, on_passed=self.reasons.append, **options)
 
-    def found(self, body: dict[str, Any], route: Any = "chat") -> ReadBody:
-        read = self.read(route, json.dumps(body).encode())
-        assert read is not None
-        return read
+    def found(self, body: dict[str, Any], route: Any = "chat") -> ParsedBody:
+        parsed = self.parse(route, json.dumps(body).encode())
+        assert parsed is not None
+        return parsed
 
     def served(self, body: dict[str, Any], route: Any = "chat") -> dict[str, Any]:
-        """The body that goes on; its answer came."""
+        """The body that is forwarded; its answer came."""
         content = json.dumps(body).encode()
-        read, request = self.read(route, content), self.request()
-        if read is not None:
-            content = self.order(read, request)
-            assert request.ordering is not None
-            request.ordering.confirm()
+        parsed = self.parse(route, content)
+        if parsed is not None:
+            request = self.order(parsed)
+            content = request.take_body()
+            request.begin(200, [])
+            request.end()
         served: dict[str, Any] = json.loads(content)
         return served
 
@@ -95,7 +85,7 @@ class TestBehindTheDocuments:
     DOCUMENTS = user(written("ab") + "\nWhich?")
 
     def behind(self, *messages: Any, tokenizer: Any = None, **fields: Any) -> int:
-        return Bodies(tokenizer=tokenizer).found({"messages": list(messages), **fields}).behind_tokens
+        return WatchedBodies(tokenizer=tokenizer).found({"messages": list(messages), **fields}).suffix_tokens
 
     def test_d1_later_messages_count(self) -> None:
         alone = self.behind(self.DOCUMENTS)
@@ -137,7 +127,7 @@ class TestBehindTheDocuments:
     def test_d1_the_orderer_is_told(self) -> None:
         """The mirror holds what the engine holds: long histories leave room for few conversations."""
         orderer = Orderer(block_size=16, capacity_tokens=4096, strict=True)
-        bodies = Bodies(orderer=orderer)
+        bodies = WatchedBodies(orderer=orderer)
         for number in range(8):
             history = [assistant(f"{number}" * 2000), user("Which?")]
             bodies.served({"messages": [user(written("ab")), *history], "max_tokens": 1})
@@ -161,29 +151,29 @@ class TestDocumentsInParts:
         )
 
     def test_d10_they_are_put_in_order_and_the_parts_stay(self) -> None:
-        bodies = Bodies()
+        bodies = WatchedBodies()
         assert bodies.served(self.parts("abc")) == self.parts("abc")
         assert bodies.served(self.parts("dcba")) == self.parts("abcd")
 
     def test_d10_bytes_elsewhere_stay(self) -> None:
-        bodies = Bodies()
+        bodies = WatchedBodies()
         bodies.served(self.parts("abc"))
         content = json.dumps(self.parts("acb")).encode()
-        read = bodies.read("chat", content)
+        read = bodies.parse("chat", content)
         assert read is not None
-        went_on = bodies.order(read, bodies.request())
+        went_on = bodies.order(read).take_body()
         assert went_on.count(b"1.5") == 3
         # Documents that stay where they are stay as they were written.
         assert json.dumps(part(document("a"), number=1.50)).encode() in went_on
 
     @pytest.mark.parametrize("image", [0, 1, 4, 5])
     def test_d10_an_image_around_them_does_not_matter(self, image: int) -> None:
-        bodies = Bodies()
+        bodies = WatchedBodies()
         bodies.served(self.parts("abc", image=image))
         assert bodies.served(self.parts("cab", image=image)) == self.parts("abc", image=image)
 
     def test_d10_an_image_between_them_separates(self) -> None:
-        bodies = Bodies()
+        bodies = WatchedBodies()
         body = self.parts("dabc", image=2)
         bodies.served(body)
         assert self.texts(bodies.served(self.parts("dcba", image=2))) == "dabc"
@@ -198,22 +188,22 @@ class TestDocumentsInParts:
                 ]
             }
 
-        bodies = Bodies()
+        bodies = WatchedBodies()
         bodies.served(body("abc"))
         assert bodies.served(body("bca")) == body("abc")
 
     def test_d10_text_between_them_separates(self) -> None:
         parts = [part(document("a") + "and"), part(document("b"))]
-        assert Bodies().read("chat", json.dumps({"messages": [user(parts)]}).encode()) is None
+        assert WatchedBodies().parse("chat", json.dumps({"messages": [user(parts)]}).encode()) is None
 
     def test_d10_a_document_over_two_parts_is_none(self) -> None:
         one = document("a")
         parts = [part(one[:30]), part(one[30:]), part(document("b")), part(document("c"))]
-        read = Bodies().found({"messages": [user(parts)]})
+        read = WatchedBodies().found({"messages": [user(parts)]})
         assert [each.text for each in read.documents] == [document("b"), document("c")]
 
     def test_d10_what_stands_in_front_of_them_separates(self) -> None:
-        bodies = Bodies()
+        bodies = WatchedBodies()
 
         def scope(front: Iterable[str]) -> bytes:
             return bodies.found(
@@ -224,7 +214,7 @@ class TestDocumentsInParts:
 
     def test_d10_with_a_tokenizer_they_are_as_long_as_elsewhere(self, tokenizers: dict[str, Any]) -> None:
         tokenizer = tokenizers["chatml"]
-        read = Bodies(tokenizer=tokenizer, send_facts=True).found(self.parts("abc"))
+        read = WatchedBodies(tokenizer=tokenizer, send_facts=True).found(self.parts("abc"))
         for name, each in zip("abc", read.documents, strict=True):
             assert each.tokens == len(tokenizer.encode(document(name), add_special_tokens=False))
         assert len(read.gaps) == 2
@@ -259,35 +249,32 @@ class TestWithoutDocuments:
         ],
     )
     def test_d5_each_is_counted_with_its_reason(self, body: Any, reason: str) -> None:
-        bodies = Bodies()
-        assert bodies.read("chat", json.dumps(body).encode()) is None
-        assert bodies.told == [reason]
+        bodies = WatchedBodies()
+        assert bodies.parse("chat", json.dumps(body).encode()) is None
+        assert bodies.reasons == [reason]
 
     def test_d5_those_with_documents_are_not(self) -> None:
-        bodies = Bodies()
+        bodies = WatchedBodies()
         bodies.served({"messages": [user(written("ab"))]})
         bodies.served(tagged("a"))
-        assert bodies.told == []
+        assert bodies.reasons == []
 
     def test_d5_a_counter_that_fails_costs_no_request(self) -> None:
-        builder = PromptBuilder("")
         broken: dict[str, Callable[[str], None]] = {}
-        bodies = BodyOrderer(
-            Orderer(), builder, Lengths(builder), None, on_passed=lambda reason: broken[reason](reason)
-        )
-        assert bodies.read("chat", b"{}") is None
+        bodies = Bodies(on_passed=lambda reason: broken[reason](reason))
+        assert bodies.parse("chat", b"{}") is None
 
     def test_d5_other_routes_and_no_json_are_counted(self) -> None:
-        bodies = Bodies()
+        bodies = WatchedBodies()
         for route, content in (("other", b'{"input": "x"}'), ("other", b"{"), ("chat", b"{")):
-            assert bodies.read(route, content) is None
-        assert bodies.told == ["other_route", "other_route", "unreadable"]
+            assert bodies.parse(route, content) is None
+        assert bodies.reasons == ["other_route", "other_route", "unreadable"]
 
     @pytest.mark.parametrize(("template", "said"), [(TEMPLATE, "--template"), (None, "--template")])
     def test_d5_a_template_that_never_matches_is_said_once(
         self, template: str | None, said: str, caplog: pytest.LogCaptureFixture, recwarn: pytest.WarningsRecorder
     ) -> None:
-        bodies = Bodies(template)
+        bodies = WatchedBodies(template)
         secret = {"messages": [user("<doc>secret</doc><doc>secret</doc>")]}
         with caplog.at_level(logging.WARNING, "ragorder"):
             for _ in range(19):
@@ -298,12 +285,12 @@ class TestWithoutDocuments:
         (complaint,) = complaints(caplog, recwarn)
         assert said in complaint
         assert "secret" not in complaint
-        assert bodies.told == ["no_documents"] * 59
+        assert bodies.reasons == ["no_documents"] * 59
 
     def test_d5_one_that_matched_once_is_right(
         self, caplog: pytest.LogCaptureFixture, recwarn: pytest.WarningsRecorder
     ) -> None:
-        bodies = Bodies()
+        bodies = WatchedBodies()
         with caplog.at_level(logging.WARNING, "ragorder"):
             bodies.served({"messages": [user(written("ab"))]})
             for _ in range(40):
@@ -332,7 +319,7 @@ class TestIdsThatAreRanks:
     def test_d7_they_are_noticed_and_said_once(
         self, mode: str, ranks: bool, caplog: pytest.LogCaptureFixture, recwarn: pytest.WarningsRecorder
     ) -> None:
-        bodies = Bodies()
+        bodies = WatchedBodies()
         with caplog.at_level(logging.WARNING, "ragorder"):
             for names in self.rankings():
                 ids = [1, 2, 3, 4] if ranks else None
@@ -344,7 +331,7 @@ class TestIdsThatAreRanks:
     def test_d7_new_documents_under_old_ids_are_no_ranks(
         self, caplog: pytest.LogCaptureFixture, recwarn: pytest.WarningsRecorder
     ) -> None:
-        bodies = Bodies()
+        bodies = WatchedBodies()
         with caplog.at_level(logging.WARNING, "ragorder"):
             for number in range(100):
                 documents = [{"id": str(rank), "text": f"{number} {rank}"} for rank in range(3)]
@@ -353,7 +340,7 @@ class TestIdsThatAreRanks:
 
     @pytest.mark.parametrize("mode", ["tagged", "template"])
     def test_d7_numbers_by_place_begin_as_those_before(self, mode: str) -> None:
-        bodies = Bodies(number_by_place=True)
+        bodies = WatchedBodies(number_by_place=True)
 
         def prompt(names: str, ids: str) -> str:
             body = tagged(names, ids) if mode == "tagged" else {"messages": [user(written(names, ids))]}
@@ -367,20 +354,20 @@ class TestIdsThatAreRanks:
         assert ids == sorted(ids)
 
     def test_d7_without_that_each_keeps_its_own(self) -> None:
-        bodies = Bodies()
+        bodies = WatchedBodies()
         for names, ids in RANKS:
             body = {"messages": [user(written(names, ids))]}
             content = bodies.served(body)["messages"][0]["content"]
             assert sorted(content.split("\n")) == sorted(body["messages"][0]["content"].split("\n"))
 
     def test_d7_an_id_that_is_not_shown_is_no_part_of_the_key(self) -> None:
-        bodies = Bodies(builder=PromptBuilder("", document_template="{text}\n\n"))
+        bodies = WatchedBodies(builder=PromptBuilder("", document_template="{text}\n\n"))
         prompts = [bodies.served(tagged(names, ids))["messages"][-1]["content"] for names, ids in RANKS]
         shared = prompts[0].index("Question")
         assert len({prompt[:shared] for prompt in prompts}) == 1
 
     def test_d7_a_title_that_is_shown_is_part_of_the_key(self) -> None:
-        bodies = Bodies(builder=PromptBuilder("", document_template="{title}: {text}\n\n"))
+        bodies = WatchedBodies(builder=PromptBuilder("", document_template="{title}: {text}\n\n"))
 
         def keys(title: str) -> list[str]:
             document = {"id": "1", "text": "text", "title": title}

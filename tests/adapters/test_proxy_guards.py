@@ -27,10 +27,10 @@ import uvicorn
 from click.testing import CliRunner
 
 from ragorder.adapters.http_client import AddressError, Server, ServerError
+from ragorder.adapters.http_server.server import listen, server_config
 from ragorder.adapters.proxy import make_app
-from ragorder.adapters.proxy.hosts import THIS_MACHINE
-from ragorder.adapters.proxy.ready import Ready
-from ragorder.cli.listening import listen, server_config
+from ragorder.adapters.proxy.access import THIS_MACHINE
+from ragorder.adapters.proxy.app import _Readiness
 from ragorder.cli.serve import serve as serve_command
 
 CHAT = "/v1/chat/completions"
@@ -280,7 +280,7 @@ class TestReadiness:
     def test_one_that_is_silent_is_not(
         self, start: Callable[..., httpx.Client], server: RawServer, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setitem(Ready._answers.__globals__, "_WAIT_S", 0.2)
+        monkeypatch.setitem(_Readiness._answers.__globals__, "_READY_WAIT_S", 0.2)
         server.delay_s = 5
         assert start().get("/ragorder/ready").status_code == 503
 
@@ -379,12 +379,12 @@ class TestCommand:
     def test_m3_the_limits_reach_their_place(self, serve: Callable[..., Command]) -> None:
         command = serve("--client-timeout", "7", "--max-connections", "9", "--bodies-limit", "1.5")
         assert command.config is not None
-        assert (command.config.http.client_s, command.config.http.most) == (7.0, 9)  # type: ignore[union-attr]
+        assert (command.config.http.client_s, command.config.http.limit) == (7.0, 9)  # type: ignore[union-attr]
         assert command.app["timeouts"].client_s == 7.0
         assert command.app["bodies_limit"] == 3 << 19
         command = serve()
         assert command.config is not None
-        assert (command.config.http.client_s, command.config.http.most) == (30.0, 1024)  # type: ignore[union-attr]
+        assert (command.config.http.client_s, command.config.http.limit) == (30.0, 1024)  # type: ignore[union-attr]
         assert command.app["bodies_limit"] == 256 << 20
 
     @pytest.mark.parametrize("name", ["RAGORDER_PROXY_API_KEY", "RAGORDER_UPSTREAM_API_KEY"])

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from ragorder import Orderer, PromptBuilder
+from ragorder import Orderer
 
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
@@ -26,16 +26,18 @@ pytest.importorskip("msgspec")
 
 import httpx
 import uvicorn
+from support.bodies import Bodies
 
-from ragorder.adapters.http_server.errors import ProxyError
-from ragorder.adapters.http_server.request_body import Incoming
-from ragorder.adapters.http_server.room import Room
-from ragorder.adapters.proxy import Timeouts, Turns, make_app
-from ragorder.adapters.proxy.lengths import Lengths
-from ragorder.adapters.proxy.ordering import BodyOrderer
+from ragorder.adapters.http_server.connection import HEAD_LIMIT, TimedConnection
+from ragorder.adapters.http_server.errors import HTTPError
+from ragorder.adapters.http_server.memory import MemoryBudget
+from ragorder.adapters.http_server.request_body import RequestBody
+from ragorder.adapters.http_server.server import listen, server_config
+from ragorder.adapters.proxy import AdmissionQueue, Timeouts, make_app
+from ragorder.adapters.proxy.app import PROBES
 from ragorder.adapters.proxy.workers import Workers
-from ragorder.cli.connection import HEAD_LIMIT, TimedConnection
-from ragorder.cli.listening import listen, server_config
+
+pytestmark = pytest.mark.merge
 
 CHAT = "/v1/chat/completions"
 ANSWER = json.dumps({"choices": [{"message": {"content": "yes"}}]}).encode()
@@ -98,7 +100,9 @@ class Served:
     def __init__(self, app: Any, client_s: float, connections: int) -> None:
         self._listening = listen("127.0.0.1", 0)
         self.port = self._listening.getsockname()[1]
-        self._server = uvicorn.Server(server_config(app, grace_s=1, client_s=client_s, connections=connections))
+        self._server = uvicorn.Server(
+            server_config(app, grace_s=1, client_s=client_s, connections=connections, probes=PROBES)
+        )
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._listening]}, daemon=True)
         self._thread.start()
         assert eventually(lambda: self._server.started)
@@ -122,19 +126,19 @@ class Site:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.far_end = FarEnd()
-        self.rooms: list[Room] = []
+        self.budgets: list[MemoryBudget] = []
         self._served: list[Served] = []
-        make_room = Room.__init__
+        make_budget = MemoryBudget.__init__
 
-        def make(room: Room, limit: int) -> None:
-            make_room(room, limit)
-            self.rooms.append(room)
+        def make(budget: MemoryBudget, limit: int) -> None:
+            make_budget(budget, limit)
+            self.budgets.append(budget)
 
-        monkeypatch.setattr(Room, "__init__", make)
+        monkeypatch.setattr(MemoryBudget, "__init__", make)
 
     @property
-    def room(self) -> Room:
-        return self.rooms[0]
+    def memory(self) -> MemoryBudget:
+        return self.budgets[0]
 
     def start(self, *, client_s: float = 30.0, connections: int = 100, orderer: Any = None, **options: Any) -> Served:
         app = make_app(
@@ -246,7 +250,7 @@ class TestBodies:
         assert said.startswith(b"HTTP/1.1 408")
         assert b"body_too_slow" in said
         assert b"connection: close" in said
-        assert site.room.taken == 0
+        assert site.memory.used == 0
 
     async def test_m3_each_piece_has_the_time_again_and_each_byte_has_not(self) -> None:
         async def receive() -> dict[str, Any]:
@@ -254,10 +258,10 @@ class TestBodies:
             return {"type": "http.request", "body": piece, "more_body": next(count) < 7}
 
         piece, count = b"x" * (1 << 18), iter(range(8))
-        assert len(await Incoming([], receive, 1 << 30, patience_s=1.5).read()) == 8 << 18
+        assert len(await RequestBody([], receive, 1 << 30, client_s=1.5).read()) == 8 << 18
         piece, count = b"x", iter(range(8))
-        with pytest.raises(ProxyError, match="256 KiB may take"):
-            await Incoming([], receive, 1 << 30, patience_s=1.5).read()
+        with pytest.raises(HTTPError, match="256 KiB may take"):
+            await RequestBody([], receive, 1 << 30, client_s=1.5).read()
 
     def test_m3_the_rest_of_one_that_was_answered_is_waited_for_so_long(self, site: Site) -> None:
         served = site.start(client_s=0.3, api_key="k")
@@ -268,14 +272,14 @@ class TestBodies:
         served = site.start(bodies_limit=1000)
         body = b"x" * 900
         first = served.connect(head(CHAT, 900) + body[:600])
-        assert eventually(lambda: site.room.taken == 600)
+        assert eventually(lambda: site.memory.used == 600)
         refused = rest(served.connect(head(CHAT, 900) + body[:600]))
         assert refused.startswith(b"HTTP/1.1 503")
         assert b"no_room_for_body" in refused
         assert b"retry-after: 1" in refused
         first.sendall(body[600:])
         assert answered(first)
-        assert site.room.taken == 0
+        assert site.memory.used == 0
         assert answered(served.connect(head(CHAT, 900) + body))
         assert site.far_end.bodies == [body, body]
 
@@ -286,28 +290,28 @@ class TestBodies:
     def test_m3_uploads_that_are_passed_on_count_too(self, site: Site) -> None:
         served = site.start(bodies_limit=1000)
         holder = served.connect(head(CHAT, 900) + b"x" * 600)
-        assert eventually(lambda: site.room.taken == 600)
+        assert eventually(lambda: site.memory.used == 600)
         assert rest(served.connect(head("/v1/files", 900) + b"x" * 500)).startswith(b"HTTP/1.1 503")
         holder.close()
-        assert eventually(lambda: site.room.taken == 0)
+        assert eventually(lambda: site.memory.used == 0)
 
     def test_m3_what_was_sent_upstream_is_not_kept_for_the_answer(self, site: Site) -> None:
         connection = site.start().connect(head("/v1/held", 900) + b"x" * 900)
         assert hears(connection, b"begun")
-        assert site.room.taken == 0
+        assert site.memory.used == 0
         site.far_end.held.set()
         assert hears(connection, b"ended")
 
     def test_m3_what_waits_for_its_turn_counts_with_its_documents(self, site: Site) -> None:
-        served = site.start(turns=Turns(1))
+        served = site.start(admission=AdmissionQueue(1))
         holder = served.connect(head("/v1/held", 2) + b"{}")
         assert hears(holder, b"begun")
         wide = json.dumps({"ragorder": {"documents": [{"id": "a", "text": "\u20ac" * 1000}], "query": "q"}})
         for body, copies in ((tagged("ab"), 2), (wide.encode(), 5)):
             waiting, count = served.connect(head(CHAT, len(body)) + body), copies * len(body)
-            assert eventually(lambda count=count: site.room.taken == count)  # type: ignore[misc]
+            assert eventually(lambda count=count: site.memory.used == count)  # type: ignore[misc]
             waiting.close()
-            assert eventually(lambda: site.room.taken == 0)
+            assert eventually(lambda: site.memory.used == 0)
 
     def test_l14_two_lengths_end_the_connection(self, site: Site) -> None:
         chunked = b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n"
@@ -326,7 +330,7 @@ class TestBodies:
 
 class TestAnswers:
     def test_m3_a_client_that_does_not_read_gives_its_turn_back(self, site: Site) -> None:
-        served = site.start(client_s=0.5, turns=Turns(2))
+        served = site.start(client_s=0.5, admission=AdmissionQueue(2))
         unread = [served.connect(head("/v1/endless", 2) + b"{}", small=True) for _ in range(2)]
         assert answered(served.connect(head(CHAT, 2) + b"{}"))
         assert site.far_end.left >= 1
@@ -358,6 +362,7 @@ class TestConnections:
         idle[2].sendall(head("/v1/models", method="GET")[4:])
         assert answered(idle[2])
 
+    @pytest.mark.slow
     def test_m3_one_with_a_request_is_never_closed_for_another(self, site: Site) -> None:
         served = site.start(connections=2)
         busy = [served.connect(head("/v1/held", 2) + b"{}") for _ in range(2)]
@@ -391,7 +396,7 @@ class TestWorkers:
 
     async def test_m1_who_leaves_waits_no_longer_and_what_has_not_begun_is_dropped(self) -> None:
         workers, release, ended, did = Workers(), threading.Event(), threading.Event(), []
-        running = asyncio.create_task(workers.run(release.wait, 1 << 24, abandoned=ended.set))
+        running = asyncio.create_task(workers.run(release.wait, 1 << 24, abandoned=lambda _: ended.set()))
         waiting = asyncio.create_task(workers.run(lambda: did.append(1), 1 << 24))
         await asyncio.sleep(0.1)
         for task in (running, waiting):
@@ -422,14 +427,13 @@ class TestWorkers:
                 "messages": [{"role": "system", "content": f"{name} {number % 40}"}],
                 "ragorder": {"documents": [{"id": name, "text": f"{number % 40} {TEXTS[name][:3000]}"}], "query": name},
             }
-            read = bodies.read("chat", json.dumps(body).encode())
+            read = bodies.parse("chat", json.dumps(body).encode())
             assert read is not None
             assert read.error is None
-            return read.prefix_tokens, read.behind_tokens, [document.tokens for document in read.documents]
+            return read.prefix_tokens, read.suffix_tokens, [document.tokens for document in read.documents]
 
-        def make() -> BodyOrderer:
-            builder = PromptBuilder("", tokenizer=tokenizer)
-            return BodyOrderer(Orderer(block_size=16), builder, Lengths(builder, tokenizer), None)
+        def make() -> Bodies:
+            return Bodies(tokenizer=tokenizer)
 
         tokenizer = next(iter(tokenizers.values()))
         bodies = make()
@@ -446,24 +450,24 @@ class TestWorkers:
                 begun.set()
                 release.wait(30)
                 ordering = super().order(*arguments, **options)
-                ordering.add_done_callback(settled.append)
+                ordering.add_done_callback(finished.append)
                 return ordering
 
-        settled: list[Any] = []
+        finished: list[Any] = []
         body = tagged("abc")
         connection = site.start(orderer=Slow(block_size=16)).connect(head(CHAT, len(body)) + body)
         assert begun.wait(30)
         connection.close()
-        assert eventually(lambda: site.room.taken == 0), "the request waits for the thread"
+        assert eventually(lambda: site.memory.used == 0), "the request waits for the thread"
         release.set()
-        assert eventually(lambda: len(settled) == 1)
-        assert not settled[0].served
+        assert eventually(lambda: len(finished) == 1)
+        assert not finished[0].served
 
     def test_m1_the_process_ends_while_a_body_is_worked_on(self) -> None:
         code = (
-            "from ragorder.adapters.proxy.ordering import BodyOrderer\n"
+            "from ragorder.adapters.proxy.parsing import BodyParser\n"
             "def spin(*_):\n    while True: sum(range(1000))\n"
-            "BodyOrderer.read = spin\n"
+            "BodyParser.parse = spin\n"
             "from ragorder.cli import main; main()"
         )
         options = ["--upstream", "http://127.0.0.1:9", "--port", "0", "--capacity-tokens", "99", "--block-size", "9"]

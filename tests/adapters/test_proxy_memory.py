@@ -27,6 +27,7 @@ SECONDS = 40
 MIB = 1 << 20
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads a process's memory from /proc"),
     pytest.mark.timeout(300),
 ]

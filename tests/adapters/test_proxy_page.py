@@ -35,7 +35,10 @@ FLAGS = "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-back
 FLAGS += " --disable-component-update --disable-sync"
 SETS = [("a", "b", "c"), ("c", "b", "d"), ("b", "a", "c"), ("d", "c", "b"), ("e", "a", "b")]
 
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine: install the package chromium")
+pytestmark = [
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine: install the package chromium"),
+    pytest.mark.merge,
+]
 
 
 class Server:

@@ -21,7 +21,7 @@ from prometheus_client import CollectorRegistry
 
 from ragorder.adapters.observing.observed import ObservedOrderer
 from ragorder.adapters.observing.prometheus import Metrics
-from ragorder.adapters.proxy import DocumentTemplate, Turns, make_app
+from ragorder.adapters.proxy import AdmissionQueue, DocumentTemplate, make_app
 from ragorder.adapters.proxy.pages import stats_routes
 from ragorder.cli.serve import serve as serve_command
 
@@ -104,47 +104,47 @@ class Exchange:
 
 
 class CountingOrderer(Orderer):
-    """Keeps the orderings that are not settled."""
+    """Keeps the orderings that are not finished."""
 
     def __init__(self) -> None:
         super().__init__(block_size=16, strict=True)
-        self.unsettled: list[Ordering[Any]] = []
+        self.unfinished: list[Ordering[Any]] = []
         self.waiting: list[int] = []
 
     def order(self, documents: Any, **options: Any) -> Ordering[Any]:
         ordering = super().order(documents, **options)
         self.waiting.append(len(options["waiting"]))
-        self.unsettled.append(ordering)
-        ordering.add_done_callback(lambda _: self.unsettled.remove(ordering))
+        self.unfinished.append(ordering)
+        ordering.add_done_callback(lambda _: self.unfinished.remove(ordering))
         return ordering
 
 
 class Proxy:
     """The application, with the far end behind it."""
 
-    def __init__(self, far_end: FarEnd, turns: Turns | None, orderer: Any, **options: Any) -> None:
+    def __init__(self, far_end: FarEnd, admission: AdmissionQueue | None, orderer: Any, **options: Any) -> None:
         self.far_end = far_end
-        self.turns = turns
+        self.admission = admission
         options["make_transport"] = lambda: httpx.MockTransport(far_end)
-        self.app = make_app(orderer, upstream="http://far.end", turns=turns, **options)
+        self.app = make_app(orderer, upstream="http://far.end", admission=admission, **options)
 
     async def send(self, body: Any, path: str = CHAT, method: str = "POST") -> Exchange:
         exchange = Exchange(self.app, path, body, method)
-        await settle()
+        await let_tasks_run()
         return exchange
 
     async def end(self, *names: str) -> None:
         for name in names:
             self.far_end.ends.setdefault(name, asyncio.Event()).set()
-        await settle()
+        await let_tasks_run()
 
     @property
     def figures(self) -> dict[str, Any]:
-        assert self.turns is not None
-        return self.turns.as_json()
+        assert self.admission is not None
+        return self.admission.as_json()
 
 
-async def settle() -> None:
+async def let_tasks_run() -> None:
     """Let everything happen that can."""
     for _ in range(60):
         await asyncio.sleep(0)
@@ -163,13 +163,13 @@ def orderer() -> CountingOrderer:
 @pytest.fixture
 def start(far_end: FarEnd, orderer: CountingOrderer) -> Callable[..., Proxy]:
     def start(max_in_flight: int = 1, options: dict[str, Any] | None = None, **limits: int) -> Proxy:
-        return Proxy(far_end, Turns(max_in_flight, **limits), orderer, **options or {})
+        return Proxy(far_end, AdmissionQueue(max_in_flight, **limits), orderer, **options or {})
 
     return start
 
 
 class TestWhoseTurnItIs:
-    async def test_without_turns_all_are_in_flight_at_once(self, far_end: FarEnd) -> None:
+    async def test_without_a_limit_all_are_in_flight_at_once(self, far_end: FarEnd) -> None:
         proxy = Proxy(far_end, None, Orderer(block_size=16, strict=True))
         for number in range(5):
             await proxy.send(tagged(str(number), "ab"))
@@ -184,10 +184,10 @@ class TestWhoseTurnItIs:
         for query, names in (("nothing", "fg"), ("half", "cbda"), ("all", "ba")):
             await proxy.send(tagged(query, names))
         await proxy.send(plain("plain"))
-        assert (far_end.sent, len(orderer.unsettled)) == (["first"], 1), "those that wait are not ordered yet"
+        assert (far_end.sent, len(orderer.unfinished)) == (["first"], 1), "those that wait are not ordered yet"
         await proxy.end("first", "all", "half", "nothing", "plain")
         assert far_end.sent == ["first", "all", "half", "nothing", "plain"]
-        assert orderer.unsettled == []
+        assert orderer.unfinished == []
         assert orderer.waiting == [0, 2, 1, 0], "each is laid out for those that wait behind it"
 
     async def test_documents_that_are_found_by_the_template_count_too(
@@ -253,10 +253,10 @@ class TestHowLongATurnLasts:
         leaving = await proxy.send(tagged("leaving", "ab"))
         await proxy.send(tagged("next", "ab"))
         leaving.disconnect()
-        await settle()
+        await let_tasks_run()
         assert far_end.in_flight == ["next"]
         await proxy.end("next")
-        assert (proxy.figures["in_flight"], orderer.unsettled) == (0, [])
+        assert (proxy.figures["in_flight"], orderer.unfinished) == (0, [])
 
     async def test_or_until_the_server_fails(
         self, start: Callable[..., Proxy], far_end: FarEnd, orderer: CountingOrderer
@@ -268,7 +268,7 @@ class TestHowLongATurnLasts:
         await proxy.end("first", "last")
         assert [exchange.status for exchange in failing] == [502, 502, 502]
         assert last.status == 200
-        assert (proxy.figures["in_flight"], orderer.unsettled) == (0, [])
+        assert (proxy.figures["in_flight"], orderer.unfinished) == (0, [])
 
     async def test_a_slow_one_keeps_one_place(self, start: Callable[..., Proxy], far_end: FarEnd) -> None:
         proxy = start(2)
@@ -289,11 +289,11 @@ class TestHowLongATurnLasts:
         assert proxy.figures["waiting"] == 2
         for exchange in (waiting, other):
             exchange.disconnect()
-        await settle()
+        await let_tasks_run()
         assert (proxy.figures["waiting"], waiting.task.done(), other.task.done()) == (0, True, True)
         await proxy.end("first")
         assert far_end.sent == ["first"]
-        assert (proxy.figures["in_flight"], orderer.unsettled) == (0, [])
+        assert (proxy.figures["in_flight"], orderer.unfinished) == (0, [])
 
 
 class TestTooManyWait:
@@ -325,9 +325,9 @@ class TestTooManyWait:
 class TestWhatIsShown:
     async def test_metrics_and_stats(self, far_end: FarEnd) -> None:
         metrics = Metrics(CollectorRegistry())
-        turns = Turns(1, max_waiting=1, registry=metrics.registry)
+        admission = AdmissionQueue(1, max_waiting=1, registry=metrics.registry)
         observed = ObservedOrderer(Orderer(block_size=16, strict=True), [metrics])
-        proxy = Proxy(far_end, turns, observed, routes=stats_routes(metrics, turns))
+        proxy = Proxy(far_end, admission, observed, routes=stats_routes(metrics, admission))
         for name in "abc":
             await proxy.send(tagged(name, "ab"))
 
@@ -349,52 +349,54 @@ class TestWhatIsShown:
 class TestTheOptions:
     @pytest.fixture
     def run(self, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Result, Any]]:
-        """The result of the command, and the turns of the proxy that it would serve."""
+        """The result of the command, and the admission queue of the proxy that it would serve."""
 
         def run(*options: str) -> tuple[Result, Any]:
             made: list[Any] = []
 
-            def make(orderer: Any, *, turns: Any, **others: Any) -> Any:
-                made.append(turns)
-                return make_app(orderer, turns=turns, **others)
+            def make(orderer: Any, *, admission: Any, **others: Any) -> Any:
+                made.append(admission)
+                return make_app(orderer, admission=admission, **others)
 
             monkeypatch.setattr("ragorder.adapters.proxy.make_app", make)
-            monkeypatch.setattr("ragorder.cli.listening.run_server", lambda app, listening, **_: listening.close())
+            monkeypatch.setattr(
+                "ragorder.adapters.http_server.server.run_server", lambda app, listening, **_: listening.close()
+            )
             shape = ["--upstream", "http://127.0.0.1:1", "--port", "0", "--capacity-tokens", "9", "--block-size", "9"]
             return CliRunner().invoke(serve_command, [*shape, *options]), made[0] if made else None
 
         return run
 
     def test_all_at_once_by_default(self, run: Callable[..., tuple[Result, Any]]) -> None:
-        result, turns = run()
-        assert (result.exit_code, turns) == (0, None)
+        result, admission = run()
+        assert (result.exit_code, admission) == (0, None)
 
     def test_as_they_are_given(self, run: Callable[..., tuple[Result, Any]]) -> None:
         for options, expected in (
             (["--max-in-flight", "3"], (3, 32, 1000)),
             (["--max-in-flight", "3", "--reorder-window", "0", "--max-waiting", "7"], (3, 0, 7)),
         ):
-            result, turns = run(*options)
+            result, admission = run(*options)
             assert result.exit_code == 0, result.output
-            gate = turns._gate
+            gate = admission._limiter
             assert (gate.limit, gate.queue.window, gate.max_waiting) == expected
 
     @pytest.mark.parametrize("option", ["--reorder-window", "--max-waiting"])
     def test_a_queue_of_what_does_not_wait_is_refused(
         self, run: Callable[..., tuple[Result, Any]], option: str
     ) -> None:
-        result, turns = run(option, "5")
+        result, admission = run(option, "5")
         assert result.exit_code == 2
         assert f"{option} goes with --max-in-flight" in result.stderr
-        assert turns is None
+        assert admission is None
 
 
 @pytest.mark.vllm
 class TestARealServer:
     async def test_answers_all_that_wait_for_it(self, vllm_server: Any) -> None:
         orderer = CountingOrderer()
-        turns = Turns(2)
-        app = make_app(orderer, upstream=vllm_server.base_url, turns=turns)
+        admission = AdmissionQueue(2)
+        app = make_app(orderer, upstream=vllm_server.base_url, admission=admission)
         exchanges = []
         for number in range(10):
             names = "abcdefgh"[number % 3 : number % 3 + 2]
@@ -403,5 +405,5 @@ class TestARealServer:
         await asyncio.wait([exchange.task for exchange in exchanges])
         assert [exchange.status for exchange in exchanges] == [200] * 10
         assert all(json.loads(exchange.content)["usage"]["completion_tokens"] for exchange in exchanges)
-        assert orderer.unsettled == []
-        assert (turns.as_json()["in_flight"], turns.as_json()["waiting"]) == (0, 0)
+        assert orderer.unfinished == []
+        assert (admission.as_json()["in_flight"], admission.as_json()["waiting"]) == (0, 0)

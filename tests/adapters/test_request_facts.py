@@ -163,7 +163,7 @@ class TestTheClients:
 class TestPipelines:
     async def test_send_them_to_a_server(self, builder: PromptBuilder, orderer: Orderer) -> None:
         end = FarEnd(asynchronous=True)
-        request = OrderedPrompts(orderer, builder, "token_ids").predict(Question(QUERY, "red"), DOCUMENTS)
+        request = OrderedPrompts(orderer, builder, "token_ids").preview(Question(QUERY, "red"), DOCUMENTS)
         for send_facts, expected in (
             (False, None),
             (True, RequestFacts(tuple(ends_of(builder, DOCUMENTS)), tenant_digest("red"))),
@@ -190,7 +190,7 @@ class TestPipelines:
         connector = SimpleNamespace(kv_connector_extra_config={"ragorder": {}} if tiers else {})
         engine = SimpleNamespace(generate=generate, vllm_config=SimpleNamespace(kv_transfer_config=connector))
         question = Question(QUERY, "red", options={"extra_args": {"own": 1}})
-        request = OrderedPrompts(orderer, builder, "token_ids").predict(question, DOCUMENTS)
+        request = OrderedPrompts(orderer, builder, "token_ids").preview(question, DOCUMENTS)
         async for _ in AsyncVLLM(engine).stream(request):
             pass
         own = with_facts({"own": 1}, ends_of(builder, DOCUMENTS), "red") if tiers else {"own": 1}
@@ -291,7 +291,9 @@ class TestTheProxy:
             return make_app(*arguments, send_facts=send_facts, **options)
 
         monkeypatch.setattr("ragorder.adapters.proxy.make_app", make)
-        monkeypatch.setattr("ragorder.cli.listening.run_server", lambda app, listening, *_, **__: listening.close())
+        monkeypatch.setattr(
+            "ragorder.adapters.http_server.server.run_server", lambda app, listening, *_, **__: listening.close()
+        )
         shape = ["--upstream", "http://127.0.0.1:1", "--port", "0", "--capacity-tokens", "9", "--block-size", "9"]
         done = CliRunner().invoke(serve, [*shape, *["--tiers"][: 1 if tiers else 0]])
         assert (done.exit_code, told) == (0, [tiers]), done.output

@@ -264,6 +264,7 @@ class TestWhatTheServerSays:
         assert "ragorder tiers config" in done.output
 
 
+@pytest.mark.slow
 class TestAKillAndARestart:
     def test_the_client_asks_again_until_there_is_a_server(self, story: Story) -> None:
         assert story.retries > 0
@@ -278,6 +279,7 @@ class TestAKillAndARestart:
         assert story.retried.agrees(story.cold[0])
 
 
+@pytest.mark.slow
 class TestDamagedChunks:
     def test_they_are_refused_and_counted(self, story: Story) -> None:
         assert figures(story.stats_after_flips, "disk").refused["checksum"] > 0

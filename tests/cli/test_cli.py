@@ -16,6 +16,7 @@ import pytest
 from click.testing import CliRunner, Result
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.rings import examples
 
 from ragorder import Orderer, Settings
 from ragorder.cli import main
@@ -125,7 +126,10 @@ def bench(*arguments: str | Path) -> list[dict[str, Any]]:
 
 
 def commands(group: click.Group = main, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], click.Command]]:
-    for name, command in group.commands.items():
+    context = click.Context(group)
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        assert command is not None
         yield (*path, name), command
         if isinstance(command, click.Group):
             yield from commands(command, (*path, name))
@@ -177,11 +181,51 @@ class TestHelp:
 
     def test_an_unknown_command_is_a_usage_error(self) -> None:
         assert "No such command 'sort'" in refusal("sort")
+        assert "No such command 'ordr'. Did you mean 'order'?" in refusal("ordr")
+
+    @pytest.mark.parametrize("name", [path[0] for path, _ in commands() if len(path) == 1])
+    def test_a_line_of_the_list_is_the_first_sentence_of_the_commands_help(self, name: str) -> None:
+        command = dict(commands())[(name,)]
+        assert command.help
+        sentence = " ".join(command.help.split()).partition(". ")[0].removesuffix(".") + "."
+        assert f"{name} {sentence}" in " ".join(invoke("--help").output.split())
+
+    def test_python_dash_m_is_the_same_command(self, python: Any) -> None:
+        assert python("-m", "ragorder", "--version").stdout == invoke("--version").output
 
     def test_the_script_is_installed(self) -> None:
         script = Path(sys.executable).with_name("ragorder")
         done = subprocess.run([script, "--help"], capture_output=True, text=True, check=True)
         assert "Usage: ragorder" in done.stdout
+
+
+class TestImports:
+    """A command loads what it needs."""
+
+    @pytest.mark.parametrize(
+        ("arguments", "absent"),
+        [
+            (("--help",), ("ragorder.eval", "rich", "numpy", "ragorder.adapters", "ragorder.kernels")),
+            (("order", "--help"), ("ragorder.eval", "rich", "numpy", "ragorder.adapters", "ragorder.kernels")),
+            (("order",), ("ragorder.eval", "rich", "numpy", "ragorder.adapters", "ragorder.kernels")),
+            (("serve", "--help"), ("ragorder.eval", "rich", "numpy", "torch", "httpx", "starlette")),
+            (("tiers", "config", "--host-bytes", "1GiB"), ("ragorder.eval", "numpy", "torch", "vllm")),
+            (("stats", "--help"), ("ragorder.eval", "numpy", "httpx")),
+            (("doctor", "--help"), ("ragorder.eval", "numpy", "httpx")),
+        ],
+        ids=" ".join,
+    )
+    def test_no_more_than_it_needs(self, python: Any, arguments: tuple[str, ...], absent: tuple[str, ...]) -> None:
+        script = (
+            "import sys\nfrom ragorder.cli import main\n"
+            "main(prog_name='ragorder', standalone_mode=False)\n"
+            "print(*sys.modules, sep='\\n', file=sys.stderr)"
+        )
+        done = python("-c", script, *arguments, input="")
+        assert done.returncode == 0, done.stderr
+        loaded = done.stderr.splitlines()
+        assert "ragorder.cli.main" in loaded
+        assert [name for name in loaded if name.startswith(absent)] == []
 
 
 class TestOrder:
@@ -277,7 +321,7 @@ class TestOrder:
     def test_a_dash_is_standard_input(self) -> None:
         assert json.loads(invoke("order", "-", "-o", "-", input=lines(request("ab"))).stdout)["index"] == 0
 
-    @settings(max_examples=60)
+    @settings(max_examples=examples(60))
     @given(
         st.lists(
             st.lists(st.tuples(st.text(st.characters(exclude_categories=())), st.integers(0, 300)), max_size=8),

@@ -163,7 +163,7 @@ def talk(blocks: EngineBlocks, documents: Sequence[Document], stop: threading.Ev
         if rng.random() < 0.01:
             blocks.clear()
         if rng.random() < 0.01:
-            blocks.replace(blocks.afresh(same_engine=False), same_engine=False)
+            blocks.replace(blocks.make_successor(same_engine=False), same_engine=False)
         time.sleep(0.0005)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.rings import ALL
 
 from ragorder import Document, Orderer, PromptBuilder
 from ragorder.adapters.observing.observed import ObservedOrderer
@@ -18,7 +19,7 @@ from ragorder.adapters.observing.prometheus import Metrics
 pytestmark = pytest.mark.vllm
 
 SYSTEM = "Answer the question from the documents below."
-REQUESTS = 60
+REQUESTS = 60 if ALL else 20
 # One token of answer: behind the documents stand the question and what the chat template puts after it.
 SUFFIX_TOKENS = 24
 
@@ -124,7 +125,7 @@ def test_langchain(vllm_server: Any, orderer: Orderer, requests: list[Request], 
     from langchain_core.runnables import RunnablePassthrough
     from langchain_openai import ChatOpenAI
 
-    from ragorder.adapters.langchain import CacheOrderedRetriever, FeedbackHandler
+    from ragorder.adapters.langchain import CacheOrderRetriever, FeedbackHandler
 
     found = {
         question: [LangChainDocument(id=document.id, page_content=document.text) for document in documents]
@@ -142,7 +143,7 @@ def test_langchain(vllm_server: Any, orderer: Orderer, requests: list[Request], 
     model = ChatOpenAI(
         base_url=f"{vllm_server.base_url}/v1", api_key="none", model=vllm_server.model_name, max_tokens=1, temperature=0
     )
-    retriever = CacheOrderedRetriever(retriever=Retriever(), orderer=orderer)
+    retriever = CacheOrderRetriever(retriever=Retriever(), orderer=orderer)
     chain = {"documents": retriever | show, "question": RunnablePassthrough()} | prompt | model
     served = []
     for question, _ in requests:
@@ -265,7 +266,7 @@ def test_dspy(
     """Passages have no ids in DSPy: each carries its heading, so that its text is what stands in the prompt."""
     import dspy
 
-    from ragorder.adapters.dspy import CacheOrderedRetrieve
+    from ragorder.adapters.dspy import CacheOrderRetriever
 
     found = {question: [documents_text([document]) for document in documents] for question, documents in requests}
     lengths = {
@@ -277,7 +278,7 @@ def test_dspy(
     class Answer(dspy.Module):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
-            self.retrieve = CacheOrderedRetrieve(
+            self.retrieve = CacheOrderRetriever(
                 lambda question: dspy.Prediction(passages=found[question]),
                 Orderer(orderer.settings),
                 tokens=lambda passage: lengths[passage],

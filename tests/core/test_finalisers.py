@@ -1,4 +1,4 @@
-"""Orderings that are settled where the garbage collector runs: in the middle of anything, under any lock."""
+"""Orderings that are finished where the garbage collector runs: in the middle of anything, under any lock."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from ragorder import Document, Orderer, Ordering, PromptBuilder
-from ragorder import _collector as collector
+from ragorder import Document, Orderer, Ordering, PromptBuilder, _deferred
 from ragorder.adapters.observing.observed import ObservedOrderer
 from ragorder.ordering import RequestOutcome
 
@@ -29,8 +28,8 @@ class Request:
         self.kept, self.me = kept, self
 
 
-class Settling(Request):
-    """One that settles its ordering once it is dropped."""
+class DiscardedWhenDropped(Request):
+    """One that discards its ordering once it is dropped."""
 
     def __del__(self) -> None:
         self.kept.discard()
@@ -82,41 +81,43 @@ def sample(rng: random.Random) -> list[Document]:
 
 @pytest.mark.usefixtures("by_hand")
 class TestH1TheOrderer:
-    def test_h1_a_finaliser_that_settles_within_an_order_does_not_hang(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_h1_a_finaliser_that_finishes_within_an_order_does_not_hang(self, monkeypatch: pytest.MonkeyPatch) -> None:
         orderer = Orderer(strict=True)
         orderer.order(DOCUMENTS[:3]).confirm()
         tree = orderer._scopes[None].tree
         found = collect_within(monkeypatch, tree, "insert")
         dropped = orderer.order(DOCUMENTS[3:6])
         lease: Any = dropped._lease
-        Settling(dropped)
+        DiscardedWhenDropped(dropped)
         del dropped
         ends(lambda: orderer.order(DOCUMENTS[:3]))
-        assert sum(found) and not lease.open, "settled as soon as the order was done"
+        assert sum(found) and not lease.open, "finished as soon as the order was done"
 
-    @pytest.mark.parametrize("call", ["order", "preview", "predict", "holds_prefix", "order_batch", "tree_size"])
-    def test_h1_the_next_call_finds_it_settled(self, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize(
+        "call", ["order", "preview", "predict_cached_tokens", "holds_prefix", "order_batch", "tree_size"]
+    )
+    def test_h1_the_next_call_finds_it_finished(self, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
         orderer = Orderer(strict=True, prefix_tokens=64)
         dropped = orderer.order(DOCUMENTS[:3])
-        held = orderer._gate._lock
+        held = orderer._lock._lock
         with held:
             dropped.discard()
-        assert orderer._gate._waiting, "nobody has worked it off"
+        assert orderer._lock._queue, "nobody has worked it off"
         given: dict[str, tuple[Any, ...]] = {"holds_prefix": (), "order_batch": ([DOCUMENTS[:3]],)}
         if call == "tree_size":
             assert orderer.tree_size == 0
         else:
             result = getattr(orderer, call)(*given.get(call, (DOCUMENTS[:3],)))
             assert result != (48, 364)
-        assert not orderer._gate._waiting
+        assert not orderer._lock._queue
 
-    def test_h1_a_settlement_does_not_wait_for_another_thread_and_is_not_lost(self) -> None:
+    def test_h1_an_outcome_does_not_wait_for_another_thread_and_is_not_lost(self) -> None:
         orderer = Orderer(strict=True)
         ordering = orderer.order(DOCUMENTS[:3])
         entered, leave = threading.Event(), threading.Event()
 
         def hold() -> None:
-            orderer._gate.run(lambda: (entered.set(), leave.wait(PATIENCE_S)))
+            orderer._lock.run(lambda: (entered.set(), leave.wait(PATIENCE_S)))
 
         holder = threading.Thread(target=hold)
         holder.start()
@@ -145,7 +146,7 @@ class TestH1TheOrderer:
             thread.start()
         for thread in threads:
             thread.join()
-        assert not errors and not orderer._gate._waiting and orderer.tree_size == 0
+        assert not errors and not orderer._lock._queue and orderer.tree_size == 0
 
     @pytest.mark.parametrize("finalise", ["del", "weakref"])
     def test_h1_dropped_requests_of_a_busy_orderer(self, finalise: str) -> None:
@@ -157,7 +158,7 @@ class TestH1TheOrderer:
             for _ in range(300):
                 ordering = orderer.order(sample(rng))
                 if finalise == "del":
-                    Settling(ordering)
+                    DiscardedWhenDropped(ordering)
                 else:
                     weakref.finalize(Request(ordering), ordering.discard)
 
@@ -178,7 +179,7 @@ class TestH1Observers:
         orderer, told = Orderer(strict=True), list[RequestOutcome]()
         ordering = orderer.order(DOCUMENTS[:3])
         ordering.add_done_callback(told.append)
-        Settling(ordering)
+        DiscardedWhenDropped(ordering)
         del ordering
         gc.collect()
         assert told == []
@@ -200,11 +201,11 @@ class TestH1Observers:
         metrics = Metrics()
         orderer = ObservedOrderer(Orderer(strict=True), [metrics])
         orderer.order(DOCUMENTS[:3]).confirm()
-        settled = metrics._settled
-        Settling(orderer.order(DOCUMENTS[:3]))
+        finished = metrics._settled
+        DiscardedWhenDropped(orderer.order(DOCUMENTS[:3]))
 
         def within() -> None:
-            with settled._lock:
+            with finished._lock:
                 gc.collect()
 
         ends(within)
@@ -217,11 +218,11 @@ class TestH1Observers:
         orderer = Orderer(strict=True)
         ordering = orderer.order(DOCUMENTS[:3])
         ordering.add_done_callback(lambda outcome: 1 / 0)
-        Settling(ordering)
+        DiscardedWhenDropped(ordering)
         del ordering
         gc.collect()
         assert not orderer.order(DOCUMENTS[:3]).fallback
-        assert not collector.waiting
+        assert not _deferred.deferred
 
 
 class Chunks:
@@ -306,18 +307,18 @@ def test_a_collection_is_seen_while_it_runs(python: Any) -> None:
 
 COLLECTED = """
 import gc
-from ragorder import _collector as collector
+from ragorder import _deferred
 
 class Request:
     def __init__(self):
         self.me = self
 
     def __del__(self):
-        print(collector.is_collecting())
+        print(_deferred.is_collecting())
 
 Request()
 gc.collect()
-print(collector.is_collecting())
+print(_deferred.is_collecting())
 """
 
 
@@ -348,7 +349,7 @@ for _ in range(5):
 """
 
 
-def test_what_is_given_back_by_counting_alone_is_settled_at_once() -> None:
+def test_what_is_given_back_by_counting_alone_is_finished_at_once() -> None:
     orderer = Orderer(strict=True)
     ordering: Ordering[Document] = orderer.order(DOCUMENTS[:3])
     told: list[RequestOutcome] = []

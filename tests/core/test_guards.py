@@ -10,6 +10,7 @@ from time import thread_time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.rings import examples
 
 from ragorder.guards import Guards
 
@@ -59,7 +60,7 @@ def test_permits_exactly_the_beginnings_of_allowed_orders(guards: Guards, groups
             assert request.permits(ranks) == (ranks in beginnings), ranks
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(GUARDS, GROUPS, st.data())
 def test_completes_to_the_allowed_order_that_follows_the_preferred_one_most_closely(
     guards: Guards, groups: Groups, data: st.DataObject

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.rings import examples
 
 from ragorder import Document, Orderer, Ordering, Settings
 from ragorder.eval.data.workloads import make_workload
@@ -552,6 +553,7 @@ print(len(orders), hashlib.sha256(json.dumps(orders).encode()).hexdigest())
 """
 
 
+@pytest.mark.slow
 def test_the_same_in_every_process() -> None:
     outputs = [
         subprocess.run(
@@ -857,7 +859,7 @@ class TestNeverWorseThanRetrievalOrder:
             ordering.confirm(engine.generate(prompts(ordering.documents)).cached_tokens)
         return won
 
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=examples(150), deadline=None)
     @given(
         STREAMS,
         st.lists(st.integers(1, 60), min_size=8, max_size=8),

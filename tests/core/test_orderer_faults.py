@@ -101,7 +101,7 @@ class TestL1Interrupts:
                 check(orderer)
                 ordering.confirm()
             check(orderer)
-            assert not orderer._gate._waiting
+            assert not orderer._lock._queue
             line += 1 if line < 40 else 3
         assert line > 100
 
@@ -122,7 +122,7 @@ class TestL1Interrupts:
         assert orderer._scopes[None] is not scope and orderer.tree_size == 3
         check(orderer)
 
-    def test_l1_an_error_while_a_request_is_settled_starts_the_scope_anew(
+    def test_l1_an_error_while_a_request_is_finished_starts_the_scope_anew(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         orderer = Orderer()
@@ -151,7 +151,7 @@ class TestL2Fork:
         orderer = Orderer()
         orderer.order(DOCUMENTS[:3]).confirm()
         entered, leave = threading.Event(), threading.Event()
-        holder = threading.Thread(target=lambda: orderer._gate.run(lambda: (entered.set(), leave.wait(PATIENCE_S))))
+        holder = threading.Thread(target=lambda: orderer._lock.run(lambda: (entered.set(), leave.wait(PATIENCE_S))))
         holder.start()
         entered.wait()
 
@@ -364,13 +364,13 @@ class TestM6Bounds:
             orderer.order(DOCUMENTS[:2], scope=number).confirm()
         assert len(orderer._scopes._by_age) <= 2 * 4 + 64
 
-    @pytest.mark.parametrize("settled", [True, False])
-    def test_m6_blocks_are_bounded_over_all_scopes_by_the_one_cache_that_they_share(self, settled: bool) -> None:
+    @pytest.mark.parametrize("finished", [True, False])
+    def test_m6_blocks_are_bounded_over_all_scopes_by_the_one_cache_that_they_share(self, finished: bool) -> None:
         orderer = Orderer(capacity_tokens=16_000, strict=True, prefix_tokens=40)
         rng = random.Random(0)
         for _ in range(300):
             ordering = orderer.order(rng.sample(DOCUMENTS, 8), scope=rng.randrange(40))
-            if settled or rng.random() < 0.2:
+            if finished or rng.random() < 0.2:
                 ordering.confirm(None, rng.choice([None, 100, 3_000])) if rng.random() < 0.8 else ordering.discard()
             held = sum(scope.mirror.used_blocks for scope in orderer._scopes.values())
             assert held <= 1_000

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ragorder import Document, PromptBuilder
-from ragorder.pieces import pieces
+from ragorder.tokens import split_text
 
 LONG = " ".join(f"The cat {number} sleeps on the warm windowsill." for number in range(4000))
 TEXTS = ["", "word " * 20_000, "x" * 100_000, "\n" * 32_768, "a" * 32_768 + " b", "é " * 40_000]
@@ -15,7 +15,7 @@ TEXTS = ["", "word " * 20_000, "x" * 100_000, "\n" * 32_768, "a" * 32_768 + " b"
 
 @pytest.mark.parametrize("text", TEXTS, ids=range(len(TEXTS)))
 def test_m4_nothing_of_a_text_is_lost(text: str) -> None:
-    cut = list(pieces(text))
+    cut = list(split_text(text))
     assert "".join(cut) == text
     assert max(map(len, cut)) <= 32_768
     assert len(cut) <= len(text) // 32_000 + 1

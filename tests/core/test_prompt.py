@@ -14,9 +14,10 @@ from unicodedata import normalize
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.rings import examples
 
 from ragorder import Document, Orderer, Ordering, Prompt, PromptBuilder, Span
-from ragorder.neutralise import make_escape, repair_unicode
+from ragorder.tokens import repair_unicode, special_token_escaper
 
 SYSTEM = "Answer from the documents."
 QUERY = "Who hunts at night?"
@@ -60,7 +61,7 @@ plain_texts = st.text(st.characters(exclude_categories=("Cs",), exclude_characte
     lambda text: normalize("NFC", text)
 )
 documents = st.lists(st.builds(Document, id=texts, text=texts), max_size=5)
-each_tokenizer = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30)
+each_tokenizer = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=examples(30))
 
 
 def spans_of(prompt: Prompt) -> list[list[int]]:
@@ -512,23 +513,23 @@ class TestControlTokens:
         assert added.isdisjoint(prompt.token_ids or [])
         assert added.isdisjoint(tokens_as_a_server(tokenizer, prompt.text))
 
-    @settings(max_examples=300)
+    @settings(max_examples=examples(300))
     @given(
         control=st.sets(st.text("ab< ", min_size=1, max_size=3).filter(lambda t: t == t.strip()), max_size=3),
         text=st.text("ab< \n\ud800", max_size=8),
     )
     def test_whatever_they_are_they_are_broken_and_the_rest_stays(self, control: set[str], text: str) -> None:
-        neutralise = make_escape(control)
-        broken = neutralise(text)
+        escape = special_token_escaper(control)
+        broken = escape(text)
         assert [token for token in control if token.strip() and token in broken] == []
-        assert neutralise(broken) == broken
+        assert escape(broken) == broken
         if not any(token in text for token in control):
             assert broken == repair_unicode(text)
 
     @pytest.mark.timeout(2)
     @pytest.mark.parametrize("control", [" END", "\nEND", "E ", "\N{REPLACEMENT CHARACTER}"])
     def test_with_a_space_at_their_end_are_broken_too(self, control: str) -> None:
-        assert control not in make_escape([control])(f"the{control}of it")
+        assert control not in special_token_escaper([control])(f"the{control}of it")
 
     @given(text=texts)
     def test_lone_surrogates_are_replaced_and_pairs_made_whole(self, text: str) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+import typing
 from typing import Any, get_args
 
 import pytest
 from pydantic import ValidationError
 
 from ragorder import Document, Orderer, Settings
+from ragorder.settings import OrdererOptions
 
 FIELDS = {
     "capacity_tokens": 4096,
@@ -189,3 +191,11 @@ class TestUse:
         orderer.order(documents).confirm()
         ordered = orderer.order([documents[2], documents[0], documents[1]]).documents
         assert [document.id for document in ordered] == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("function", [Orderer.__init__, Orderer.for_vllm, Orderer.clone])
+def test_type_checkers_see_every_setting_as_an_option(function: Any) -> None:
+    declared = {name: field.annotation for name, field in Settings.model_fields.items()}
+    assert typing.get_type_hints(OrdererOptions) == declared
+    options = [each for each in typing.get_type_hints(function).values() if typing.get_origin(each) is typing.Unpack]
+    assert options == [typing.Unpack[OrdererOptions]]

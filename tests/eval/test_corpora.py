@@ -22,6 +22,8 @@ from ragorder.eval.data.corpora.base import Corpus, CorpusError
 from ragorder.eval.data.corpora.folder import load_folder
 from ragorder.eval.data.corpora.pydocs import load_pydocs
 
+pytestmark = pytest.mark.merge
+
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 GIVEN = ("covidqa", "bing_covid_cord", "nqopen")
 
@@ -341,6 +343,7 @@ class TestPydocs:
         assert 0.2 <= statistics.mean(inside) <= 0.5
         assert statistics.mean(across) < 0.05
 
+    @pytest.mark.slow
     def test_is_the_same_under_another_hash_seed_and_locale(self) -> None:
         code = (
             "import hashlib; from ragorder.eval.data.corpora.pydocs import load_pydocs\n"
@@ -355,6 +358,7 @@ class TestPydocs:
         assert len(first) == 65
         assert first == second
 
+    @pytest.mark.slow
     def test_another_retriever_ranks_the_same_documents(self, documentation: Corpus) -> None:
         retriever = Backwards()
         corpus = load_pydocs(retriever=retriever, top_k=3)

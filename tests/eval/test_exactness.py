@@ -12,12 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.exactness import TRACES, Ask, Exactness, Served, compare, make_asks, serve_on_vllm
+from support.rings import ALL, examples
 
 from ragorder.eval.engines.sim import SimEngine
 from ragorder.eval.engines.vllm import VLLMEngine
 
 BLOCK = 4
-REQUESTS = 500
+REQUESTS = 500 if ALL else 150
 
 
 def ids(first: int, count: int) -> list[int]:
@@ -72,7 +73,7 @@ class TestLikeVLLM032:
         assert (engine.free_blocks, engine.evicted_blocks) == (5, 0)
         assert hits(engine, A, B, [*A, 1]) == [0, 0, 8]
 
-    @settings(max_examples=150)
+    @settings(max_examples=examples(150))
     @given(st.data(), st.sampled_from(["lru", "vllm-0.32"]), st.integers(1, 12), st.integers(1, 3))
     def test_every_block_of_the_pool_is_either_free_or_held(
         self, data: st.DataObject, like: str, blocks: int, in_flight: int
@@ -201,7 +202,7 @@ class KVBlocks:
 class TestAgainstTheBlocksOfVLLM:
     """Its block manager alone is fast enough for any sequence of requests, many of them in flight."""
 
-    @settings(max_examples=50)
+    @settings(max_examples=examples(50))
     @given(st.data(), st.integers(3, 20))
     def test_the_same_blocks_are_found_and_free_at_every_step(self, data: st.DataObject, blocks: int) -> None:
         vllm, simulated = KVBlocks(blocks), sim(blocks)

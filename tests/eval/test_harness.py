@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from ragorder.cli.eval import eval as evaluate
+from ragorder.eval.cli.eval import eval as evaluate
 from ragorder.eval.data.trace import trace_of_workload
 from ragorder.eval.data.workloads import make_workload
 from ragorder.eval.engines.base import EngineError
@@ -856,6 +856,7 @@ class TestOnARealEngine:
             assert sum(none["rows"]["cached_tokens"]) == 0
             assert sum(auto["rows"]["cached_tokens"]) >= sum(retrieval["rows"]["cached_tokens"]) > 0
 
+    @pytest.mark.slow
     def test_an_engine_that_was_kept_has_forgotten_what_it_served(self, folder: Path, vllm_model: Path) -> None:
         """It finds what a simulated one finds that is new for every job."""
         prompts = built_prompts(vllm_model)
@@ -893,6 +894,7 @@ figure = "strategies"
 """
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 class TestOnARealServer:
     @pytest.fixture(scope="class")
@@ -962,6 +964,7 @@ class TestOnARealServer:
         assert all(line["failures"] == 0 for line in lines(tmp_path, "run"))
 
 
+@pytest.mark.slow
 class TestAServerOfOnesOwn:
     def test_that_does_not_come_up_says_why_and_leaves_no_folder(self, tmp_path: Path) -> None:
         def launch(options: Sequence[str], environment: Mapping[str, str], log: Path) -> Process:

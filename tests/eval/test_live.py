@@ -13,6 +13,7 @@ from statistics import fmean
 from typing import Any
 
 import pytest
+from support.rings import ALL
 
 from ragorder import Document, Orderer, PromptBuilder
 from ragorder.adapters.openai import Answer, AsyncOrderedClient, OrderedClient
@@ -20,7 +21,7 @@ from ragorder.adapters.openai import Answer, AsyncOrderedClient, OrderedClient
 pytestmark = pytest.mark.vllm
 
 BLOCK = 32
-REQUESTS = 300
+REQUESTS = 300 if ALL else 100
 IN_FLIGHT = 8
 TOP_K = 4
 
@@ -184,6 +185,7 @@ class TestExactness:
         assert bias["none"] > max(0.2, 3 * abs(bias["events"]), 3 * abs(bias["lru"]))
 
 
+@pytest.mark.slow
 class TestForeignTraffic:
     """A second client fills the cache between our requests."""
 
@@ -269,6 +271,7 @@ class TestInterruptions:
         assert (answer.ordering.cached_tokens, answer.cached_tokens) == (0, 0)
         self.check(rag, asked)
 
+    @pytest.mark.slow
     def test_a_subscriber_that_starts_late_knows_what_it_missed(
         self,
         make_orderer: Callable[..., Orderer],
@@ -301,6 +304,7 @@ class TestInterruptions:
         self.check(rag, rankings(3, documents, seed=9))
         assert orderer.events.counters.restarts == orderer.events.counters.garbage == 0
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("end", ["stop", "kill"])
     def test_the_server_goes_with_requests_in_flight_and_comes_back(
         self,

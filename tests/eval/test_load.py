@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import pytest
 from click.testing import CliRunner, Result
 from hypothesis import given
 from hypothesis import strategies as st
+from support.rings import grid
 
 from ragorder import Document
 from ragorder.cli import main
@@ -44,6 +45,8 @@ from ragorder.eval.running.policies import make_policy
 from ragorder.eval.running.results import RunResult
 from ragorder.eval.running.runner import Run
 from ragorder.eval.running.specs import Bench
+
+pytestmark = pytest.mark.merge
 
 TRACES = Path(__file__).resolve().parents[3] / "shared" / "data" / "traces"
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
@@ -534,9 +537,9 @@ class TestPredicting:
 
 
 class TestNeverWorse:
-    @pytest.mark.parametrize("workload", WORKLOADS)
-    @pytest.mark.parametrize("percent", [2, 10, 100])
-    @pytest.mark.parametrize("concurrency", [1, 4, 16])
+    @pytest.mark.parametrize(
+        ("workload", "percent", "concurrency"), grid(list(product(WORKLOADS, [2, 10, 100], [1, 4, 16])), 10)
+    )
     def test_than_retrieval_order(self, workload: str, percent: int, concurrency: int) -> None:
         wanted = Bench(
             (workload,),
@@ -609,6 +612,7 @@ class TestDeciles:
         assert figures() == figures()
 
 
+@pytest.mark.slow
 class TestAnHour:
     def test_of_a_services_traffic_is_served_in_steady_memory(self, tmp_path: Path) -> None:
         """The first thousands of requests of the trace, eight times as fast."""
@@ -1311,6 +1315,7 @@ class TestBenchOnVLLM:
         policies = ["--policy", "retrieval", "--policy", "auto"]
         return ["--engine", "openai", *urls, *policies, "--limit", "20", "--top-k", "3"]
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("servers", [1, 2])
     def test_under_load(self, vllm_server: Any, servers: int) -> None:
         """Named twice, the one server holds both policies' blocks at a time; salts keep them apart."""
@@ -1344,6 +1349,7 @@ class TestBenchOnVLLM:
         assert events["prediction_within_block"] >= 0.95
         assert events["cached_tokens"] > 0
 
+    @pytest.mark.slow
     def test_a_server_is_started_where_none_is_given(self, vllm_model: Path) -> None:
         options = ["--engine", "openai", "--model", str(vllm_model), "--capacity-tokens", "8192", "--limit", "12"]
         retrieval, events = bench(*options, "--policy", "retrieval", "--policy", "events", "--concurrency", "2")
@@ -1356,6 +1362,7 @@ class TestBenchOnVLLM:
         options = self.options(vllm_server)
         assert [run["cached_tokens"] for run in bench(*options)] == [run["cached_tokens"] for run in bench(*options)]
 
+    @pytest.mark.slow
     def test_arrivals(self, vllm_server: Any) -> None:
         vllm_server.reset()
         retrieval, auto = bench(*self.options(vllm_server), "--arrivals", "poisson:40")

@@ -18,6 +18,8 @@ from ragorder.eval.peers.worker import Worker
 from ragorder.eval.running.bench import run_bench
 from ragorder.eval.running.specs import Bench
 
+pytestmark = pytest.mark.merge
+
 WORKER = """
 import json, os, sys, time
 print_here = os.dup(1)
@@ -165,6 +167,7 @@ class TestAPeersProcess:
 
 
 class TestAnEnvironment:
+    @pytest.mark.slow
     def test_that_cannot_be_made_is_said_and_leaves_nothing(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 pytest.importorskip("numpy")
 
 from ragorder import Document, PromptBuilder
-from ragorder.cli.bench import bench as bench_command
-from ragorder.cli.eval import eval as eval_command
+from ragorder.eval.cli.bench import bench as bench_command
+from ragorder.eval.cli.eval import eval as eval_command
 from ragorder.eval.data.trace import Request
 from ragorder.eval.engines.base import EngineError
 from ragorder.eval.experiments.pipelining import (
@@ -219,6 +219,7 @@ def prefix_request(builder: PromptBuilder) -> Any:
     return _system(builder, "salt")
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.usefixtures("empty")
 class TestMeasuring:
@@ -419,6 +420,7 @@ def corpora(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 class TestOnARealServer:
     @pytest.fixture(scope="class")
@@ -598,6 +600,7 @@ class TestTheReport:
         assert any("is there already" in note for note in found.notes)
 
 
+@pytest.mark.slow
 class TestTheBenchmark:
     @pytest.mark.parametrize(
         ("options", "said"),

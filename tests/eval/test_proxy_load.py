@@ -12,12 +12,15 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.rings import examples
 
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
 from ragorder.eval.experiments.proxy_load.measuring import main, measure_latency, post, run_streams, servers
 from ragorder.eval.experiments.proxy_load.upstream import answer, answer_events
+
+pytestmark = pytest.mark.slow
 
 STREAMS = 1000
 
@@ -62,7 +65,7 @@ def test_the_tool_prints_a_table_and_the_environment() -> None:
     assert json.loads(done.output[done.output.index("{") :])["cores"] >= 1
 
 
-@settings(max_examples=200, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(200), suppress_health_check=list(HealthCheck))
 @given(
     st.lists(
         st.binary(max_size=40)

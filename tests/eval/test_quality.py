@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 pytest.importorskip("scipy")
 
 from ragorder import Document
-from ragorder.cli.eval import eval as evaluate
-from ragorder.cli.eval_quality import quality as command
+from ragorder.eval.cli.eval import eval as evaluate
+from ragorder.eval.cli.quality import quality as command
 from ragorder.eval.data.corpora import CorpusError
 from ragorder.eval.data.retrieval import BM25Retriever
 from ragorder.eval.engines.base import EngineError
@@ -1499,6 +1499,7 @@ class TestVLLM:
         with pytest.raises(QualityError, match=message):
             run_quality(QualityBench("hotpotqa", hotpot, model=vllm_model, **options))
 
+    @pytest.mark.slow
     def test_a_real_server_keeps_the_orders_apart(self, hotpot: Path, vllm_model: Path, vllm_server: Any) -> None:
         orders = ("none", "retrieval", "auto")
         options = {"base_url": vllm_server.base_url, "model": vllm_model, "output_tokens": 4}
@@ -1511,6 +1512,7 @@ class TestVLLM:
         (verdict,) = checks(lines, "quality-verdict")
         assert verdict["reason"] == "the model has random weights: its answers are noise"
 
+    @pytest.mark.slow
     def test_the_command_starts_an_engine_of_its_own(self, hotpot: Path, vllm_model: Path, tmp_path: Path) -> None:
         arguments = ["--model", vllm_model, "--limit", 2, "--output-tokens", 4, "--policy", "auto"]
         done = invoke("hotpotqa", "--data", hotpot, "-o", tmp_path / "out", *arguments)

@@ -13,10 +13,11 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.rings import examples
 
 pytest.importorskip("numpy")
 
-from ragorder.cli.eval import eval as eval_command
+from ragorder.eval.cli.eval import eval as eval_command
 from ragorder.eval.data.trace import trace_of_workload
 from ragorder.eval.data.workloads import WorkloadError, make_workload
 from ragorder.eval.experiments.replacement import (
@@ -177,7 +178,7 @@ def paths_of(tiers: TwoTiers, requests: Sequence[Sequence[int]]) -> dict[Path_, 
 
 
 class TestTwoTiers:
-    @settings(max_examples=150)
+    @settings(max_examples=examples(150))
     @given(
         requests=requests_of_few,
         device=st.integers(0, 30),

@@ -23,8 +23,9 @@ import pytest
 from click.testing import CliRunner, Result
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.rings import examples
 
-from ragorder.cli.replay import replay as command
+from ragorder.eval.cli.replay import replay as command
 from ragorder.eval.data.arrivals import Arrival, Arrivals, poisson_arrivals
 from ragorder.eval.data.workloads import Workload, make_workload
 from ragorder.eval.engines.capacity import Capacity
@@ -50,8 +51,10 @@ from ragorder.eval.running.load import ServiceTimes
 from ragorder.eval.running.policies import PolicyError
 from ragorder.eval.running.specs import Bench
 
+pytestmark = pytest.mark.merge
+
 CORPUS = Path(__file__).resolve().parents[3] / "shared" / "data" / "bing_covid_cord"
-COMMAND = ("-c", "from ragorder.cli.replay import replay; replay(prog_name='ragorder replay')")
+COMMAND = ("-c", "from ragorder.eval.cli.replay import replay; replay(prog_name='ragorder replay')")
 
 Line = dict[str, Any]
 
@@ -389,7 +392,7 @@ class TestABadLog:
         with pytest.raises(LogError, match="Is a directory"):
             read_log(tmp_path)
 
-    @settings(max_examples=300)
+    @settings(max_examples=examples(300))
     @given(
         st.binary(max_size=60)
         | st.recursive(
@@ -434,7 +437,7 @@ def token_ids(prompt: PathPrompt, lengths: Sequence[int], prefixes: Sequence[int
 class TestTheEngine:
     """What it finds cached is what the simulated engine finds that hashes every block."""
 
-    @settings(max_examples=200)
+    @settings(max_examples=examples(200))
     @given(st.data())
     def test_equals_the_one_that_hashes_every_block(self, data: st.DataObject) -> None:
         lengths = data.draw(st.lists(st.integers(0, 60), min_size=1, max_size=10))
@@ -1039,6 +1042,7 @@ class TestTheCommand:
         path = written(tmp_path, line("ab"), name="[red]log.jsonl")
         assert "[red]log.jsonl" in invoke(path).stdout
 
+    @pytest.mark.slow
     def test_the_same_log_gives_the_same_figures_on_every_hash_seed(self, log_file: Path, python: Any) -> None:
         found = []
         for seed in ("0", "1", "4242"):

@@ -20,7 +20,7 @@ pytest.importorskip("jinja2")
 from click.testing import CliRunner
 
 from ragorder.cli import main
-from ragorder.cli.eval_report import report as report_command
+from ragorder.eval.cli.report import report as report_command
 from ragorder.eval.engines.capacity import Capacity
 from ragorder.eval.experiments.quality import summarise
 from ragorder.eval.report import (
@@ -36,6 +36,8 @@ from ragorder.eval.report.suites import SuiteInfo, info_of
 from ragorder.eval.running.bench import run_traces
 from ragorder.eval.running.specs import Bench
 from ragorder.eval.running.suite import read_suite
+
+pytestmark = pytest.mark.merge
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 FLAGS = "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"

@@ -19,6 +19,8 @@ from ragorder.eval.data import retrieval
 from ragorder.eval.data.corpora.folder import load_folder
 from ragorder.eval.data.retrieval import BM25Retriever, DenseRetriever, Retriever, default_model, make_retriever
 
+pytestmark = pytest.mark.merge
+
 COVIDQA = Path(__file__).resolve().parents[3] / "shared" / "data" / "covidqa"
 TEXTS = [
     "The cat sleeps on the warm windowsill in the afternoon.",
@@ -145,6 +147,7 @@ class TestDense:
         with pytest.raises(OSError, match=r"cannot load the embedding model .*--embedding-model FOLDER"):
             DenseRetriever(str(tmp_path / "absent")).search(TEXTS, ["cat"], 1)
 
+    @pytest.mark.slow
     def test_agrees_with_the_stored_run_of_covidqa(self, dense: DenseRetriever) -> None:
         """The corpus is cut to the stored top 20 of 30 questions, in which an exact search has the same top 5."""
         if not COVIDQA.is_dir():

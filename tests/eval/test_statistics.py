@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
+from support.rings import examples
 
 np = pytest.importorskip("numpy")
 pytest.importorskip("scipy")
@@ -85,7 +86,7 @@ class TestTheInterval:
         plain, ours = rng.random((3, 100)), rng.random((3, 100))
         assert compare(plain, ours) == compare(plain, ours)
 
-    @settings(max_examples=30, deadline=None)
+    @settings(max_examples=examples(30), deadline=None)
     @given(times, st.floats(0.5, 2), st.sampled_from(["mean", "p50", "p95"]), st.booleans())
     def test_is_mirrored_when_the_two_are_exchanged(self, plain, factor, statistic, relative):
         rng = np.random.default_rng(len(plain))
@@ -99,7 +100,7 @@ class TestTheInterval:
         assert back.low == pytest.approx(mirrored(there.high), rel=1e-6, abs=1e-6)
         assert back.high == pytest.approx(mirrored(there.low), rel=1e-6, abs=1e-6)
 
-    @settings(max_examples=30, deadline=None)
+    @settings(max_examples=examples(30), deadline=None)
     @given(times, times)
     def test_holds_the_difference_that_was_measured(self, plain, ours):
         length = min(len(plain), len(ours))

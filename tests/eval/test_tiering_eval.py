@@ -19,7 +19,7 @@ from support.chaos.__main__ import main as chaos_command
 from support.fork_server import ForkServer
 
 from ragorder import Document
-from ragorder.cli.eval import eval as eval_command
+from ragorder.eval.cli.eval import eval as eval_command
 from ragorder.eval.data.trace import Request, Trace
 from ragorder.eval.engines.prompts import NumberedPrompts
 from ragorder.eval.engines.server import VLLMServer
@@ -231,6 +231,7 @@ class TestTheHarness:
         assert line["cell"]["corpus"] == "small" and "give --corpora" in line["reason"]
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 class TestOnRealServers:
     @pytest.fixture(scope="class")

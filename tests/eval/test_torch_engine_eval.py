@@ -35,6 +35,8 @@ from ragorder.eval.experiments.embedded.results import median, required
 from ragorder.eval.experiments.embedded.shapes import SHAPES, find_shape
 from ragorder.eval.experiments.embedded.tables import make_sheets
 
+pytestmark = pytest.mark.merge
+
 SYSTEM = 50
 
 
@@ -321,6 +323,7 @@ class TestCommands:
         run = self.bench(served_model, tmp_path, *options, "--host-tokens", "40000")["retrieval"]
         assert run["capacity_tokens"] == 40000
 
+    @pytest.mark.slow
     def test_bench_under_load(self, served_model: Path, tmp_path: Path) -> None:
         options = ["--concurrency", "3", "--output-tokens", "3", "--policy", "retrieval", "--policy", "auto"]
         runs = self.bench(served_model, tmp_path, "--capacity-tokens", "8192", *options)
@@ -362,6 +365,7 @@ class TestCommands:
         for part in ("2 requests", "first token after", "the embedded engine with its cache"):
             assert part in said
 
+    @pytest.mark.slow
     def test_suites_are_run_on_it(self, served_model: Path, tmp_path: Path) -> None:
         options = ["--engine", "torch", "--model", served_model, "--reduced", "--limit", "2", "--seeds", "0"]
         options += ["--policy", "none", "--policy", "retrieval"]
@@ -572,6 +576,7 @@ class TestPrefill:
         ):
             assert part in document
 
+    @pytest.mark.slow
     def test_leaves_the_number_of_threads_as_it_was(self, tmp_path: Path) -> None:
         import torch
 
@@ -594,6 +599,7 @@ class TestPrefill:
 class TestServe:
     small = ("--shape", "tiny", "--requests", "16", "--warmup", "4", "--seeds", "0", "--top-k", "2")
 
+    @pytest.mark.slow
     def test_compares_caches_of_several_sizes(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("COLUMNS", "200")
         options = [

@@ -114,6 +114,7 @@ class TestAnOwnFolder:
         assert owned.path.exists()
 
 
+@pytest.mark.slow
 class TestForkServer:
     def test_says_why_it_does_not_come_up(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         complaint = tmp_path / "python"

@@ -7,12 +7,15 @@ import json
 from typing import Any
 
 import pytest
+from support.rings import grid
 
 pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from ragorder.kernels.attention.compile import Compiled, Variant, variants
 from ragorder.kernels.attention.table import ARCHITECTURES, HEAD_DIMS, Tile
+
+pytestmark = pytest.mark.merge
 
 COMMAND = ("-m", "ragorder.kernels.attention.compile")
 CHOICES = {
@@ -29,6 +32,7 @@ CHOICES = {
     "the widest head": ("--family", "sm_90", "--head-dim", "256", "--dtype", "bf16", "--rows", "128"),
     "single precision": ("--family", "sm_90", "--head-dim", "128", "--dtype", "fp32", "--rows", "16"),
 }
+CHOICES = dict(grid(list(CHOICES.items()), 2))
 
 
 SCRIPT = """
@@ -51,6 +55,7 @@ def compiled(python: Any) -> dict[str, list[dict[str, Any]]]:
     return {choice: [lines.pop(0) for _ in range(given.count("--rows"))] for choice, given in CHOICES.items()}
 
 
+@pytest.mark.merge
 @pytest.mark.parametrize("choice", CHOICES, ids=list(CHOICES))
 def test_a_kernel_spills_nothing_and_fits(choice: str, compiled: dict[str, list[dict[str, Any]]]) -> None:
     for line in compiled[choice]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from support.rings import grid
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -20,6 +21,8 @@ from ragorder.kernels.engine import (
     TieredEngine,
     UnsupportedModelError,
 )
+
+pytestmark = pytest.mark.merge
 
 VOCABULARY = 300
 SIZES = {
@@ -127,7 +130,7 @@ def difference(completion: Completion, model: Any, request: Request) -> float:
 SETTINGS = EngineSettings(device_tokens=2048, host_bytes=0)
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=grid(list(FAMILIES), 4))
 def served(request: pytest.FixtureRequest) -> Any:
     model = family(request.param)
     reference = plain(model, request.param)

@@ -20,6 +20,8 @@ from ragorder.kernels.engine.loading import load_model
 from ragorder.kernels.paging import KVShape
 from ragorder.kernels.store import hashing
 
+pytestmark = pytest.mark.merge
+
 VOCABULARY = 3000
 SHAPE = KVShape(2, 2, 16, 16, torch.float32)
 BLOCK = 16
@@ -247,6 +249,7 @@ class TestH4OneValueMakesAnotherModel:
 
 
 class TestTheSameModelIsTheSame:
+    @pytest.mark.slow
     def test_a_model_that_is_loaded_again_in_another_process_from_another_place(
         self, tmp_path: Path, python: Any
     ) -> None:

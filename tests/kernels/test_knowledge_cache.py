@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.rings import examples
 
 torch = pytest.importorskip("torch")
 
@@ -24,7 +25,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from ragorder.kernels.cache import DiskSettings, KnowledgeCache, Lease, Segment, TierTokens, segments_of
+from ragorder.kernels.cache import DiskSettings, KnowledgeCache, KVLease, Segment, TierTokens, segments_of
 from ragorder.kernels.paging import BlockPool, KVShape, OutOfBlocksError
 from ragorder.kernels.paging.base import runs
 from ragorder.kernels.policies import POLICIES
@@ -149,7 +150,7 @@ class Request:
         self.ends = list(accumulate(map(len, documents)))
         self.path = segments_of(self.tokens, self.ends, salt=salt)
         self.document_tokens = sum(segment.tokens for segment in self.path)
-        self.lease: Lease | None = None
+        self.lease: KVLease | None = None
         self.computed = 0
 
 
@@ -160,7 +161,7 @@ class Engine:
         self.cache = cache
         self.scheduled: list[tuple[Request, int]] = []
 
-    def acquire(self, request: Request) -> Lease:
+    def acquire(self, request: Request) -> KVLease:
         request.lease = self.cache.acquire(request.path)
         return request.lease
 
@@ -438,7 +439,7 @@ class TestBlocksAreShared:
         at.acquire(first)
         at.schedule(first)
         at.step()
-        at.cache.computed(first.lease)
+        at.cache.mark_computed(first.lease)
         at.acquire(second)
         at.schedule(second)
         at.step()
@@ -534,7 +535,7 @@ class TestWhatLeavesTheDevice:
         for _ in range(4):
             at.serve(A, B, C)
             at.empty_device()
-        at.cache._tiers.settle()
+        at.cache._tiers.drain()
         stats = at.cache.stats()
         assert (stats.device.evicted, stats.host.received, stats.host.evicted) == (12, 3, 0)
         assert (stats.host.nodes, stats.host.tokens) == (3, 16)
@@ -612,7 +613,7 @@ class TestWhatLeavesTheDevice:
         assert lease.tokens_by_tier == (0, 1, 7)
         at.cache._copies.wait()
         at.cache.poll()
-        assert [copy.load is None for copy in lease.held] == [False, True]
+        assert [copy.load is None for copy in lease.pinned] == [False, True]
         lease.wait()
         at.check(request, 8)
         at.release(request)
@@ -820,7 +821,7 @@ class TestRoom:
         at.acquire(running)
         at.schedule(running)
         at.step()
-        at.cache._tiers.settle()
+        at.cache._tiers.drain()
         before = at.cache.stats()
         with pytest.raises(OutOfBlocksError):
             at.cache.acquire(Request([A, B, C]).path)
@@ -866,7 +867,7 @@ class TestPrefetch:
         at.serve(F, F, F, F, F, F, F, F, F)
         at.cache.prefetch(Request([A, B, C]).path)
         assert at.cache.stats().loads > 0
-        at.cache._tiers.settle()
+        at.cache._tiers.drain()
         loaded = at.cache.stats().device.received
         assert loaded > 0
         lease = at.acquire(request := Request([A, B, C]))
@@ -887,12 +888,14 @@ class TestPrefetch:
         at.schedule(running)
         at.step()
         at.cache.prefetch(Request([A, B]).path)
-        at.cache._tiers.settle()
-        ahead = {node.key for node in at.cache._tiers.nodes.values() if node.device is not None and node.device.ahead}
+        at.cache._tiers.drain()
+        ahead = {
+            node.key for node in at.cache._tiers.nodes.values() if node.device is not None and node.device.prefetched
+        }
         assert ahead
         for other in ([B, E], [E, A], [A, B]):
             at.cache.prefetch(Request(other).path)
-            at.cache._tiers.settle()
+            at.cache._tiers.drain()
             assert all(at.cache._tiers.nodes[key].device is not None for key in ahead)
         at.schedule(running)
         at.step()
@@ -963,7 +966,7 @@ class TestWhatIsUsedMost:
             at.serve(A, B, C)
             at.serve(A, B, D)
         at.serve(E, F)
-        at.cache._tiers.settle()
+        at.cache._tiers.drain()
         assert at.cache.stats().device.evicted == 0
         assert (at.cache.stats().host.nodes, at.cache.stats().host.tokens) == (2, 11)
         at.cache.forget_device()
@@ -977,7 +980,7 @@ class TestWhatIsUsedMost:
             at.serve(A)
         for _ in range(3):
             at.serve(E)
-        at.cache._tiers.settle()
+        at.cache._tiers.drain()
         pinned = [node.key for node in at.cache._tiers.nodes.values() if at.cache._host.tier.get(node.key).pins]
         assert pinned == [Request([E]).path[0].key]
 
@@ -1038,7 +1041,7 @@ class TestAllAtOnce:
         assert found == (stats.device.hit_tokens, stats.host.hit_tokens, stats.disk.hit_tokens)
         assert all(found)
         assert stats.requests == 300 and stats.leases == 0
-        at.cache._tiers.settle()
+        at.cache._tiers.drain()
         check_accounts(at.cache)
 
     @pytest.mark.parametrize(
@@ -1099,7 +1102,7 @@ class Machine(RuleBasedStateMachine):
         self.engine = Engine(self.cache)
 
     def running(self) -> list[Request]:
-        return [request for request in self.requests if request.lease is not None and request.lease.begun]
+        return [request for request in self.requests if request.lease is not None and request.lease.started]
 
     def idle(self) -> list[Request]:
         """Those that hold a lease, and are not in the step that is being put together."""
@@ -1157,7 +1160,7 @@ class Machine(RuleBasedStateMachine):
         except OutOfBlocksError:
             if len(self.cache._leases) == 1:
                 # Without what others had of its path, which it has itself, there is room.
-                assert request.lease.begun
+                assert request.lease.started
                 self.engine.release(request)
                 self.requests.remove(request)
 
@@ -1189,7 +1192,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(path=PATH)
     def prefetch(self, path: list[list[int]]) -> None:
-        pinned = {copy.node.key for lease in self.cache._leases.values() for copy in lease.held if copy.here}
+        pinned = {copy.node.key for lease in self.cache._leases.values() for copy in lease.pinned if copy.resident}
         self.cache.prefetch(Request(path).path)
         assert all(self.cache._tiers.nodes[key].device is not None for key in pinned)
 
@@ -1269,4 +1272,4 @@ class Machine(RuleBasedStateMachine):
 
 
 TestWhateverHappens = Machine.TestCase
-TestWhateverHappens.settings = settings(max_examples=120, stateful_step_count=50, deadline=None)
+TestWhateverHappens.settings = settings(max_examples=examples(120), stateful_step_count=50, deadline=None)

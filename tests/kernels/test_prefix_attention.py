@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from support.rings import grid
 
 torch = pytest.importorskip("torch")
 
@@ -34,6 +35,8 @@ from ragorder.kernels.attention.table import (
     choose_tile,
     halves,
 )
+
+pytestmark = pytest.mark.merge
 
 TOLERANCE = {"float32": 2e-6, "float16": 2e-3, "bfloat16": 1.6e-2}
 FAR_OFF = 0.05
@@ -228,6 +231,9 @@ def attend_in_triton(case: Case, given: Inputs) -> Tensor:
     )
 
 
+CASES = grid(CASES, 10)
+
+
 def main() -> None:
     """In a process of its own: the error of each case, and of the first ones with a wrong block."""
     for number, case in enumerate(CASES):
@@ -253,6 +259,7 @@ def number(request: pytest.FixtureRequest) -> int:
     return int(request.param)
 
 
+@pytest.mark.merge
 class TestTheKernel:
     def test_is_as_exact_as_its_dtype(self, number: int, interpreted: list[dict[str, float]]) -> None:
         assert interpreted[number]["error"] < TOLERANCE[CASES[number].dtype]
@@ -470,6 +477,7 @@ class TestTheTable:
                 assert programs * splits >= 0.8 * 132 or splits >= 0.8 * min(32, keys // 256)
 
 
+@pytest.mark.slow
 class TestTheBenchmark:
     """Without a GPU: everything but the times."""
 

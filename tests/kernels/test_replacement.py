@@ -15,6 +15,7 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.rings import examples
 
 from ragorder.eval.experiments.replacement.scheduling import main, measure_scheduling
 from ragorder.kernels.policies import POLICIES, History, ReplacementPolicy, Tier, TierNode, make_policy
@@ -231,7 +232,7 @@ def compare(tier: Tier, model: Model, history: History | None, policy: Replaceme
 
 @pytest.mark.parametrize("name", POLICIES)
 class TestEveryPolicyAgainstAlgorithm1:
-    @settings(max_examples=150)
+    @settings(max_examples=examples(150))
     @given(steps=st.lists(STEPS | SERVE, max_size=50), max_history=st.sampled_from([None, 0, 1, 3, 100]))
     def test_the_same_goes_in_the_same_order(
         self, name: str, steps: list[tuple[Any, ...]], max_history: int | None

@@ -11,7 +11,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragorder.pipelining import Chunk, Load, Odds, Pipeline, Provisional, SyncPipeline, Usage, WarmUp, plain_retrieval
+from ragorder.pipelining import (
+    AnswerChunk,
+    EngineLoad,
+    Pipeline,
+    Provisional,
+    SpeculationGain,
+    SyncPipeline,
+    Usage,
+    WarmUp,
+    plain_retrieval,
+)
 from ragorder.pipelining.load import prefill_batch
 
 
@@ -40,7 +50,7 @@ class PlayedEngine:
         if free:
             self.gate.set()
 
-    async def stream(self, request: Sent, /) -> AsyncGenerator[Chunk, None]:
+    async def stream(self, request: Sent, /) -> AsyncGenerator[AnswerChunk, None]:
         self.sent.append(request)
         if self.broken is not None:
             raise self.broken
@@ -50,9 +60,9 @@ class PlayedEngine:
             for document in request.documents:
                 await self.gate.wait()
                 await asyncio.sleep(0)
-                yield Chunk(f"{document} ")
+                yield AnswerChunk(f"{document} ")
             await self.gate.wait()
-            yield Chunk("", Usage(request.prompt_tokens, 0, len(request.documents)))
+            yield AnswerChunk("", Usage(request.prompt_tokens, 0, len(request.documents)))
             whole = True
         finally:
             self.running.remove(request)
@@ -62,30 +72,30 @@ class PlayedEngine:
 @dataclass
 class PlayedCommitment:
     request: Sent
-    settled: list[str]
+    finished: list[str]
 
     def confirm(self, usage: Usage | None, /) -> None:
-        self.settled.append("confirmed" if usage else "confirmed without usage")
+        self.finished.append("confirmed" if usage else "confirmed without usage")
 
     def discard(self) -> None:
-        self.settled.append("discarded")
+        self.finished.append("discarded")
 
 
 @dataclass
 class PlayedPrompts:
     """Documents in alphabetical order, or, once `turned`, the other way round."""
 
-    settled: list[str] = field(default_factory=list)
+    finished: list[str] = field(default_factory=list)
     turned: bool = False
     broken: bool = False
 
-    def predict_cached_tokens(self, question: str, documents: Sequence[str], /) -> Sent:
+    def preview(self, question: str, documents: Sequence[str], /) -> Sent:
         if self.broken:
             raise RuntimeError("no prompt")
         return Sent(question, tuple(sorted(documents, reverse=self.turned)))
 
     def commit(self, question: str, documents: Sequence[str], /) -> PlayedCommitment:
-        return PlayedCommitment(Sent(question, tuple(sorted(documents, reverse=self.turned))), self.settled)
+        return PlayedCommitment(Sent(question, tuple(sorted(documents, reverse=self.turned))), self.finished)
 
 
 class Search:
@@ -113,7 +123,7 @@ class Search:
 
 
 def pipeline(search: Search, engine: PlayedEngine, prompts: PlayedPrompts | None = None, room: int = 4) -> Pipeline:
-    load = Load(room) if room else None
+    load = EngineLoad(room) if room else None
     return Pipeline(search, prompts or PlayedPrompts(), engine, load=load, key=str)
 
 
@@ -150,7 +160,7 @@ class TestSpeculation:
         assert not stream.trace.right and stream.trace.speculated_stage is None
         assert stream.trace.exposed_search_s == stream.trace.retrieval_s
         assert stream.trace.wasted_prompt_tokens == 200
-        assert prompts.settled == ["confirmed"]
+        assert prompts.finished == ["confirmed"]
         await no_tasks_left()
 
     async def test_documents_that_change_places_and_make_the_same_prompt_are_no_change(self) -> None:
@@ -209,7 +219,7 @@ class TestSpeculation:
 
 class TestLoad:
     async def test_no_speculation_without_room(self) -> None:
-        engine, load = PlayedEngine(), Load(1)
+        engine, load = PlayedEngine(), EngineLoad(1)
         with load.prefilling():
             stream = await Pipeline(Search("A", "B", "B"), PlayedPrompts(), engine, load=load, key=str).answer("q")
         assert stream.text == "B " and engine.sent == [Sent("q", ("B",))]
@@ -217,13 +227,13 @@ class TestLoad:
 
     async def test_a_refused_one_is_tried_again_after_the_next_stage(self) -> None:
         engine, others = PlayedEngine(), [1]
-        load = Load(1, reported=lambda: len(others))
+        load = EngineLoad(1, reported=lambda: len(others))
         search = Search("A", "A", "A", after={1: others.clear})
         stream = await Pipeline(search, PlayedPrompts(), engine, load=load, key=str).answer("q")
         assert stream.trace.refused == 1 and stream.trace.right and stream.trace.speculated_stage == 2
 
     async def test_pending_are_those_without_a_first_token(self) -> None:
-        engine, load = PlayedEngine(free=False), Load(2)
+        engine, load = PlayedEngine(free=False), EngineLoad(2)
         one = Pipeline(Search("A"), PlayedPrompts(), engine, load=load, key=str)
         task = asyncio.create_task(one.answer("q"))
         for _ in range(50):
@@ -234,22 +244,22 @@ class TestLoad:
         assert load.pending == 0
 
     async def test_an_aborted_speculation_leaves_its_place(self) -> None:
-        engine, load = PlayedEngine(free=False), Load(1)
+        engine, load = PlayedEngine(free=False), EngineLoad(1)
         search = Search("A", "B", "C", "D")
         asyncio.get_running_loop().call_later(0.01, engine.gate.set)
         stream = await Pipeline(search, PlayedPrompts(), engine, load=load, key=str).answer("q")
         assert stream.trace.speculations == 3 and stream.trace.refused == 0 and load.pending == 0
 
     def test_the_larger_of_our_count_and_the_engines_counts(self) -> None:
-        assert Load(3, reported=lambda: 2).pending == 2
-        assert Load(3, reported=lambda: None).pending == 0
+        assert EngineLoad(3, reported=lambda: 2).pending == 2
+        assert EngineLoad(3, reported=lambda: None).pending == 0
 
     def test_as_many_as_one_iteration_takes(self) -> None:
         assert prefill_batch(8192, 1500) == 5 and prefill_batch(512, 4000) == 1
 
     def test_room_for_none_is_refused(self) -> None:
         with pytest.raises(ValueError, match="max_prefill_bs"):
-            Load(0)
+            EngineLoad(0)
 
 
 class TestOdds:
@@ -269,40 +279,40 @@ class TestOdds:
     def test_weigh_what_is_saved_against_what_is_lost(
         self, right: float, left_s: float, prefill_s: float | None, favoured: bool
     ) -> None:
-        odds = Odds()
+        gain = SpeculationGain()
         for number in range(4):
-            odds.learn([(number < 4 * right, left_s)])
-        assert odds.favour(1, prefill_s) is favoured
+            gain.learn([(number < 4 * right, left_s)])
+        assert gain.worthwhile(1, prefill_s) is favoured
 
     def test_of_a_stage_that_nobody_has_seen_are_good(self) -> None:
-        odds = Odds()
-        odds.learn([(False, 0.0)])
-        assert not odds.favour(1, 1.0) and odds.favour(2, 1.0)
+        gain = SpeculationGain()
+        gain.learn([(False, 0.0)])
+        assert not gain.worthwhile(1, 1.0) and gain.worthwhile(2, 1.0)
 
     def test_change_with_the_searches(self) -> None:
-        odds = Odds()
+        gain = SpeculationGain()
         for _ in range(100):
-            odds.learn([(False, 0.1)])
+            gain.learn([(False, 0.1)])
         needed = 0
-        while not odds.favour(1, 1.0):
-            odds.learn([(True, 0.1)])
+        while not gain.worthwhile(1, 1.0):
+            gain.learn([(True, 0.1)])
             needed += 1
         assert 10 < needed < 60
 
     async def test_are_learnt_from_searches_without_speculation_too(self) -> None:
-        engine, load, odds = PlayedEngine(), Load(1), Odds()
-        one = Pipeline(Search("A", "B", "B"), PlayedPrompts(), engine, load=load, odds=odds, key=str)
+        engine, load, gain = PlayedEngine(), EngineLoad(1), SpeculationGain()
+        one = Pipeline(Search("A", "B", "B"), PlayedPrompts(), engine, load=load, gain=gain, key=str)
         with load.prefilling():
             for _ in range(3):
                 await one.answer("q")
-        assert not odds.favour(1, 60.0) and odds.favour(2, 60.0)
+        assert not gain.worthwhile(1, 60.0) and gain.worthwhile(2, 60.0)
 
     async def test_against_it_are_asked_again_after_the_next_stage(self) -> None:
-        engine, load, odds = PlayedEngine(), Load(1), Odds()
+        engine, load, gain = PlayedEngine(), EngineLoad(1), SpeculationGain()
         with load.prefilling() as started:
             started()
-        odds.learn([(False, 0.0), (True, 1.0)])
-        stream = await Pipeline(Search("A", "A", "A"), PlayedPrompts(), engine, load=load, odds=odds, key=str).answer(
+        gain.learn([(False, 0.0), (True, 1.0)])
+        stream = await Pipeline(Search("A", "A", "A"), PlayedPrompts(), engine, load=load, gain=gain, key=str).answer(
             "q"
         )
         trace = stream.trace
@@ -311,7 +321,7 @@ class TestOdds:
 
     def test_know_how_long_a_first_token_takes(self) -> None:
         now_s = [0.0]
-        load = Load(4, clock=lambda: now_s[0])
+        load = EngineLoad(4, clock=lambda: now_s[0])
         assert load.prefill_s is None
         for seconds in (1.0, 3.0, 5.0):
             with load.prefilling() as started:
@@ -332,7 +342,7 @@ class TestFaults:
         with pytest.raises(TimeoutError, match="index"):
             await pipeline(search, engine, prompts).answer("q")
         assert engine.aborted == [Sent("q", ("A",))] and not engine.running and search.closed == 1
-        assert prompts.settled == []
+        assert prompts.finished == []
         await no_tasks_left()
 
     async def test_an_engine_that_dies_during_a_speculation_is_asked_again(self) -> None:
@@ -340,25 +350,25 @@ class TestFaults:
         engine.broken = ConnectionError("gone")
         search = Search("A", "A", "A", after={2: lambda: setattr(engine, "broken", None)})
         stream = await pipeline(search, engine, prompts).answer("q")
-        assert stream.text == "A " and not stream.trace.right and prompts.settled == ["confirmed"]
+        assert stream.text == "A " and not stream.trace.right and prompts.finished == ["confirmed"]
 
     async def test_an_engine_that_stays_dead_raises_as_without_speculation(self) -> None:
         engine, prompts = PlayedEngine(), PlayedPrompts()
         engine.broken = ConnectionError("gone")
         with pytest.raises(ConnectionError, match="gone"):
             await pipeline(Search("A", "A"), engine, prompts).answer("q")
-        assert prompts.settled == ["discarded"]
+        assert prompts.finished == ["discarded"]
         await no_tasks_left()
 
     async def test_a_speculation_that_breaks_once_it_was_taken_is_sent_again(self) -> None:
         engine = PlayedEngine(free=False)
 
-        async def stream(request: Sent, /) -> AsyncGenerator[Chunk, None]:
+        async def stream(request: Sent, /) -> AsyncGenerator[AnswerChunk, None]:
             engine.sent.append(request)
             await engine.gate.wait()
             if len(engine.sent) == 1:
                 raise ConnectionError("gone")
-            yield Chunk("whole")
+            yield AnswerChunk("whole")
 
         engine.stream = stream  # type: ignore[method-assign]
         asyncio.get_running_loop().call_later(0.01, engine.gate.set)
@@ -369,13 +379,13 @@ class TestFaults:
         prompts = PlayedPrompts()
 
         class Breaking(PlayedEngine):
-            async def stream(self, request: Sent, /) -> AsyncGenerator[Chunk, None]:
-                yield Chunk("half")
+            async def stream(self, request: Sent, /) -> AsyncGenerator[AnswerChunk, None]:
+                yield AnswerChunk("half")
                 raise ConnectionError("gone")
 
         with pytest.raises(ConnectionError):
             await pipeline(Search("A", "A"), Breaking(), prompts).answer("q")
-        assert prompts.settled == ["confirmed without usage"]
+        assert prompts.finished == ["confirmed without usage"]
 
     @pytest.mark.parametrize("pauses", [0, 1, 5, 25, 60, 100])
     async def test_a_caller_that_cancels_leaves_nothing_behind(self, pauses: int) -> None:
@@ -388,14 +398,14 @@ class TestFaults:
         with pytest.raises(asyncio.CancelledError):
             await task
         assert not engine.running and one.load is not None and one.load.pending == 0
-        assert prompts.settled in ([], ["discarded"])
+        assert prompts.finished in ([], ["discarded"])
         await no_tasks_left()
 
     async def test_closing_a_stream_early_aborts_the_request(self) -> None:
         engine, prompts = PlayedEngine(), PlayedPrompts()
         async with pipeline(Search("ABC"), engine, prompts).stream("q") as stream:
             assert await anext(stream) == "A "
-        assert engine.aborted == [Sent("q", ("A", "B", "C"))] and prompts.settled == ["confirmed without usage"]
+        assert engine.aborted == [Sent("q", ("A", "B", "C"))] and prompts.finished == ["confirmed without usage"]
 
     async def test_no_documents_found_is_a_question_without_documents(self) -> None:
         engine = PlayedEngine()

@@ -15,6 +15,7 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.rings import examples
 
 from ragorder import Document, Orderer, Ordering, PromptBuilder
 from ragorder.adapters.observing.observed import ObservedOrderer
@@ -24,11 +25,11 @@ from ragorder.eval.data.workloads import make_workload
 from ragorder.eval.experiments.reordering.measuring import main as measure
 from ragorder.eval.experiments.reordering.queueing import DISCIPLINES, simulate
 from ragorder.eval.running.load import ServiceTimes
-from ragorder.pipelining.reordering import CacheAwareQueue, Lengths, QueueFullError, ReorderingGate, Ticket
+from ragorder.pipelining.reordering import CacheAwareQueue, CachedLengths, ConcurrencyLimiter, QueueFullError, Ticket
 
 
-def priority(value: float) -> Callable[[], Lengths]:
-    return lambda: Lengths(value, 1)
+def priority(value: float) -> Callable[[], CachedLengths]:
+    return lambda: CachedLengths(value, 1)
 
 
 def drain(queue: CacheAwareQueue[Any]) -> list[Any]:
@@ -38,18 +39,18 @@ def drain(queue: CacheAwareQueue[Any]) -> list[Any]:
 class TestWhoIsNext:
     def test_the_largest_cached_length_in_relation_to_the_computation_length(self) -> None:
         queue: CacheAwareQueue[str] = CacheAwareQueue()
-        queue.enter("none of 10", lambda: Lengths(0, 10))
-        queue.enter("half of 400", lambda: Lengths(200, 200))
-        queue.enter("most of 100", lambda: Lengths(90, 10))
-        queue.enter("most of 100, too", lambda: Lengths(90, 10))
-        queue.enter("all", lambda: Lengths(50, 0))
+        queue.enter("none of 10", lambda: CachedLengths(0, 10))
+        queue.enter("half of 400", lambda: CachedLengths(200, 200))
+        queue.enter("most of 100", lambda: CachedLengths(90, 10))
+        queue.enter("most of 100, too", lambda: CachedLengths(90, 10))
+        queue.enter("all", lambda: CachedLengths(50, 0))
         assert drain(queue) == ["all", "most of 100", "most of 100, too", "half of 400", "none of 10"]
 
     def test_it_is_asked_for_when_somebody_is_chosen(self) -> None:
         queue: CacheAwareQueue[str] = CacheAwareQueue()
         cached = {"a": 1.0, "b": 2.0, "c": 3.0}
         for name in cached:
-            queue.enter(name, lambda name=name: Lengths(cached[name], 1))  # type: ignore[misc]
+            queue.enter(name, lambda name=name: CachedLengths(cached[name], 1))  # type: ignore[misc]
         cached["a"] = 9
         assert queue.take().item == "a"
         cached["b"] = 9
@@ -64,8 +65,8 @@ class TestWhoIsNext:
     def test_who_has_no_lengths_or_bad_ones_counts_as_not_cached(self, caplog: pytest.LogCaptureFixture) -> None:
         queue: CacheAwareQueue[str] = CacheAwareQueue()
         queue.enter("plain")
-        queue.enter("broken", lambda: Lengths(1, 1 // 0))
-        queue.enter("broken, too", lambda: Lengths(1, 1 // 0))
+        queue.enter("broken", lambda: CachedLengths(1, 1 // 0))
+        queue.enter("broken, too", lambda: CachedLengths(1, 1 // 0))
         queue.enter("cached", priority(1))
         assert drain(queue) == ["cached", "plain", "broken", "broken, too"]
         assert [record.getMessage() for record in caplog.records] == [
@@ -76,7 +77,7 @@ class TestWhoIsNext:
         queue: CacheAwareQueue[int] = CacheAwareQueue(window=5)
         asked = []
         for number in range(500):
-            queue.enter(number, lambda number=number: asked.append(number) or Lengths(0, 1))  # type: ignore
+            queue.enter(number, lambda number=number: asked.append(number) or CachedLengths(0, 1))  # type: ignore
         queue.take()
         assert asked == [0, 1, 2, 3, 4, 5]
 
@@ -108,9 +109,9 @@ class TestWhoIsNext:
             queue: CacheAwareQueue[int] = CacheAwareQueue(window)
             documents = [Document(name, name, tokens=64) for name in "ab"]
 
-            def lengths(number: int) -> Lengths:
+            def lengths(number: int) -> CachedLengths:
                 cached_tokens, end = orderer.predict_cached_tokens([documents[number % 2]])
-                return Lengths(cached_tokens, end + 16 - cached_tokens)
+                return CachedLengths(cached_tokens, end + 16 - cached_tokens)
 
             for number in range(12):
                 queue.enter(number, lambda number=number: lengths(number))  # type: ignore[misc]
@@ -181,32 +182,32 @@ class Stage:
     """A gate, and requests that hold their place until they are told to end."""
 
     def __init__(self, limit: int, window: int = 32, max_waiting: int | None = None) -> None:
-        self.gate: ReorderingGate[str] = ReorderingGate(limit, CacheAwareQueue(window), max_waiting=max_waiting)
+        self.gate: ConcurrencyLimiter[str] = ConcurrencyLimiter(limit, CacheAwareQueue(window), max_waiting=max_waiting)
         self.begun: list[str] = []
         self.ends: dict[str, asyncio.Event] = {}
         self.tasks: dict[str, asyncio.Task[None]] = {}
 
-    async def send(self, name: str, lengths: Callable[[], Lengths] | None = None) -> None:
+    async def send(self, name: str, lengths: Callable[[], CachedLengths] | None = None) -> None:
         async def hold() -> None:
-            async with self.gate.turn(name, lengths):
+            async with self.gate.slot(name, lengths):
                 self.begun.append(name)
                 assert self.gate.in_flight <= self.gate.limit
                 await self.ends[name].wait()
 
         self.ends[name] = asyncio.Event()
         self.tasks[name] = asyncio.create_task(hold(), name=name)
-        await settle()
+        await let_tasks_run()
 
     async def end(self, *names: str) -> None:
         for name in names:
             self.ends[name].set()
-        await settle()
+        await let_tasks_run()
 
     def assert_idle(self) -> None:
         assert (self.gate.in_flight, len(self.gate.queue), self.gate._places) == (0, 0, {})
 
 
-async def settle() -> None:
+async def let_tasks_run() -> None:
     """Let everything happen that can."""
     for _ in range(10):
         await asyncio.sleep(0)
@@ -240,7 +241,7 @@ class TestTheGate:
         for name in "abc":
             await stage.send(name)
         stage.tasks["b"].cancel()
-        await settle()
+        await let_tasks_run()
         assert len(stage.gate.queue) == 1
         await stage.end("a")
         assert stage.begun == ["a", "c"]
@@ -256,7 +257,7 @@ class TestTheGate:
         while stage.gate.queue.upcoming(1) == ["b"]:
             await asyncio.sleep(0)
         stage.tasks["b"].cancel()
-        await settle()
+        await let_tasks_run()
         assert stage.begun == ["a", "c"]
         await stage.end("c")
         stage.assert_idle()
@@ -267,7 +268,7 @@ class TestTheGate:
             await stage.send(name)
         stage.ends["a"].set()
         stage.tasks["b"].cancel()
-        await settle()
+        await let_tasks_run()
         assert stage.begun == ["a", "c"]
         await stage.end("c")
         stage.assert_idle()
@@ -275,7 +276,7 @@ class TestTheGate:
     async def test_a_request_that_fails_gives_its_place_back(self) -> None:
         stage = Stage(1)
         with pytest.raises(ZeroDivisionError):
-            async with stage.gate.turn("a"):
+            async with stage.gate.slot("a"):
                 raise ZeroDivisionError
         stage.assert_idle()
 
@@ -286,7 +287,7 @@ class TestTheGate:
             await stage.send(name)
         await stage.send("first", priority(5))
         await stage.send("other", priority(1))
-        await stage.send("follower", lambda: Lengths(4.0 if "first" in stage.begun else 0.0, 1))
+        await stage.send("follower", lambda: CachedLengths(4.0 if "first" in stage.begun else 0.0, 1))
         await stage.end("a", "b")
         assert stage.begun == ["a", "b", "first", "follower"]
         await stage.end("first", "follower", "other")
@@ -297,7 +298,7 @@ class TestTheGate:
         await stage.send("a")
         await stage.send("b")
         with pytest.raises(QueueFullError, match="1 requests wait already"):
-            async with stage.gate.turn("c"):
+            async with stage.gate.slot("c"):
                 pass
         await stage.end("a", "b")
         stage.assert_idle()
@@ -305,9 +306,9 @@ class TestTheGate:
     @pytest.mark.parametrize(("limit", "max_waiting"), [(0, None), (1, -1)])
     def test_numbers_that_cannot_be_are_refused(self, limit: int, max_waiting: int | None) -> None:
         with pytest.raises(ValueError, match="must"):
-            ReorderingGate(limit, CacheAwareQueue(), max_waiting=max_waiting)
+            ConcurrencyLimiter(limit, CacheAwareQueue(), max_waiting=max_waiting)
 
-    @settings(max_examples=40)
+    @settings(max_examples=examples(40))
     @given(limit=st.integers(1, 3), seed=st.integers(0, 1 << 20))
     def test_whatever_happens_no_place_is_lost_and_everybody_had_a_turn_or_gave_up(self, limit: int, seed: int) -> None:
         async def play() -> None:
@@ -343,7 +344,7 @@ def documents(names: Sequence[str]) -> list[Document]:
 
 
 class TestPredicting:
-    @settings(max_examples=50)
+    @settings(max_examples=examples(50))
     @given(
         requests=st.lists(NAMES, max_size=12),
         options=st.sampled_from([{}, {"search": "greedy"}, {"max_displacement": 0}, {"keep_first": 1}]),
@@ -508,19 +509,19 @@ def question_of(body: dict[str, Any]) -> str:
     return question
 
 
-class Settling(Orderer):
-    """An orderer that keeps what it was asked, and its orderings as long as they are not settled."""
+class Tracking(Orderer):
+    """An orderer that keeps what it was asked, and its orderings as long as they are not finished."""
 
     def __init__(self) -> None:
         super().__init__(capacity_tokens=80, block_size=16, prefix_tokens=0, suffix_tokens=16, strict=True)
         self.asked: list[dict[str, Any]] = []
-        self.unsettled: list[Ordering[Any]] = []
+        self.unfinished: list[Ordering[Any]] = []
 
     def order(self, documents: Any, **options: Any) -> Ordering[Any]:
         ordering = super().order(documents, **options)
         self.asked.append(options)
-        self.unsettled.append(ordering)
-        ordering.add_done_callback(lambda _: self.unsettled.remove(ordering))
+        self.unfinished.append(ordering)
+        ordering.add_done_callback(lambda _: self.unfinished.remove(ordering))
         return ordering
 
 
@@ -528,8 +529,8 @@ Many = Callable[..., Iterator[tuple[int, Any]]]
 
 
 @pytest.fixture
-def orderer() -> Settling:
-    return Settling()
+def orderer() -> Tracking:
+    return Tracking()
 
 
 @pytest.fixture
@@ -537,7 +538,7 @@ def far_end() -> FarEnd:
     return FarEnd()
 
 
-def make_client(kind: str, far_end: FarEnd, orderer: Settling) -> Any:
+def make_client(kind: str, far_end: FarEnd, orderer: Tracking) -> Any:
     options: dict[str, Any] = {"base_url": "http://far.end/v1", "api_key": "k", "max_retries": 0}
     setup: dict[str, Any] = {"model": "m", "orderer": orderer, "builder": PromptBuilder("")}
     if kind == "threads":
@@ -550,7 +551,7 @@ def make_client(kind: str, far_end: FarEnd, orderer: Settling) -> Any:
 
 
 @pytest.fixture(params=["threads", "tasks"])
-def many(request: pytest.FixtureRequest, far_end: FarEnd, orderer: Settling) -> Many:
+def many(request: pytest.FixtureRequest, far_end: FarEnd, orderer: Tracking) -> Many:
     """`generate_many` of either client, as an iterator."""
     client = make_client(request.param, far_end, orderer)
     if request.param == "threads":
@@ -582,7 +583,7 @@ def alternating(count: int) -> list[tuple[str, list[Document]]]:
 
 
 class TestTheBatchApi:
-    def test_answers_every_request_once_and_says_which(self, many: Many, far_end: FarEnd, orderer: Settling) -> None:
+    def test_answers_every_request_once_and_says_which(self, many: Many, far_end: FarEnd, orderer: Tracking) -> None:
         far_end.open.clear()
         far_end.opens_at = 4
         outcomes = list(many(alternating(30), concurrency=4))
@@ -591,7 +592,7 @@ class TestTheBatchApi:
         assert all(answer.ordering.documents[0].id == "ab"[index % 2] for index, answer in outcomes)
         assert sorted(far_end.questions) == sorted(f"q{number}" for number in range(30))
         assert far_end.most_in_flight == 4
-        assert orderer.unsettled == []
+        assert orderer.unfinished == []
 
     def test_those_go_first_that_the_cache_has_most_of(self, many: Many, far_end: FarEnd) -> None:
         list(many(alternating(8), concurrency=1))
@@ -605,7 +606,7 @@ class TestTheBatchApi:
         assert far_end.questions == [f"q{number}" for number in range(8)]
 
     def test_each_is_laid_out_for_those_that_wait_in_its_own_scope(
-        self, many: Many, far_end: FarEnd, orderer: Settling
+        self, many: Many, far_end: FarEnd, orderer: Tracking
     ) -> None:
         requests = [
             (question, documents, "xy"[number % 3 == 0]) for number, (question, documents) in enumerate(alternating(30))
@@ -618,17 +619,17 @@ class TestTheBatchApi:
         assert len(orderer.asked[0]["waiting"]) < 8, "those of the other scope are not among them"
         assert orderer.asked[0]["waiting"] and orderer.asked[-1]["waiting"] == []
 
-    def test_a_request_that_fails_has_its_error_instead(self, many: Many, orderer: Settling) -> None:
+    def test_a_request_that_fails_has_its_error_instead(self, many: Many, orderer: Tracking) -> None:
         requests: list[Any] = [*alternating(4), ("refused", []), ("bad scope", [], "a/b")]
         outcomes = dict(many(requests, concurrency=2))
         assert [type(outcomes[index]) for index in range(6)] == [Answer] * 4 + [openai.BadRequestError, ValueError]
-        assert orderer.unsettled == []
+        assert orderer.unfinished == []
 
-    def test_or_ends_everything(self, many: Many, far_end: FarEnd, orderer: Settling) -> None:
+    def test_or_ends_everything(self, many: Many, far_end: FarEnd, orderer: Tracking) -> None:
         with pytest.raises(openai.BadRequestError):
             list(many([("refused", []), *alternating(400)], concurrency=2, window=0, on_error="raise"))
         assert len(far_end.asked) < 400
-        assert (far_end.in_flight, orderer.unsettled) == (0, [])
+        assert (far_end.in_flight, orderer.unfinished) == (0, [])
 
     def test_none_are_no_answers(self, many: Many) -> None:
         assert list(many([])) == []
@@ -653,25 +654,25 @@ class TestTheBatchApi:
         with pytest.raises((ValueError, TypeError), match=error):
             many(requests, **options)
 
-    def test_closing_early_ends_what_is_in_flight_in_threads(self, far_end: FarEnd, orderer: Settling) -> None:
+    def test_closing_early_ends_what_is_in_flight_in_threads(self, far_end: FarEnd, orderer: Tracking) -> None:
         outcomes = make_client("threads", far_end, orderer).generate_many(alternating(400), concurrency=3)
         next(outcomes)
         outcomes.close()
-        assert (far_end.in_flight, orderer.unsettled) == (0, [])
+        assert (far_end.in_flight, orderer.unfinished) == (0, [])
         assert len(far_end.asked) < 400
         assert not [thread for thread in threading.enumerate() if thread.name == "ragorder-batch"]
 
-    async def test_closing_early_ends_what_is_in_flight_in_tasks(self, far_end: FarEnd, orderer: Settling) -> None:
+    async def test_closing_early_ends_what_is_in_flight_in_tasks(self, far_end: FarEnd, orderer: Tracking) -> None:
         client = make_client("tasks", far_end, orderer)
         async with aclosing(client.generate_many(alternating(40), concurrency=3)) as outcomes:
             await anext(outcomes)
             far_end.open.clear()
             await asyncio.sleep(0.05)
             assert far_end.in_flight == 3
-        assert (far_end.in_flight, orderer.unsettled) == (0, [])
+        assert (far_end.in_flight, orderer.unfinished) == (0, [])
         assert len(asyncio.all_tasks()) == 1
 
-    async def test_a_caller_who_is_cancelled_leaves_nothing_behind(self, far_end: FarEnd, orderer: Settling) -> None:
+    async def test_a_caller_who_is_cancelled_leaves_nothing_behind(self, far_end: FarEnd, orderer: Tracking) -> None:
         client = make_client("tasks", far_end, orderer)
         far_end.open.clear()
 
@@ -685,7 +686,7 @@ class TestTheBatchApi:
         with pytest.raises(asyncio.CancelledError):
             await asking
         await asyncio.sleep(0.05)
-        assert (far_end.in_flight, orderer.unsettled) == (0, [])
+        assert (far_end.in_flight, orderer.unfinished) == (0, [])
 
     @pytest.mark.vllm
     def test_on_a_real_server(self, vllm_server: Any, vllm_model: Any) -> None:

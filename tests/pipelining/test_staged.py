@@ -14,6 +14,7 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
+from support.rings import examples
 
 faiss = pytest.importorskip("faiss")
 np = pytest.importorskip("numpy")
@@ -173,7 +174,7 @@ class TestTheLastStageIsTheSearch:
         finally:
             faiss.omp_set_num_threads(1)
 
-    @settings(max_examples=300)
+    @settings(max_examples=examples(300))
     @given(
         data=st.data(),
         metric=st.sampled_from([L2, IP]),
@@ -243,7 +244,7 @@ class TestStages:
             assert_same(stage, hnsw.search(queries[:100], 4, params=faiss.SearchParametersHNSW(efSearch=ef_search)))
 
     @given(nlist=st.integers(1, 40), stages=st.integers(1, 12), nprobe=st.integers(1, 60), k=st.integers(1, 3))
-    @settings(max_examples=30)
+    @settings(max_examples=examples(30))
     def test_are_as_many_as_asked_for_but_no_more_than_clusters(
         self, nlist: int, stages: int, nprobe: int, k: int
     ) -> None:

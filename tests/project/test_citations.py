@@ -66,13 +66,13 @@ def test_d9_in_langchain(orderer: Orderer) -> None:
     from langchain_core.documents import Document
     from langchain_core.runnables import RunnableLambda
 
-    from ragorder.adapters.langchain import CacheOrderedRetriever, CacheReorder
+    from ragorder.adapters.langchain import CacheOrderRetriever, CacheOrderTransformer
 
     documents = {each: Document(text(each), id=each) for each in RANKED}
-    CacheReorder(orderer).invoke([documents[each] for each in IN_THE_PROMPT])
+    CacheOrderTransformer(orderer).invoke([documents[each] for each in IN_THE_PROMPT])
     names = run(
         "LangChain",
-        CacheOrderedRetriever=CacheOrderedRetriever,
+        CacheOrderRetriever=CacheOrderRetriever,
         orderer=orderer,
         retriever=RunnableLambda(lambda question: [documents[each] for each in RANKED]),
         chain=RunnableLambda(lambda inputs: f"It is [2], see {inputs['context'][:3]}"),
@@ -138,13 +138,13 @@ def test_d9_in_haystack(orderer: Orderer) -> None:
 
 def test_d9_in_dspy(orderer: Orderer) -> None:
     dspy = pytest.importorskip("dspy")
-    from ragorder.adapters.dspy import CacheOrderedRetrieve
+    from ragorder.adapters.dspy import CacheOrderRetriever
 
-    CacheOrderedRetrieve(lambda question: [text(each) for each in IN_THE_PROMPT], orderer)("?")
+    CacheOrderRetriever(lambda question: [text(each) for each in IN_THE_PROMPT], orderer)("?")
     names = run(
         "DSPy",
         dspy=dspy,
-        CacheOrderedRetrieve=CacheOrderedRetrieve,
+        CacheOrderRetriever=CacheOrderRetriever,
         orderer=orderer,
         retrieve=lambda question: [text(each) for each in RANKED],
     )

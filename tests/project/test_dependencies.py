@@ -207,7 +207,8 @@ class TestLowerBounds:
             "import click\n"
             "def refuse(cls, item):\n    raise TypeError('not subscriptable, as before click 8.4')\n"
             "click.ParamType.__class_getitem__ = classmethod(refuse)\n"
-            "from ragorder.cli import main\n"
+            "from ragorder.cli import doctor, order, serve, stats, tiers\n"
+            "from ragorder.eval.cli import bench, demo, eval, profile, replay\n"
             "print('loaded')\n"
         )
         done = python("-c", script)

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.merge
+
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
@@ -32,6 +34,7 @@ def test_the_openai_client(vllm_server: Any, python: Any) -> None:
     assert ordered > retrieval
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 def test_the_pipelined_client(vllm_server: Any, python: Any) -> None:
     vllm_server.reset()
@@ -44,6 +47,7 @@ def test_the_pipelined_client(vllm_server: Any, python: Any) -> None:
     assert all(int(re.findall(r"cached (\d+)", line)[0]) > 0 for line in lines[1:])
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 def test_the_offline_batch(vllm_model: Path, python: Any) -> None:
     done = python(EXAMPLES / "offline_batch.py", vllm_model, timeout=300, VLLM_LOGGING_LEVEL="ERROR")
@@ -55,6 +59,7 @@ def test_the_offline_batch(vllm_model: Path, python: Any) -> None:
     assert ordered > retrieval
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("example", "needs"),
     [

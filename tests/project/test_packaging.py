@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.merge
+
 ROOT = Path(__file__).resolve().parents[2]
 LINKED = ("trie", "pipelining", "kernels", "adapters", "eval")
 HEAVY = ("torch", "vllm", "faiss", "transformers", "sentence_transformers", "bm25s", "langchain", "numpy")

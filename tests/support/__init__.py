@@ -1,1 +1,1 @@
-"""Test tools that are not part of the package: `tests` is on the path of every test (pyproject.toml)."""
+"""Fakes, contracts and tools of the tests: `tests` is on the path of every test (pyproject.toml)."""

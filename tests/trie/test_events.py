@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.rings import examples
 
 from ragorder import Document, Orderer
 from ragorder.adapters.observing.observed import Observation, ObservedOrderer
@@ -220,7 +221,7 @@ LENGTHS = st.lists(st.integers(0, 30), min_size=DOCUMENTS, max_size=DOCUMENTS)
 
 
 class TestExactness:
-    @settings(max_examples=300)
+    @settings(max_examples=examples(300))
     @given(
         LENGTHS, st.integers(40, 200), STEPS, st.sampled_from([None, 3, 40]), st.booleans(), st.sampled_from([4, 10**6])
     )
@@ -255,7 +256,7 @@ class TestExactness:
         live.settle()
         live.check(exact=max_nodes > 4)
 
-    @settings(max_examples=200)
+    @settings(max_examples=examples(200))
     @given(LENGTHS, st.integers(40, 200), STEPS, st.sampled_from([None, 0, 3, 40]))
     def test_a_request_alone_is_predicted_to_the_token_whoever_else_uses_the_engine(
         self, lengths: list[int], capacity_blocks: int, steps: list[tuple[str, Any]], suffix_tokens: int | None
@@ -386,7 +387,7 @@ class TestExactness:
 class TestSilence:
     """An engine of which nothing is heard."""
 
-    @settings(max_examples=100)
+    @settings(max_examples=examples(100))
     @given(LENGTHS, st.integers(20, 100), STEPS, st.booleans())
     def test_the_mirror_with_feedback_stands(
         self, lengths: list[int], capacity_blocks: int, steps: list[tuple[str, Any]], feedback: bool
@@ -489,7 +490,7 @@ class TestOthers:
         live.begin([0, 1])
         ordering, _, _ = live.in_flight.popleft()
         live.engine.sim.reset()
-        live.blocks.replace(live.blocks.afresh(same_engine=False), same_engine=False)
+        live.blocks.replace(live.blocks.make_successor(same_engine=False), same_engine=False)
         live.engine._told.clear()
         live.engine._untold.clear()
         assert live.serve([1, 0]) == (0, 0)
@@ -524,7 +525,7 @@ class TestOtherOrderers:
         assert live.orderer.predict_cached_tokens([live.documents[number] for number in (4, 3, 0)]) == (68, 70)
         assert live.begin([4, 3, 2, 1, 0])[0] == 68
 
-    @settings(max_examples=200)
+    @settings(max_examples=examples(200))
     @given(LENGTHS, st.integers(40, 200), st.lists(st.tuples(st.integers(0, 2), STEP), max_size=60))
     def test_each_predicts_to_the_token_what_any_had_computed(
         self, lengths: list[int], capacity_blocks: int, steps: list[tuple[int, tuple[str, Any]]]
@@ -545,7 +546,7 @@ class TestOtherOrderers:
             if worker.orderer._scopes:
                 worker.check()
 
-    @settings(max_examples=200)
+    @settings(max_examples=examples(200))
     @given(
         LENGTHS,
         st.integers(40, 200),
@@ -693,7 +694,7 @@ class TestOtherOrderers:
 class TestTenants:
     """Blocks with another salt have other contents."""
 
-    @settings(max_examples=100)
+    @settings(max_examples=examples(100))
     @given(st.lists(st.tuples(st.sampled_from(["a", "b"]), REQUESTS), max_size=40), st.integers(40, 100))
     def test_neither_order_nor_prediction_depends_on_another_tenant(
         self, requests: list[tuple[str, list[int]]], capacity_blocks: int

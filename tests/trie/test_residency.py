@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from support.rings import examples
 
 from ragorder.eval.data.workloads import make_workload
 from ragorder.eval.engines.sim import SimEngine
@@ -445,7 +446,7 @@ class Invariants(RuleBasedStateMachine):
     def keep(self, blocks: int) -> None:
         """D2: a report of the other order's requests says how much room is left."""
         used_blocks = self.residency.used_blocks
-        self.residency.keep(blocks)
+        self.residency.shrink_to(blocks)
         if self.residency.capacity_blocks < sys.maxsize:
             assert self.residency.used_blocks == used_blocks
         self._sort_out()
@@ -508,7 +509,7 @@ class TestResize:
         serve(residency, "abc")
         serve(residency, "def")
         used_blocks = residency.used_blocks
-        residency.keep(prompt_blocks(90))
+        residency.shrink_to(prompt_blocks(90))
         assert residency.used_blocks == used_blocks
         assert start(residency, "def").cached_tokens == (PREFIX + 90) // BLOCK * BLOCK
         assert start(residency, "abc").cached_tokens < (PREFIX + 90) // BLOCK * BLOCK
@@ -523,7 +524,7 @@ class TestResize:
         assert residency.corrections == 0
 
 
-_MACHINE = settings(max_examples=60, stateful_step_count=40, deadline=None)
+_MACHINE = settings(max_examples=examples(60), stateful_step_count=40, deadline=None)
 TestInvariants = Invariants.TestCase
 TestInvariants.settings = _MACHINE
 TestInvariantsWithPartialBlocksInLine = InvariantsWithPartialBlocksInLine.TestCase
@@ -600,7 +601,7 @@ class TestAgreementWithTheEngine:
     Only a document without tokens is a difference that the engine cannot see; here each has at least one.
     """
 
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=examples(150), deadline=None)
     @given(STREAMS, st.lists(st.integers(1, 60), min_size=8, max_size=8), BLOCK_COUNTS, st.sampled_from([1, 2, 8]))
     def test_every_request_is_predicted_to_the_token(
         self, stream: list[list[int]], lengths: list[int], blocks: int | None, in_flight: int
@@ -609,7 +610,7 @@ class TestAgreementWithTheEngine:
         served = [mirrored.serve(documents) for documents in stream]
         assert [predicted for predicted, _ in served] == [true for _, true in served]
 
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=examples(150), deadline=None)
     @given(STREAMS, st.lists(st.integers(1, 60), min_size=8, max_size=8), BLOCK_COUNTS, st.sampled_from([1, 2, 8]))
     def test_every_path_of_the_tree_is_held_as_far_as_it_says(
         self, stream: list[list[int]], lengths: list[int], blocks: int | None, in_flight: int

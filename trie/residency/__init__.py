@@ -1,10 +1,10 @@
-"""Residency: which part of the knowledge tree the engine still holds."""
+"""Residency: the part of the knowledge tree that the engine still holds."""
 
-from ragorder.trie.residency.base import Lease, Residency, Sought, TokenIds
+from ragorder.trie.residency.base import Lease, RequestedDocuments, Residency, TokenIds
 from ragorder.trie.residency.blocks import EngineBlocks
 from ragorder.trie.residency.events import EventsResidency
 from ragorder.trie.residency.feedback import FeedbackResidency
-from ragorder.trie.residency.learning import LearnedLengths, ScopeLengths
+from ragorder.trie.residency.lengths import LearnedLengths, ScopeLengths
 from ragorder.trie.residency.lru import LRUResidency
 from ragorder.trie.residency.none import NoResidency
 
@@ -16,8 +16,8 @@ __all__ = [
     "LearnedLengths",
     "Lease",
     "NoResidency",
+    "RequestedDocuments",
     "Residency",
     "ScopeLengths",
-    "Sought",
     "TokenIds",
 ]

@@ -1,4 +1,4 @@
-"""What a residency must tell: which part of the knowledge tree the engine still holds."""
+"""Interface of a residency."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from typing import Protocol
 
 from ragorder.trie.tree import Key, Node
 
-__all__ = ["Lease", "Residency", "Sought", "TokenIds"]
+__all__ = ["Lease", "RequestedDocuments", "Residency", "TokenIds"]
 
 TokenIds = Sequence[int]
 
 
-class Sought(Protocol):
-    """The documents of a request that the tree is about to be searched for, in rank order; `token_ids` are empty where
-    they are not known."""
+class RequestedDocuments(Protocol):
+    """The documents of a request that is about to be searched for, in rank order; `token_ids` are empty if unknown."""
 
     @property
     def keys(self) -> Sequence[Key]: ...
@@ -29,9 +28,9 @@ class Sought(Protocol):
 class Lease:
     """A request in flight since `stamp`.
 
-    `path` are its nodes; of them `cached_documents` documents and `cached_tokens` tokens, system prompt included, were
-    held when it started. Behind the documents it fills `suffix_blocks` whole blocks, and one more in part if
-    `partial_blocks` is 1. `previous_stamp` says when the last node that was held had been used (0: it is in use).
+    Of the nodes in `path`, `cached_documents` documents and `cached_tokens` tokens, system prompt included, were held
+    when it started. After the documents it fills `suffix_blocks` whole blocks, and `partial_blocks` (0 or 1) in part.
+    `previous_stamp` is the previous use of the last held node (0: in use).
     """
 
     __slots__ = (
@@ -78,20 +77,19 @@ class Lease:
 
 
 class Residency(Protocol):
-    """Marks on the tree's nodes what the engine holds, and takes out of the tree what it no longer does.
+    """Marks on the tree's nodes what the engine holds, and removes from the tree what it evicted.
 
-    The caller serialises all calls. Every lease ends with `release` or `cancel`; one that is forgotten counts as
-    served once newer requests need its room. Ending a lease a second time does nothing.
+    The caller serialises all calls. Every lease ends with `release` or `cancel`; a forgotten one counts as served once
+    newer requests need its room. Ending a lease twice does nothing.
     """
 
-    def refresh(self, sought: Sought | None = None) -> None:
-        """Take in what was learnt of the engine since the last call, and where it holds the documents that are sought.
+    def refresh(self, requested: RequestedDocuments | None = None) -> None:
+        """Apply what was learnt of the engine since the last call, and find the requested documents in its cache.
         Called before the tree is searched."""
 
     def lease(self, path: Sequence[Node], suffix_tokens: int, token_ids: Sequence[TokenIds] = ()) -> Lease:
-        """A request with these documents starts, `suffix_tokens` (question and answer) follow them. What it computes
-        counts as held at once; `Lease.cached_tokens` and `cached_documents` say how much of it was held before.
-        `token_ids` are those of each document of the path, if they are known."""
+        """A request with these documents starts; `suffix_tokens` (question and answer) follow them. What it computes
+        counts as held at once. `token_ids` are those of each document of the path, if known."""
 
     def release(
         self,
@@ -100,8 +98,8 @@ class Residency(Protocol):
         total_tokens: float | None = None,
         prompt_tokens: float | None = None,
     ) -> None:
-        """The request is served. `cached_tokens` is what the engine says it reused, `total_tokens` the length of prompt
-        and answer, and `prompt_tokens` that of the prompt, if it says."""
+        """The request is served. As far as the engine reports them: `cached_tokens` it reused, `total_tokens` of prompt
+        and answer, `prompt_tokens` of the prompt."""
 
     def cancel(self, lease: Lease) -> None:
         """The request failed: what only it would have computed is not held."""

@@ -1,4 +1,4 @@
-"""What an engine's KV cache holds, block by block, as its events tell."""
+"""Blocks of an engine's KV cache, as its events report them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hashlib import blake2b
 from threading import Lock
 from typing import Any, NamedTuple, Protocol
 
-__all__ = ["Content", "EngineBlocks", "PathContents", "Watcher", "chain_root", "follow", "packed"]
+__all__ = ["BlockWatcher", "Content", "EngineBlocks", "PathContents", "block_content", "chain_root", "pack_tokens"]
 
 Content = bytes
 """A digest of a block's tokens and of all that stands before them, whatever hash the engine gives the block."""
@@ -17,26 +17,26 @@ Content = bytes
 _TOKEN_BYTES = array("q").itemsize
 
 
-class Watcher(Protocol):
-    """Whoever wants to know when a block comes or goes: its content is put into `changed`."""
+class BlockWatcher(Protocol):
+    """Receives the content of each watched block that is stored or removed in `changed`."""
 
     changed: dict[Content, None]
 
 
 def chain_root(salt: str | None = None) -> Content:
-    """What stands before a prompt's first block: the tenant's `cache_salt`, or nothing."""
+    """The content before a prompt's first block: the tenant's `cache_salt`, or nothing."""
     return _keyed((salt,)) if salt else b""
 
 
-def packed(token_ids: Sequence[int]) -> bytes:
-    """Token ids as the bytes that contents are made of. Raises TypeError for what is no token id, OverflowError for one
-    of more than 63 bits."""
+def pack_tokens(token_ids: Sequence[int]) -> bytes:
+    """Token ids as the bytes of contents. Raises TypeError for no token id, OverflowError for one of more than 63
+    bits."""
     return array("q", token_ids).tobytes()
 
 
-def follow(parent: Content, token_ids: Sequence[int]) -> Content:
-    """The content of the block with these tokens behind `parent`. Raises as `packed` does."""
-    return _digest(parent, packed(token_ids))
+def block_content(parent: Content, token_ids: Sequence[int]) -> Content:
+    """The content of the block with these tokens after `parent`. Raises as `pack_tokens` does."""
+    return _digest(parent, pack_tokens(token_ids))
 
 
 def _digest(parent: Content, tokens: bytes) -> Content:
@@ -50,7 +50,7 @@ def _keyed(extra_keys: Iterable[Any] | None) -> Content:
 
 class PathContents:
     """What the last part of a path fills: the contents of its `blocks`, the content of the `last` block before its end,
-    and the tokens behind that, `packed`, which a block shares with whatever follows."""
+    and the packed tokens after it, `rest`, whose block is shared with what follows."""
 
     __slots__ = ("blocks", "last", "rest")
 
@@ -59,13 +59,13 @@ class PathContents:
         self.last = last
         self.rest = rest
 
-    def first_behind(self, tokens: bytes, block_size: int) -> Content | None:
-        """The content of the first block that these tokens would fill behind the path (None: they fill none)."""
+    def first_block(self, tokens: bytes, block_size: int) -> Content | None:
+        """The content of the first block that these tokens would fill after the path (None: they fill no block)."""
         missing = block_size * _TOKEN_BYTES - len(self.rest)
         return _digest(self.last, self.rest + tokens[:missing]) if len(tokens) >= missing else None
 
-    def behind(self, tokens: bytes, block_size: int) -> PathContents:
-        """What these tokens fill behind the path."""
+    def extend(self, tokens: bytes, block_size: int) -> PathContents:
+        """The contents that these tokens fill after the path."""
         tokens = self.rest + tokens
         content, size = self.last, block_size * _TOKEN_BYTES
         blocks = []
@@ -83,11 +83,11 @@ class _Held(NamedTuple):
 
 
 class EngineBlocks:
-    """The blocks of one engine's cache. One thread writes, any may ask.
+    """The blocks of one engine's cache. One thread writes, any thread reads.
 
-    `generation` changes whenever blocks may have gone without a word each, `epoch` when the engine is another one.
-    At most `max_blocks` blocks are remembered, those that are held and those that were, oldest out first: let it be
-    some times what the engine can hold. `orphans` counts blocks whose beginning was never seen.
+    `generation` changes when blocks may have gone without an event each, `epoch` when the engine is another one. At
+    most `max_blocks` blocks are remembered, held or not, oldest evicted first: choose some multiple of the engine's
+    capacity. `orphans` counts blocks whose parent was never seen.
     """
 
     def __init__(self, block_size: int, max_blocks: int = 1 << 18) -> None:
@@ -101,7 +101,7 @@ class EngineBlocks:
         # A dict whose oldest entries are deleted walks over all their gaps to find the next one.
         self._contents: OrderedDict[Hashable, Content] = OrderedDict()
         self._held: dict[Content, _Held] = {}
-        self._watchers: dict[Content, Watcher] = {}
+        self._watchers: dict[Content, BlockWatcher] = {}
 
     def __len__(self) -> int:
         return len(self._held)
@@ -110,12 +110,11 @@ class EngineBlocks:
         """Whether the engine holds a block with this content."""
         return content in self._held
 
-    def watch(self, content: Content, watcher: Watcher) -> None:
-        """Tell the watcher whenever the block comes or goes. A block has one watcher, the last one."""
+    def watch(self, content: Content, watcher: BlockWatcher) -> None:
+        """Notify the watcher when the block is stored or removed. A block has one watcher, the last one."""
         self._watchers[content] = watcher
 
-    def unwatch(self, content: Content, watcher: Watcher) -> None:
-        """End a watch; none is fine."""
+    def unwatch(self, content: Content, watcher: BlockWatcher) -> None:
         if self._watchers.get(content) is watcher:
             del self._watchers[content]
 
@@ -127,11 +126,11 @@ class EngineBlocks:
         extra_keys: Sequence[Sequence[Any] | None] | None = None,
         medium: Hashable = None,
     ) -> None:
-        """The engine filled blocks in a row behind the block `parent` (None: at the start of a prompt).
+        """The engine filled consecutive blocks after the block `parent` (None: at the start of a prompt).
 
-        `token_ids` are those of all these blocks; `extra_keys` say for each what its hash covers besides tokens.
-        `medium` is the tier that holds them; a block is held as long as any tier holds it.
-        Raises ValueError if the tokens do not fill the blocks, TypeError or OverflowError for what is no token id.
+        `token_ids` are those of all these blocks; `extra_keys` list for each what its hash covers besides tokens.
+        `medium` is the tier that holds them; a block is held as long as any tier holds it. Raises ValueError if the
+        tokens do not fill the blocks, TypeError or OverflowError for no token id.
         """
         size = self.block_size
         if len(token_ids) != size * len(hashes) or (extra_keys and len(extra_keys) != len(hashes)):
@@ -147,7 +146,7 @@ class EngineBlocks:
             stored: dict[Hashable, Content] = {}
             for number, block_hash in enumerate(hashes):
                 keys = _keyed(extra_keys[number]) if extra_keys else b""
-                content = follow(content + keys, token_ids[number * size : (number + 1) * size])
+                content = block_content(content + keys, token_ids[number * size : (number + 1) * size])
                 stored[block_hash] = content
             if above:
                 # Nothing is computed behind a block that is not there: its removal was that of a duplicate.
@@ -161,7 +160,7 @@ class EngineBlocks:
             self._forget_oldest()
 
     def remove(self, hashes: Iterable[Hashable], medium: Hashable = None) -> None:
-        """A tier gave up blocks. Blocks that were never seen are passed over."""
+        """A tier evicted blocks. Unknown blocks are ignored."""
         with self._lock:
             for block_hash in hashes:
                 content = self._contents.get(block_hash)
@@ -180,15 +179,15 @@ class EngineBlocks:
             self.generation += 1
 
     def replace(self, other: EngineBlocks, *, same_engine: bool) -> None:
-        """Take over what was learnt afresh, all at once. `other` must not be used afterwards."""
+        """Take over the state of `other`, which must not be used afterwards, in one step."""
         with self._lock:
             self._contents, self._held = other._contents, other._held
             self.orphans += other.orphans
             self.generation += 1
             self.epoch += not same_engine
 
-    def afresh(self, *, same_engine: bool) -> EngineBlocks:
-        """An empty successor for `replace`, which knows the names of blocks if the engine is the same."""
+    def make_successor(self, *, same_engine: bool) -> EngineBlocks:
+        """An empty object for `replace`; it keeps the hashes of blocks if the engine is the same."""
         successor = EngineBlocks(self.block_size, self.max_blocks)
         if same_engine:
             with self._lock:
@@ -196,7 +195,7 @@ class EngineBlocks:
         return successor
 
     def _forget_oldest(self) -> None:
-        """Spare what is held, unless that is more than half."""
+        """Spare held blocks, unless they are more than half."""
         while len(self._contents) > self.max_blocks:
             oldest, content = self._contents.popitem(last=False)
             held = self._held.get(content)

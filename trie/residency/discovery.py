@@ -1,12 +1,12 @@
-"""Paths that the engine holds and the tree does not know: others had them computed."""
+"""Discovery of paths in the engine's cache that other processes had computed."""
 
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping
 from typing import NamedTuple
 
-from ragorder.trie.residency.base import Sought
-from ragorder.trie.residency.blocks import Content, EngineBlocks, PathContents, packed
+from ragorder.trie.residency.base import RequestedDocuments
+from ragorder.trie.residency.blocks import Content, EngineBlocks, PathContents, pack_tokens
 from ragorder.trie.tree import KnowledgeTree, Node
 
 __all__ = ["ServedPath", "discover"]
@@ -15,8 +15,8 @@ _BUDGET = 256
 
 
 class ServedPath(NamedTuple):
-    """The ranks of documents, each behind the one before, and what each fills there; the engine holds the last one at
-    least in part, and all others whole."""
+    """The ranks of documents, each after the one before, and what each fills; the engine holds the last at least in
+    part, and all others whole."""
 
     ranks: tuple[int, ...] = ()
     contents: tuple[PathContents, ...] = ()
@@ -27,22 +27,22 @@ def discover(
     blocks: EngineBlocks,
     known: Mapping[Node, PathContents],
     taken: Container[Content],
-    sought: Sought,
+    requested: RequestedDocuments,
 ) -> Iterator[ServedPath]:
-    """The paths of a request's documents that the engine holds beyond those of the tree, of which `known` are the
-    contents, and whose blocks are `taken`.
+    """The paths of a request's documents that the engine holds beyond those of the tree; `known` are the contents of
+    the tree's nodes, `taken` their blocks.
 
-    Behind a path each document would fill a first block of its own content, and the engine's table says whether it is
-    there: at most `_BUDGET` of them are looked up, depth first, in rank order. Only documents of the request are tried,
-    and only behind the tree's own prefix and salt, so that nothing of another tenant can be found.
+    After a path each document would fill a first block of its own content, and the engine's table tells whether it
+    holds that: at most `_BUDGET` lookups, depth first, in rank order. Only documents of the request are tried, and only
+    after the tree's own prefix and salt, so that nothing of another tenant can be found.
     """
     top = known.get(tree.root)
     if top is None or (top.blocks and not blocks.holds(top.last)):
         return
-    size, keys = tree.block_size, sought.keys
+    size, keys = tree.block_size, requested.keys
     heads = {
-        rank: packed(ids[:size])
-        for rank, (ids, length) in enumerate(zip(sought.token_ids, sought.tokens, strict=True))
+        rank: pack_tokens(ids[:size])
+        for rank, (ids, length) in enumerate(zip(requested.token_ids, requested.tokens, strict=True))
         # An empty document fills nothing, wherever it stands.
         if len(ids) == length > 0
     }
@@ -61,11 +61,11 @@ def discover(
                     further.append((_extend(path, rank, known[child]), known[child], child))
                 continue
             budget -= 1
-            first = end.first_behind(head, size)
+            first = end.first_block(head, size)
             # Two documents of the same tokens are one to the engine, and the tree has it already.
             if first is not None and (first in taken or not blocks.holds(first)):
                 continue
-            behind = end.behind(packed(sought.token_ids[rank]), size)
+            behind = end.extend(pack_tokens(requested.token_ids[rank]), size)
             longer = _extend(path, rank, behind)
             if first is not None:
                 yield longer

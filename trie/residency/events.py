@@ -1,14 +1,14 @@
-"""Residency that knows from the engine's own events what it holds."""
+"""Residency from the engine's KV events."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ragorder.trie.residency.base import Lease, Sought, TokenIds
-from ragorder.trie.residency.blocks import Content, EngineBlocks, PathContents, chain_root, packed
+from ragorder.trie.residency.base import Lease, RequestedDocuments, TokenIds
+from ragorder.trie.residency.blocks import Content, EngineBlocks, PathContents, chain_root, pack_tokens
 from ragorder.trie.residency.discovery import discover
-from ragorder.trie.residency.lru import LRUResidency, _Use
+from ragorder.trie.residency.lru import LRUResidency, UseEntry
 from ragorder.trie.tree import KnowledgeTree, Node
 
 __all__ = ["EventsResidency"]
@@ -26,13 +26,13 @@ class _Pending(NamedTuple):
 
 
 class EventsResidency(LRUResidency):
-    """The mirror of the block pool, corrected block by block by what the engine says of itself.
+    """The mirror of the block pool, corrected block by block by the engine's events.
 
-    Events come late: for requests that the engine has not begun yet the mirror predicts what they will fill and what
-    they will displace. Everything else is as the events have it, whoever else uses the engine.
+    Events come late: for requests that the engine has not begun, the mirror predicts what they will fill and displace.
+    Everything else follows the events, whoever else uses the engine.
 
-    `prefix_ids` are the tokens in front of the documents, `salt` is the `cache_salt` of the tenant's requests: blocks
-    with another salt have other contents. A document whose tokens are not known is followed by the mirror alone.
+    `prefix_ids` are the tokens before the documents, `salt` is the `cache_salt` of the tenant's requests: blocks with
+    another salt have other contents. Documents with unknown tokens are followed by the mirror alone.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class EventsResidency(LRUResidency):
         self._blocks = blocks
         self._generation = blocks.generation
         self._epoch = blocks.epoch
-        self._heard = self._closed = False
+        self._events_seen = self._closed = False
         self._nominal_capacity_blocks = self.capacity_blocks
         self._contents: dict[Node, PathContents] = {}
         self._watched: dict[Content, Node] = {}
@@ -63,21 +63,21 @@ class EventsResidency(LRUResidency):
         self._remove = self._remove_watched
         root = tree.root
         if len(prefix_ids) == root.end:
-            self._learn(root, PathContents(chain_root(salt)).behind(packed(prefix_ids), tree.block_size))
+            self._learn(root, PathContents(chain_root(salt)).extend(pack_tokens(prefix_ids), tree.block_size))
 
-    def refresh(self, sought: Sought | None = None) -> None:
-        self._hear()
-        if sought is not None and sought.token_ids:
-            for served in list(discover(self.tree, self._blocks, self._contents, self._watched, sought)):
-                self._adopt(self.tree.insert(sought.keys, sought.tokens, served.ranks), served.contents)
+    def refresh(self, requested: RequestedDocuments | None = None) -> None:
+        self._apply_events()
+        if requested is not None and requested.token_ids:
+            for served in list(discover(self.tree, self._blocks, self._contents, self._watched, requested)):
+                self._adopt(self.tree.insert(requested.keys, requested.tokens, served.ranks), served.contents)
 
-    def _hear(self) -> None:
+    def _apply_events(self) -> None:
         if self._generation != self._blocks.generation:
-            self._start_over()
+            self._resynchronise()
         changed = self.changed
         if not (changed or self._closed):
             return
-        self._heard = self._heard or bool(changed)
+        self._events_seen = self._events_seen or bool(changed)
         while changed:
             content, _ = changed.popitem()
             node = self._watched.get(content)
@@ -90,12 +90,12 @@ class EventsResidency(LRUResidency):
         contents = self._contents
         for node, ids in zip(path[1:], token_ids, strict=False):
             if node not in contents and node.parent in contents and len(ids) == node.end - node.parent.end:
-                self._learn(node, contents[node.parent].behind(packed(ids), self.tree.block_size))
+                self._learn(node, contents[node.parent].extend(pack_tokens(ids), self.tree.block_size))
         for node in path:
             if node.missing or not node.stamp:
                 if node.stamp or node in self._doomed or node not in contents:
                     break
-                self.find(node, self._held_blocks(node))
+                self.mark_held(node, self._held_blocks(node))
                 if node.missing:
                     break
                 # Nobody knows when it was used: a report about it says nothing about others.
@@ -108,7 +108,7 @@ class EventsResidency(LRUResidency):
         evicted_blocks = self.evicted_blocks
         lease = super().lease(path, suffix_tokens)
         if self.evicted_blocks > evicted_blocks:
-            self._await(lease, marker)
+            self._expect_events(lease, marker)
         return lease
 
     def release(
@@ -122,19 +122,19 @@ class EventsResidency(LRUResidency):
         super().release(lease, cached_tokens, total_tokens)
         self._closed = True
         if self.evicted_blocks > evicted_blocks:
-            self._await(lease, None)
+            self._expect_events(lease, None)
 
     def cancel(self, lease: Lease) -> None:
         path = lease.path
         super().cancel(lease)
-        if self._heard:
+        if self._events_seen:
             # It does not fill what it had lost while it was in flight.
             for node in path:
                 if node in self._contents:
                     self.changed.update(dict.fromkeys(self._contents[node].blocks))
 
-    def _await(self, lease: Lease, marker: Content | None) -> None:
-        """The engine will tell whether it evicted for a request what the mirror did."""
+    def _expect_events(self, lease: Lease, marker: Content | None) -> None:
+        """Wait for the events that tell whether the engine evicted for a request what the mirror did."""
         if self._log and self._log[0].node.missing:
             self._displaced.append(self._log[0].node)
         displaced = [
@@ -150,13 +150,12 @@ class EventsResidency(LRUResidency):
                 self._drop(node)
 
     def holds(self, node: Node) -> bool:
-        """As the events have it, where they tell of the node."""
         if node in self._contents and not node.leases:
             return self._held_blocks(node) == node.blocks
         return super().holds(node)
 
     def correct(self, lease: Lease) -> int | None:
-        """Only where the events are silent about the request: else they know better."""
+        """Only if there are no events about the request: else they are exact."""
         if any(node in self._contents and self._held_blocks(node) for node in lease.path):
             return None
         return super().correct(lease)
@@ -174,8 +173,7 @@ class EventsResidency(LRUResidency):
             self._blocks.watch(content, self)
 
     def _adopt(self, path: Sequence[Node], contents: Sequence[PathContents]) -> None:
-        """A path that others had computed becomes one of ours. It counts as used just now, and what stands in front of
-        it as used since."""
+        """Insert a path that other processes had computed. It counts as used just now."""
         for node, known in zip(path[1:], contents, strict=True):
             if node not in self._contents:
                 self._learn(node, known)
@@ -185,7 +183,7 @@ class EventsResidency(LRUResidency):
         for end in path:
             self._doomed.pop(end, None)
             if not end.leases:
-                self.find(end, self._held_blocks(end))
+                self.mark_held(end, self._held_blocks(end))
                 end.stamp = stamp
             if end.missing:
                 break
@@ -201,7 +199,7 @@ class EventsResidency(LRUResidency):
             self._make_room()
 
     def _held_blocks(self, node: Node) -> int:
-        """How many blocks of the node, from the first, the engine holds."""
+        """How many leading blocks of the node the engine holds."""
         holds = self._blocks.holds
         count = 0
         for content in self._contents[node].blocks:
@@ -216,16 +214,16 @@ class EventsResidency(LRUResidency):
             if position < node.blocks - node.missing:
                 # Somebody else needed the room: there is less of it for us.
                 used_blocks = self.used_blocks
-                self.lose(node, position)
+                self.truncate(node, position)
                 self.capacity_blocks = max(0, self.capacity_blocks - used_blocks + self.used_blocks)
         elif node.missing and (node.parent is None or not node.parent.missing):
-            self.find(node, self._held_blocks(node))
+            self.mark_held(node, self._held_blocks(node))
             if node.parent is None:
                 # Whoever else computed the system prompt: it has a turn to go like anything else.
                 self._append(node, node.stamp, 0)
 
     def _doom(self, node: Node) -> None:
-        """The mirror evicts a node. Whether the engine does, it will say when it has begun the request in flight."""
+        """The mirror evicts a node. Whether the engine does is known once it has begun the request in flight."""
         in_doubt = node.children or (node in self._contents and self._held_blocks(node))
         if in_doubt and self.tree.size <= self.max_nodes:
             self._doomed[node] = node.stamp
@@ -245,7 +243,7 @@ class EventsResidency(LRUResidency):
         return super()._overflow()
 
     def _resolve(self) -> None:
-        """Look again at what requests were to displace that the engine has begun by now."""
+        """Check the expected displacements of requests that the engine has begun."""
         self._closed = False
         heard = [pending.marker is not None and self._blocks.holds(pending.marker) for pending in self._pending]
         # An answer may be here before its events; the events of a request that began later came after them.
@@ -264,32 +262,31 @@ class EventsResidency(LRUResidency):
         self._pending = waiting
 
     def _reconsider(self, node: Node) -> None:
-        """Put a doomed node back if the engine holds it after all: there is more room than the mirror thought."""
+        """Put a doomed node back if the engine still holds it: it has more room than the mirror assumed."""
         if node not in self._contents or node.leases or (node.parent is not None and node.parent.missing):
             return
         held = self._held_blocks(node)
         found = held - node.blocks + node.missing
         if found > 0:
-            self.find(node, held)
+            self.mark_held(node, held)
             self.capacity_blocks += found
         stamp = self._doomed.get(node)
         if stamp is not None and (held or not node.blocks):
             del self._doomed[node]
             node.stamp = stamp
-            self._log.appendleft(_Use(node, stamp, 0))
+            self._log.appendleft(UseEntry(node, stamp, 0))
 
     def _drop(self, node: Node) -> None:
-        """What the engine has displaced leaves the tree."""
         if node in self._doomed:
-            self.lose(node, 0)
+            self.truncate(node, 0)
 
     def _drop_doomed(self) -> None:
         for node in list(self._doomed):
             self._drop(node)
         self._pending.clear()
 
-    def _start_over(self) -> None:
-        """Blocks may have gone without a word: look at each."""
+    def _resynchronise(self) -> None:
+        """Check every block: some may have gone without an event."""
         blocks = self._blocks
         self._generation = blocks.generation
         if self._epoch != blocks.epoch:
@@ -306,7 +303,7 @@ class EventsResidency(LRUResidency):
             if node in self._contents and not node.leases:
                 held_blocks = self._held_blocks(node)
                 if held_blocks < node.blocks - node.missing:
-                    self.lose(node, held_blocks)
+                    self.truncate(node, held_blocks)
 
     def _remove_watched(self, node: Node) -> None:
         # The root stays.

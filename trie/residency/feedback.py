@@ -1,12 +1,12 @@
-"""Residency corrected by what the engine reports of each answer."""
+"""Residency corrected by the cached tokens that the engine reports."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ragorder.trie.residency.base import Lease, Sought, TokenIds
+from ragorder.trie.residency.base import Lease, RequestedDocuments, TokenIds
 from ragorder.trie.residency.events import EventsResidency
-from ragorder.trie.residency.learning import LearnedLengths, ScopeLengths
+from ragorder.trie.residency.lengths import LearnedLengths, ScopeLengths
 from ragorder.trie.residency.lru import LRUResidency
 from ragorder.trie.tree import Node
 
@@ -17,14 +17,14 @@ _MAX_TOKENS = 1 << 32
 
 
 class FeedbackResidency:
-    """Corrects another residency from the cached tokens that an engine reports.
+    """Corrects another residency from the engine's reports.
 
-    An engine evicts in order of use: if a request found a block gone, whatever was last used before it is gone as well.
-    Less than a block of difference says nothing, nor does a block that another request was about to fill; of lengths
-    that are estimated only a report that contradicts them clearly does.
+    An engine evicts in order of use: if a request found a block gone, everything used before it is gone as well. A
+    difference of less than a block says nothing, nor does a block that another request was about to fill; for estimated
+    lengths only a clear contradiction counts.
 
-    From the same reports `lengths` learns how long prefix and documents are, and the mirror follows, wherever it is
-    told of: several that share them (one for each order of the same requests) are corrected by the reports of one.
+    From the same reports `lengths` learns the lengths of prefix and documents, and the mirror follows. Several
+    residencies that share `lengths` (one for each order of the same requests) are corrected by the reports of one.
     """
 
     def __init__(self, mirror: LRUResidency, lengths: ScopeLengths | None = None) -> None:
@@ -39,10 +39,10 @@ class FeedbackResidency:
         self._version = -1
         self._capacity_blocks = mirror.capacity_blocks
 
-    def refresh(self, sought: Sought | None = None) -> None:
+    def refresh(self, requested: RequestedDocuments | None = None) -> None:
         if self._version != self.lengths.version:
             self._follow()
-        self.mirror.refresh(sought)
+        self.mirror.refresh(requested)
         if not self._learns and self.mirror.capacity_blocks != self._capacity_blocks:
             self._pass_on()
 
@@ -55,10 +55,10 @@ class FeedbackResidency:
             self._ratio = lengths.ratio
         if lengths.losses != self._losses:
             self._losses = lengths.losses
-            self.mirror.keep(lengths.kept_blocks)
+            self.mirror.shrink_to(lengths.kept_blocks)
 
     def _pass_on(self) -> None:
-        """Events told the mirror that others have taken room, or given it back."""
+        """Share a change of capacity that the mirror learnt from events."""
         if self.mirror.capacity_blocks < self._capacity_blocks:
             self.lengths.learn_loss(self.mirror.used_blocks)
             self._losses = self.lengths.losses

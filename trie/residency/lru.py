@@ -8,7 +8,7 @@ from itertools import count
 from sys import maxsize
 from typing import Self
 
-from ragorder.trie.residency.base import Lease, Sought, TokenIds
+from ragorder.trie.residency.base import Lease, RequestedDocuments, TokenIds
 from ragorder.trie.tree import KnowledgeTree, Node
 
 __all__ = ["LRUResidency"]
@@ -17,8 +17,8 @@ _MAX_IN_FLIGHT = 1024
 _MAX_TOKENS = 1 << 32
 
 
-class _Use:
-    """A served request in the order of use: its deepest node, and the blocks behind it that are still held."""
+class UseEntry:
+    """A served request in the log of use: its deepest node, and the blocks after it that are still held."""
 
     __slots__ = ("node", "stamp", "suffix_blocks")
 
@@ -27,8 +27,8 @@ class _Use:
         self.stamp = stamp
         self.suffix_blocks = suffix_blocks
 
-    def standing(self) -> Self:
-        """The same, with what was given up before its turn passed over."""
+    def skip_evicted(self) -> Self:
+        """Move up to the deepest node that is still in the tree."""
         while not self.node.stamp and self.node.parent is not None:
             self.node = self.node.parent
         return self
@@ -37,15 +37,13 @@ class _Use:
 class LRUResidency:
     """Least recently used first, a request's tail before its head, block by block, as vLLM frees them.
 
-    `capacity_tokens` is what the engine's cache holds (None: unlimited); `max_nodes` bounds the tree's memory whatever
-    the capacity. Blocks of requests in flight are not evicted, and shared blocks are counted once. A block that a
-    request did not fill is of no use to others: with `partial_blocks_first` it is taken before any other (vLLM 0.32);
-    else it waits its turn (earlier versions).
+    `capacity_tokens` is the engine's capacity (None: unlimited); `max_nodes` bounds the tree's memory regardless.
+    Blocks of requests in flight are not evicted, and shared blocks count once. A block that a request did not fill
+    cannot be shared: with `partial_blocks_first` it is evicted before any other (vLLM 0.32), else in its turn (earlier
+    versions).
 
-    The order of use is a log with one entry a served request, oldest first. A node that was used again since bears a
-    newer stamp than the entry, and is passed over.
-
-    Stamps come from `clock`: mirrors of one engine that share it know which of them used what first.
+    The order of use is a log with one entry for each served request, oldest first. A node used again since has a newer
+    stamp than the entry, and is skipped. Stamps come from `clock`, which mirrors of one engine share.
     """
 
     def __init__(
@@ -64,26 +62,24 @@ class LRUResidency:
         self.evicted_blocks = 0
         self._remove = self._evict = tree.remove
         self._clock = count(1) if clock is None else clock
-        self._log: deque[_Use] = deque()
+        self._log: deque[UseEntry] = deque()
         self._log_limit = 1024
         self._in_flight: deque[Lease] = deque()
 
     def copy(self) -> LRUResidency:
-        """A mirror with a tree of its own that continues from here: it shows what a plan would find, and leaves this
-        one alone."""
+        """An independent mirror with its own tree that continues from here: for trying out a plan."""
         tree, copies = self.tree.copy()
         mirror = LRUResidency(tree, None, self.max_nodes, self.partial_blocks_first)
         mirror.capacity_blocks, mirror.used_blocks = self.capacity_blocks, self.used_blocks
         mirror._clock = self._clock
         # A node that has left the tree has no copy: of its request only the suffix is held.
         mirror._log = deque(
-            _Use(copies.get(use.standing().node, tree.root), use.stamp, use.suffix_blocks) for use in self._log
+            UseEntry(copies.get(use.skip_evicted().node, tree.root), use.stamp, use.suffix_blocks) for use in self._log
         )
         mirror._in_flight = deque(lease.copy(copies) for lease in self._in_flight if lease.open)
         return mirror
 
-    def refresh(self, sought: Sought | None = None) -> None:
-        """Nothing is learnt behind the mirror's back."""
+    def refresh(self, requested: RequestedDocuments | None = None) -> None: ...
 
     def lease(self, path: Sequence[Node], suffix_tokens: int, token_ids: Sequence[TokenIds] = ()) -> Lease:
         block_size = self.tree.block_size
@@ -154,7 +150,7 @@ class LRUResidency:
         lease.path = ()
 
     def _correct_suffix(self, lease: Lease, total_tokens: float) -> None:
-        """Count what really stands behind the documents. The last token of an answer is not computed upon."""
+        """Count the true blocks after the documents. An answer's last token is not computed on."""
         block_size = self.tree.block_size
         kept_tokens = max(lease.path[-1].end, min(int(total_tokens), _MAX_TOKENS) - 1)
         suffix_blocks = kept_tokens // block_size - lease.path[-1].end // block_size
@@ -185,33 +181,33 @@ class LRUResidency:
         return not node.blocks or (bool(node.stamp) and not node.missing)
 
     def correct(self, lease: Lease) -> int | None:
-        """The request found less than was predicted: others have used the engine. How many blocks are left of ours.
+        """The request found less than was predicted: others have used the engine. Returns the blocks that remain.
 
-        Whatever was used before what it missed is gone as well. Its room is theirs: blocks that were used just now, and
-        grow old like ours.
+        Everything used before the missing blocks is gone as well. Its room now holds others' blocks, which age like
+        ours.
         """
         used_blocks = self.used_blocks
         while self._log and self._log[0].stamp <= lease.previous_stamp:
             self._evict_oldest(maxsize)
         kept_blocks = self.used_blocks
-        self._lend(used_blocks - kept_blocks)
+        self._charge_others(used_blocks - kept_blocks)
         return kept_blocks
 
-    def keep(self, blocks: int) -> None:
-        """Others have used all room but so many blocks just now."""
+    def shrink_to(self, blocks: int) -> None:
+        """Others have just used all room but `blocks`."""
         used_blocks = self.used_blocks
         while self._log and self.used_blocks > blocks:
             self._evict_oldest(self.used_blocks - blocks)
-        self._lend(used_blocks - self.used_blocks)
+        self._charge_others(used_blocks - self.used_blocks)
 
-    def _lend(self, blocks: int) -> None:
+    def _charge_others(self, blocks: int) -> None:
         if blocks and self.capacity_blocks != maxsize:
-            self._log.append(_Use(self.tree.root, next(self._clock), blocks))
+            self._log.append(UseEntry(self.tree.root, next(self._clock), blocks))
             self.used_blocks += blocks
 
     def resize(self, prefix_tokens: int, ratio: float) -> None:
-        """The prefix has so many tokens, and every document `ratio` times as many as was thought. What was held whole
-        is, and of a node that was held in part the same blocks are."""
+        """The prefix has `prefix_tokens`, and every document `ratio` times as many tokens as was assumed. Nodes held
+        whole stay whole, others keep their held blocks."""
         size, root = self.tree.block_size, self.tree.root
         ends = {node: node.end for node in self.tree.walk()}
         held_ends = [(lease, ends[lease.path[lease.cached_documents]]) for lease in self._in_flight if lease.open]
@@ -233,24 +229,24 @@ class LRUResidency:
             self._make_room()
         if (excess := self.used_blocks - self.capacity_blocks) > 0 and not root.leases:
             # A prefix that had filled no block may be left without a use by which it could be evicted.
-            self._give_up(root, min(excess, root.blocks - root.missing))
+            self._mark_missing(root, min(excess, root.blocks - root.missing))
 
-    def lose(self, node: Node, kept_blocks: int) -> None:
+    def truncate(self, node: Node, kept_blocks: int) -> None:
         """The engine holds only the first `kept_blocks` of a node that no request uses, and nothing below it."""
         below = list(self.tree.walk(node))
         for each in reversed(below[1:]):
-            self._give_up(each, each.blocks - each.missing)
-        self._give_up(node, max(0, node.blocks - node.missing - kept_blocks))
+            self._mark_missing(each, each.blocks - each.missing)
+        self._mark_missing(node, max(0, node.blocks - node.missing - kept_blocks))
 
-    def find(self, node: Node, held_blocks: int) -> None:
+    def mark_held(self, node: Node, held_blocks: int) -> None:
         """The engine holds the first `held_blocks` of a node, and all above it."""
         found = held_blocks - node.blocks + node.missing
         if found > 0:
             self.used_blocks += found
             node.missing -= found
 
-    def _give_up(self, node: Node, blocks: int) -> None:
-        """Mark a node's last blocks as not held. A node of which nothing is left leaves the tree; stamp 0 says so."""
+    def _mark_missing(self, node: Node, blocks: int) -> None:
+        """Mark a node's last blocks as not held. A leaf without held blocks leaves the tree; its stamp becomes 0."""
         self.used_blocks -= blocks
         node.missing += blocks
         if node.missing == node.blocks and node.parent is not None and not node.children:
@@ -258,7 +254,7 @@ class LRUResidency:
             node.stamp = 0
 
     def _take_back(self, node: Node) -> bool:
-        """Give up what only failed requests would have filled; whether that leaves nothing of the node."""
+        """Mark as missing what only failed requests would have filled; whether nothing of the node is left."""
         if node.leases or node.children or (node.blocks and not node.provisional):
             return False
         self.used_blocks -= node.provisional
@@ -277,16 +273,16 @@ class LRUResidency:
 
     @property
     def oldest(self) -> int | None:
-        """When the least recently used of what could be given up was used."""
+        """The time of use of the least recently used evictable entry."""
         return self._log[0].stamp if self._log else None
 
-    def give_up(self, blocks: int) -> None:
-        """The engine needed room for others: at most so many blocks of the least recently used request are gone."""
+    def evict(self, blocks: int) -> None:
+        """The engine needed room for others: evict at most `blocks` of the least recently used request."""
         self._evict_oldest(blocks)
 
     def _evict_oldest(self, blocks: int) -> None:
-        """Give up at most so many blocks of the least recently used request, from its tail."""
-        use = self._log[0].standing()
+        """Evict at most `blocks` of the least recently used request, from its tail."""
+        use = self._log[0].skip_evicted()
         left = blocks - use.suffix_blocks
         if left < 0:
             use.suffix_blocks = -left
@@ -315,11 +311,11 @@ class LRUResidency:
         self.evicted_blocks += blocks - left
 
     def _overflow(self) -> bool:
-        """Only requests in flight are left, and they are too large together; whether that could be helped."""
+        """Only requests in flight are left, and exceed the capacity; whether that could be helped."""
         return self.finish_oldest()
 
     def finish_oldest(self) -> bool:
-        """Count the oldest request in flight as served; False if there is none."""
+        """Count the oldest request in flight as served; False without one."""
         while self._in_flight:
             lease = self._in_flight.popleft()
             if lease.open:
@@ -329,7 +325,7 @@ class LRUResidency:
 
     def _append(self, leaf: Node, stamp: int, suffix_blocks: int) -> None:
         log = self._log
-        log.append(_Use(leaf, stamp, suffix_blocks))
+        log.append(UseEntry(leaf, stamp, suffix_blocks))
         if len(log) > self._log_limit:
-            self._log = deque(use for use in log if use.suffix_blocks or use.standing().node.stamp == use.stamp)
+            self._log = deque(use for use in log if use.suffix_blocks or use.skip_evicted().node.stamp == use.stamp)
             self._log_limit = 2 * len(self._log) + 1024

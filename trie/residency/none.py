@@ -1,4 +1,4 @@
-"""No residency: whatever was served counts as cached for ever, as in the paper (RAGCache++ section 3.4)."""
+"""Unlimited residency: whatever was served counts as cached for ever, as in the paper (RAGCache++ section 3.4)."""
 
 from __future__ import annotations
 

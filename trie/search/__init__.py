@@ -1,4 +1,4 @@
-"""Prefix searches: which cached path a request should extend."""
+"""Prefix searches: the cached path that a request should extend."""
 
 from ragorder.trie.search.base import PrefixSearch, ranks_on_path
 from ragorder.trie.search.best import BestPathSearch

@@ -1,4 +1,4 @@
-"""What a prefix search does: find the cached path that a request should extend."""
+"""Interface of a prefix search."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class PrefixSearch(Protocol):
     """Finds a path of the tree that holds only documents of the request."""
 
     def find(self, tree: KnowledgeTree, ranks: Mapping[Key, int], permits: Permits | None = None) -> Node:
-        """The last node of the path (the root for none). `ranks` maps each document's key to its retrieval rank, in
-        rank order; `permits`, if given, limits the orders that are allowed."""
+        """The last node of the path; the root if no document is cached. `ranks` maps each document's key to its
+        retrieval rank, in rank order; `permits` restricts the allowed orders."""
 
 
 def ranks_on_path(node: Node, ranks: Mapping[Key, int]) -> list[int]:

@@ -1,4 +1,4 @@
-"""Best-path prefix search: the path that saves most tokens, found by looking ahead."""
+"""Best-path prefix search with look-ahead."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["BestPathSearch"]
 
 
 class BestPathSearch:
-    """Depth-first search of all paths whose documents lie in the request; at most `budget` nodes are looked at.
+    """Depth-first search of all paths within the request's documents, over at most `budget` nodes.
 
-    The longest cached prefix in tokens wins, among equals the most recently used. A node of which the engine holds
-    only a part still counts with that part, but nothing below it does.
+    The longest cached prefix in tokens wins, among equals the most recently used. A node of which the engine holds only
+    a part counts with that part and ends its path.
     """
 
     def __init__(self, budget: int = 1024) -> None:

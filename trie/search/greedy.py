@@ -11,11 +11,9 @@ __all__ = ["GreedySearch"]
 
 
 class GreedySearch:
-    """At each node take the cached child whose document ranks best, until none is left.
+    """At each node takes the cached child with the best rank. Under guards at most `budget` orders are checked.
 
-    Under guards at most `budget` orders are checked.
-
-    The paper's code walks a `set`, so that its result depends on the hash seed; here the candidates are tried in
+    The paper's code iterates over a `set`, so that its result depends on the hash seed; here candidates are tried in
     retrieval order, as Algorithm 1 is written.
     """
 

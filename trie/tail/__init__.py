@@ -1,4 +1,4 @@
-"""Tail policies: where the documents beyond the cached prefix are placed."""
+"""Tail policies: the order of the documents beyond the cached prefix."""
 
 from ragorder.trie.tail.auto import AutoTail
 from ragorder.trie.tail.base import Tail, Waiting

@@ -1,4 +1,4 @@
-"""The default tail: for the waiting requests if there are any, else by popularity class."""
+"""Default tail: for the waiting requests if there are any, else by popularity class."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ __all__ = ["AutoTail"]
 class _PopularityClassTail(FrequencyTail):
     """Documents an order of magnitude (8 times) more popular first; within a class, rank order.
 
-    Exact frequency order pays where popularity is skewed and loses where requests come in bursts: within a burst all
-    its documents are about as frequent, and their small differences only tear apart what rank order keeps together.
+    Exact frequency order gains on skewed popularity and loses on bursts: within a burst all documents are about as
+    frequent, and their small differences only tear apart what rank order keeps together.
     """
 
     def arrange(self, keys: Sequence[Key], prefix: Sequence[int], rest: list[int], waiting: Waiting) -> list[int]:
@@ -28,7 +28,7 @@ class _PopularityClassTail(FrequencyTail):
 
 
 class AutoTail(QueueTail):
-    """`queue` while requests wait; otherwise popular documents first, as far as popularity differs by magnitudes."""
+    """`QueueTail` while requests wait; else documents of higher popularity classes first."""
 
     def __init__(self) -> None:
         super().__init__(_PopularityClassTail())

@@ -1,4 +1,4 @@
-"""What a tail policy does: place the documents beyond the cached prefix, for the requests to come."""
+"""Interface of a tail policy."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ Waiting = Sequence[frozenset[Key]]
 
 
 class Tail(Protocol):
-    """Orders the documents that extend the prefix.
+    """Orders the documents after the cached prefix for the requests to come.
 
     All of a request's documents are given by key in rank order; a document is named by its rank.
     """
 
     def observe(self, keys: Sequence[Key]) -> None:
-        """A request for these documents arrived (called once a request, before `arrange`)."""
+        """A request for these documents arrived; called once, before `arrange`."""
 
     def observing(self, keys: Sequence[Key]) -> AbstractContextManager[None]:
-        """A block in which the request counts as observed, and behind which it does not."""
+        """A block in which the request counts as observed, and after which it does not."""
 
     def copy(self) -> Self:
-        """A policy that has observed the same requests, and observes others of its own from now on."""
+        """An independent policy that has observed the same requests."""
 
     def arrange(self, keys: Sequence[Key], prefix: Sequence[int], rest: list[int], waiting: Waiting) -> list[int]:
         """The ranks in `rest` (in rank order) in the order in which they are to follow `prefix`."""

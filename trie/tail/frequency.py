@@ -1,4 +1,4 @@
-"""Tail by popularity: documents that are asked for often come first, where they can be shared."""
+"""Tail by popularity: the most requested documents first, where they can be shared."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ _RESCALE = 1e200
 class FrequencyTail:
     """The most frequently requested document first, ties in rank order.
 
-    A request counts half after `half_life` further requests. At most `max_documents` are counted; beyond that the
-    rarer half is forgotten.
+    A request counts half after `half_life` further ones. Of more than `max_documents` the rarer half is forgotten.
     """
 
     def __init__(self, half_life: int = 300, max_documents: int = 16_384) -> None:

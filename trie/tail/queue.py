@@ -1,4 +1,4 @@
-"""Tail for the requests that already wait: the order that most of them can share."""
+"""Tail for the waiting requests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["QueueTail"]
 class QueueTail:
     """Next come the documents that most of the waiting requests want, among those that can still share the prefix.
 
-    Where no waiting request is left that can share, the fallback policy arranges the rest.
+    Once no waiting request can share, the fallback policy arranges the rest.
     """
 
     def __init__(self, fallback: Tail) -> None:

@@ -1,4 +1,4 @@
-"""Tail in retrieval order, as in RAGCache++ Algorithm 1, line 12."""
+"""Tail in retrieval order (RAGCache++ Algorithm 1, line 12)."""
 
 from __future__ import annotations
 

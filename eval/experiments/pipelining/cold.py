@@ -57,7 +57,7 @@ async def measure_cold(
             asked = ask(number, request.question, salt)
             if mode == ALONE:
                 prompts = OrderedPrompts(server.orderer(builder), builder, "token_ids")
-                whole = prompts.predict_cached_tokens(asked, request.documents)
+                whole = prompts.preview(asked, request.documents)
                 rows[ALONE]["system_ms"].append(_ms(await _time(server, _system(builder, salt))))
                 rows[ALONE]["documents_ms"].append(_ms(await _time(server, whole)))
             else:

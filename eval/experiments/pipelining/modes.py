@@ -9,7 +9,7 @@ from typing import Any
 from ragorder.adapters.openai.pipelined import Question, ordered_pipeline
 from ragorder.document import Document
 from ragorder.eval.experiments.pipelining.server import MeasuredServer
-from ragorder.orders import Orders
+from ragorder.orderer import OrdererLike
 from ragorder.pipelining import Pipeline, Retrieval
 from ragorder.prompt import PromptBuilder
 
@@ -48,7 +48,7 @@ def make_pipeline(
     mode: str,
     retrieval: Retrieval[Any, Document],
     *,
-    orderer: Orders,
+    orderer: OrdererLike,
     builder: PromptBuilder,
     max_prefill_bs: int | None = None,
     cautious: bool = True,

@@ -15,7 +15,7 @@ from typing import Any
 from ragorder.document import Document
 from ragorder.eval.experiments.pipelining.modes import Asked, ask, in_turn, make_pipeline
 from ragorder.eval.experiments.pipelining.server import Counters, MeasuredServer
-from ragorder.pipelining import Pipeline, Provisional, Retrieval, Trace
+from ragorder.pipelining import Pipeline, PipelineTrace, Provisional, Retrieval
 from ragorder.prompt import PromptBuilder
 
 __all__ = ["MODES", "measure_speculation", "measure_throughput"]
@@ -184,7 +184,7 @@ async def _clients(
 
 async def _closed_loop(
     pipeline: Pipeline[Any, Document, Any], questions: Iterator[Asked], clients: int, advance: Advance
-) -> tuple[list[Trace], list[float]]:
+) -> tuple[list[PipelineTrace], list[float]]:
     """The traces of all questions, and when each was answered, in seconds."""
     traces, ends_s = [], []
 

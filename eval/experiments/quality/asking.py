@@ -105,7 +105,7 @@ class _Asked:
         """The columns, None in place of one in which something is missing."""
         return {name: None if None in column else column for name, column in self.columns.items()}
 
-    def settle(self, question: Question, ordering: Ordering[Document], answered: Future[Answer]) -> None:
+    def finish(self, question: Question, ordering: Ordering[Document], answered: Future[Answer]) -> None:
         try:
             answer = answered.result()
         except RequestError as error:
@@ -142,20 +142,20 @@ def _ask(
     asked = _Asked(data.dataset.scorer)
     in_flight: deque[tuple[Question, Ordering[Document], Future[Answer]]] = deque()
 
-    def settle_oldest() -> None:
-        asked.settle(*in_flight.popleft())
+    def finish_oldest() -> None:
+        asked.finish(*in_flight.popleft())
         advance()
 
     with _submitter(engine, bench.concurrency) as submit:
         for question in data.questions:
             # The oldest, not the quickest: so that no order depends on how fast the answers come.
             if len(in_flight) == bench.concurrency:
-                settle_oldest()
+                finish_oldest()
             suffix_tokens = builder.suffix_tokens(question.text) + engine.kept_output_tokens
             ordering = policy.order(list(question.documents), suffix_tokens=suffix_tokens)
             in_flight.append((question, ordering, submit(question, builder.build(question.text, ordering))))
         while in_flight:
-            settle_oldest()
+            finish_oldest()
     return asked
 
 

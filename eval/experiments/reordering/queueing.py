@@ -21,7 +21,7 @@ from ragorder.eval.engines.sim import SimEngine
 from ragorder.eval.running.load import ServiceTimes
 from ragorder.eval.running.policies import make_orderer
 from ragorder.ordering import Ordering
-from ragorder.pipelining.reordering import CacheAwareQueue, Lengths, ReorderingGate
+from ragorder.pipelining.reordering import CacheAwareQueue, CachedLengths, ConcurrencyLimiter
 
 __all__ = ["DISCIPLINES", "Discipline", "Outcome", "Serve", "on_a_server", "serve_live", "simulate"]
 
@@ -78,13 +78,13 @@ class _Queue:
         self._prompts = prompts
         self._answer_tokens = engine.kept_output_tokens
 
-    def lengths(self, number: int) -> Callable[[], Lengths]:
+    def lengths(self, number: int) -> Callable[[], CachedLengths]:
         request = self.requests[number]
         question_tokens = self._prompts.suffix_tokens(request)
 
-        def lengths() -> Lengths:
+        def lengths() -> CachedLengths:
             cached_tokens, end = self._orderer.predict_cached_tokens(request.documents)
-            return Lengths(cached_tokens, end + question_tokens - cached_tokens)
+            return CachedLengths(cached_tokens, end + question_tokens - cached_tokens)
 
         return lengths
 
@@ -158,9 +158,9 @@ async def serve_live(
     *,
     max_in_flight: int,
 ) -> Outcome:
-    """The same on a server, on the real clock, through a `ReorderingGate`. Raises RequestError if a request fails."""
+    """The same on a server, in real time, through a `ConcurrencyLimiter`. Raises RequestError if a request fails."""
     queue = _Queue(trace, discipline, engine, prompts)
-    gate = ReorderingGate(max_in_flight, queue.waiting)
+    gate = ConcurrencyLimiter(max_in_flight, queue.waiting)
     outcome = Outcome([math.nan] * len(at_s))
     now = asyncio.get_running_loop().time
     start = now()
@@ -168,7 +168,7 @@ async def serve_live(
     async def serve(number: int) -> None:
         await asyncio.sleep(max(0.0, start + at_s[number] - now()))
         arrived_s = now()
-        async with gate.turn(number, queue.lengths(number)):
+        async with gate.slot(number, queue.lengths(number)):
             ordering = queue.order(number)
             waited_s = now() - arrived_s
             completion = await engine.complete(queue.token_ids(number, ordering))

@@ -1,0 +1,244 @@
+"""What keeps a server, and the prompts sent to it, from reusing its prefix cache: the checks behind `ragorder doctor`.
+
+A check that asks the server for an answer sends a few blocks of random tokens and has one token generated.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from ragorder.adapters.doctor.events import Events, check_events
+from ragorder.adapters.doctor.finding import Finding
+from ragorder.adapters.doctor.kind import Kind, for_kind, kind_of
+from ragorder.adapters.doctor.prompts import PromptSample, check_samples
+from ragorder.adapters.http_client import Server, ServerError, printable
+from ragorder.adapters.vllm.cache_config import CacheConfig, cache_config
+
+__all__ = ["examine"]
+
+T = TypeVar("T")
+
+_PROMPT_TOKENS = 2000
+_FEWEST_PROMPTS = 8
+_UNKNOWN_BLOCK = 128
+_LARGE_PIECES = 1024
+_LONGEST_PROMPT = 1 << 30
+# Ordinary tokens, or at least harmless ones, in any vocabulary.
+_TOKEN_IDS = range(100, 256)
+# What a server answers that lacks a route, or does not take token ids.
+_OTHER_FORM = (400, 404, 405, 422, 501)
+
+_CACHING = "start vLLM with --enable-prefix-caching, SGLang without --disable-radix-cache"
+_REPORTING = "start vLLM with --enable-prompt-tokens-details, SGLang with --enable-cache-report"
+_BY_HAND = (
+    "give the orderer what the server's log says of it (RAGORDER_CAPACITY_TOKENS, RAGORDER_BLOCK_SIZE, or "
+    "capacity_tokens= and block_size=)"
+)
+_LARGER = (
+    "raise --gpu-memory-utilization or --kv-cache-memory-bytes, lower --max-model-len and --max-num-batched-tokens, or "
+    "store 8 bits a value with --kv-cache-dtype fp8"
+)
+_REPLICAS = "if several replicas stand behind this address, send requests that share documents to the same one"
+_ASK_AGAIN = "see the server's log; --model names another model, --timeout allows more time"
+
+
+@dataclass(frozen=True, slots=True)
+class _Echo:
+    """What the server reported of one prompt that was sent several times; None: no cached tokens."""
+
+    prompt_tokens: int
+    cached_tokens: list[int | None]
+
+    @property
+    def reported(self) -> bool:
+        return any(cached is not None for cached in self.cached_tokens)
+
+    @property
+    def most(self) -> int:
+        return max(cached or 0 for cached in self.cached_tokens)
+
+
+def examine(
+    base_url: str,
+    *,
+    model: str | None = None,
+    api_key: str | None = None,
+    events: Events | None = None,
+    samples: tuple[PromptSample, PromptSample] | None = None,
+    document_marker: str | None = None,
+    timeout_s: float = 30.0,
+) -> list[Finding]:
+    """Examine the server at `base_url` and, if given, the way of its KV events and two prompts as they are sent to it.
+
+    The first `document_marker` in a prompt says where its documents begin; without it that is guessed.
+
+    A request may take `timeout_s` seconds, and so may the wait for an event (10 at most). The findings quote up to 40
+    characters of each prompt, around the place where they part; nothing else does.
+
+    Raises ServerError if the server cannot be reached or refuses the key, and ImportError without ragorder[live].
+    """
+    with Server(base_url, timeout_s=timeout_s, api_key=api_key) as server:
+        name, longest, kind, served = _check_server(server, model)
+        config = _attempt(lambda: cache_config(server))
+        known = config if isinstance(config, CacheConfig) else None
+        block_size = known.block_size if known else None
+        engines = known.engines if known else 1
+        tokens = max(1, min(3 * (block_size or _UNKNOWN_BLOCK), longest - 1))
+        echo = _attempt(lambda: _send_again_and_again(server, name, tokens, engines))
+        if isinstance(echo, _Echo) and echo.reported and not echo.most and tokens < min(_LARGE_PIECES, longest - 1):
+            # An engine may keep what it is told nothing of in larger pieces than its blocks.
+            tokens = min(_LARGE_PIECES, longest - 1)
+            echo = _attempt(lambda: _send_again_and_again(server, name, tokens, engines))
+        findings = [
+            served,
+            _check_prefix_caching(known, echo),
+            _check_capacity(config),
+            _check_cached_tokens(known, echo),
+            *check_events(events, server.host, engines, lambda: _send_tokens(server, name, tokens), timeout_s),
+        ]
+        if samples is not None:
+            findings += check_samples(server, name, samples, block_size, document_marker)
+    return for_kind(kind, findings)
+
+
+def _check_server(server: Server, model: str | None) -> tuple[str | None, int, Kind, Finding]:
+    """The model to ask, the longest prompt it takes, what the server is, and the finding."""
+    try:
+        answer = server.get_json("/v1/models")
+    except ServerError as error:
+        if error.status in (None, 401, 403):
+            raise
+        return _unlisted(server, model, str(error))
+    entries = answer.get("data") if isinstance(answer, dict) else None
+    listed = {entry["id"]: entry for entry in _dicts(entries) if isinstance(entry.get("id"), str)}
+    if not listed:
+        return _unlisted(server, model, f"{server.root}/v1/models lists no model")
+    name = model or next(iter(listed))
+    kind = kind_of(server, listed.values())
+    names = ", ".join(printable(each) for each in list(listed)[:8])
+    if name not in listed:
+        advice = f"give one of those with --model, or start the server with --served-model-name {printable(name)}"
+        return (
+            name,
+            _LONGEST_PROMPT,
+            kind,
+            Finding("server", "bad", f"{server.root} does not serve {name!r}, but {names}", advice),
+        )
+    longest = _number(listed[name], "max_model_len") or _LONGEST_PROMPT
+    found = f"{server.root} serves {names}"
+    if model is None and len(listed) > 1:
+        found += "; asked for the first, --model takes another"
+    return name, longest, kind, Finding("server", "good", found)
+
+
+def _unlisted(server: Server, model: str | None, found: str) -> tuple[str | None, int, Kind, Finding]:
+    kind = kind_of(server, ())
+    if model is None:
+        advice = "give --model NAME, and the address under which the server has /v1"
+        return None, _LONGEST_PROMPT, kind, Finding("server", "bad", found, advice)
+    advice = f"see that the server does serve {model!r}"
+    return model, _LONGEST_PROMPT, kind, Finding("server", "warning", found, advice)
+
+
+def _check_prefix_caching(config: CacheConfig | None, echo: _Echo | ServerError) -> Finding:
+    if config and config.prefix_caching is False:
+        return Finding("prefix caching", "bad", "off: every prompt is computed from its first token on", _CACHING)
+    if isinstance(echo, _Echo) and echo.most:
+        found = f"on: {echo.most:,} of {echo.prompt_tokens:,} tokens of a prompt were cached when it came again"
+        return Finding("prefix caching", "good", found)
+    if config and config.prefix_caching:
+        return Finding("prefix caching", "good", "on, as the server's metrics say")
+    if isinstance(echo, _Echo) and echo.reported:
+        found = "off, it seems: nothing was cached of a prompt that came again"
+        return Finding("prefix caching", "bad", found, f"{_CACHING}; {_REPLICAS}")
+    return Finding("prefix caching", "unknown", "neither metrics nor answers tell", f"{_CACHING}; {_REPORTING}")
+
+
+def _check_capacity(config: CacheConfig | ServerError) -> Finding:
+    if isinstance(config, ServerError):
+        return Finding("capacity", "unknown", str(config), _BY_HAND)
+    prompts = config.capacity_tokens // _PROMPT_TOKENS
+    each = f", in each of {config.engines} engines" if config.engines > 1 else ""
+    found = f"{config.capacity_tokens:,} tokens in blocks of {config.block_size}{each}: "
+    found += f"about {prompts:,} prompts of {_PROMPT_TOKENS:,} tokens"
+    if prompts < _FEWEST_PROMPTS:
+        return Finding("capacity", "warning", found, f"{_LARGER}: what is evicted is not reused")
+    return Finding("capacity", "good", found)
+
+
+def _check_cached_tokens(config: CacheConfig | None, echo: _Echo | ServerError) -> Finding:
+    check = "cached tokens"
+    if isinstance(echo, ServerError):
+        return Finding(check, "unknown", str(echo), _ASK_AGAIN)
+    if not echo.reported:
+        advice = f"{_REPORTING}: what was really cached corrects what the orderer expects"
+        return Finding(check, "warning", "answers do not report them", advice)
+    if echo.most or (config and config.prefix_caching is False):
+        return Finding(check, "good", "answers report them")
+    found = f"answers report none, {len(echo.cached_tokens)} times in a row for the same prompt"
+    return Finding(check, "warning", found, f"{_REPLICAS}; otherwise {_CACHING}")
+
+
+def _send_again_and_again(server: Server, model: str | None, tokens: int, engines: int) -> _Echo:
+    token_ids = random.choices(_TOKEN_IDS, k=tokens)
+    prompt_tokens, cached_tokens = 0, []
+    # Of one request more than there are engines, two meet in one of them.
+    for _ in range(engines + 1):
+        usage, _exact = _send(server, model, token_ids)
+        prompt_tokens = _number(usage, "prompt_tokens") or tokens
+        cached_tokens.append(_number(usage.get("prompt_tokens_details"), "cached_tokens"))
+        if cached_tokens[-1]:
+            break
+    return _Echo(prompt_tokens, cached_tokens)
+
+
+def _send_tokens(server: Server, model: str | None, tokens: int) -> list[int]:
+    token_ids = random.choices(_TOKEN_IDS, k=tokens)
+    _, exact = _send(server, model, token_ids)
+    if not exact:
+        raise ServerError(f"{server.root} takes no token ids as prompt, by which its events could be recognised")
+    return token_ids
+
+
+def _send(server: Server, model: str | None, token_ids: list[int]) -> tuple[dict[str, Any], bool]:
+    """The usage that the server reports, and whether it took the token ids as they are."""
+    if model is None:
+        raise ServerError(f"{server.root} was not asked for anything: no model is known")
+    text = " ".join(map(str, token_ids))
+    forms: list[tuple[str, dict[str, Any]]] = [
+        ("/v1/completions", {"prompt": token_ids}),
+        ("/v1/completions", {"prompt": text}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}),
+    ]
+    refusals = []
+    for path, prompt in forms:
+        try:
+            answer = server.post_json(path, {"model": model, "max_tokens": 1, "temperature": 0, **prompt})
+        except ServerError as error:
+            if error.status not in _OTHER_FORM:
+                raise
+            refusals.append(error)
+            continue
+        usage = answer.get("usage") if isinstance(answer, dict) else None
+        return usage if isinstance(usage, dict) else {}, prompt.get("prompt") is token_ids
+    raise refusals[0]
+
+
+def _attempt(ask: Callable[[], T]) -> T | ServerError:
+    """An answer, or the error that says why there is none."""
+    try:
+        return ask()
+    except ServerError as error:
+        return error
+
+
+def _dicts(value: object) -> list[dict[str, Any]]:
+    return [entry for entry in value if isinstance(entry, dict)] if isinstance(value, list) else []
+
+
+def _number(value: object, name: str) -> int | None:
+    found = value.get(name) if isinstance(value, dict) else None
+    return found if isinstance(found, int) and not isinstance(found, bool) and found >= 0 else None

@@ -1,0 +1,136 @@
+"""An ASGI application served by uvicorn on a socket."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import ipaddress
+import socket
+import sys
+from collections.abc import Callable, Collection
+from contextlib import suppress
+
+import uvicorn
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from ragorder.adapters.http_server.connection import HEAD_LIMIT, timed_connections
+
+__all__ = ["address_of", "is_loopback", "listen", "run_server", "server_config"]
+
+_BACKLOG = 2048
+# Clients keep a connection for less: they close it, and never while the server would begin to read a request.
+_KEEP_ALIVE_S = 75
+_OTHER_FILES = 64
+
+# How long a thread may keep the interpreter while others wait for it. The event loop waits for it several times in each
+# request, by default for five milliseconds behind every thread that works on a body.
+_SWITCH_S = 5e-4
+
+
+def run_server(
+    app: ASGIApp,
+    listening: socket.socket,
+    *,
+    grace_s: int,
+    client_s: float = 30.0,
+    connections: int = 1024,
+    probes: Collection[str] = (),
+    on_started: Callable[[str], None] = lambda url: None,
+) -> None:
+    """Serve until the process is stopped; requests in flight then have `grace_s` seconds to end.
+
+    `client_s`, `connections` and `probes`: see `timed_connections`. `on_started` gets the server's URL.
+    """
+    connections = min(connections, _allow_many_connections())
+    sys.setswitchinterval(_SWITCH_S)
+    config = server_config(app, grace_s=grace_s, client_s=client_s, connections=connections, probes=probes)
+    try:
+        with suppress(KeyboardInterrupt):
+            _UvicornServer(config, on_started).run(sockets=[listening])
+    finally:
+        # Frozen objects are not torn down at the end of the process, of which some extensions complain.
+        gc.unfreeze()
+
+
+def server_config(
+    app: ASGIApp, *, grace_s: int, client_s: float, connections: int, probes: Collection[str] = ()
+) -> uvicorn.Config:
+    """uvicorn's configuration. The parser is always h11: httptools, which uvicorn prefers, takes headers without
+    end."""
+    return uvicorn.Config(
+        _cancelled_quietly(app),
+        http=timed_connections(client_s, connections, probes=probes),
+        h11_max_incomplete_event_size=HEAD_LIMIT,
+        ws="none",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        date_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_graceful_shutdown=grace_s,
+    )
+
+
+def _cancelled_quietly(app: ASGIApp) -> ASGIApp:
+    """For each request cancelled at the end of the grace period uvicorn logs one line, no traceback."""
+
+    async def run(scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await app(scope, receive, send)
+        except asyncio.CancelledError:
+            if scope["type"] != "http":
+                raise
+
+    return run
+
+
+class _UvicornServer(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config, on_started: Callable[[str], None]) -> None:
+        super().__init__(config)
+        self._on_started = on_started
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        # What is loaded now stays: a collector that scans it again and again would hold up every stream.
+        gc.collect()
+        gc.freeze()
+        for listening in sockets or ():
+            self._on_started(address_of(listening))
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises OSError."""
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    listening = socket.create_server(address[:2], family=family, backlog=_BACKLOG)
+    # Connections inherit it. asyncio sets it only for sockets that it made itself, and the second part of an answer
+    # would wait 40 ms for the acknowledgement of the first.
+    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listening
+
+
+def address_of(listening: socket.socket) -> str:
+    """The URL of a server on this socket."""
+    host, port = listening.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def is_loopback(host: str) -> bool:
+    """An address that only this machine reaches."""
+    with suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
+
+
+def _allow_many_connections() -> int:
+    """The number of requests at a time: each takes two file descriptors, of which many systems allow 1,024 unless a
+    program requests more."""
+    try:
+        import resource
+    except ImportError:
+        return sys.maxsize
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return sys.maxsize if allowed == resource.RLIM_INFINITY else max(1, (allowed - _OTHER_FILES) // 2)

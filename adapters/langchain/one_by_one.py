@@ -1,0 +1,38 @@
+"""Serialised calls that never wait for a lock."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from threading import Lock
+
+__all__ = ["OneByOne"]
+
+
+class OneByOne:
+    """Runs calls one at a time, in order of arrival. Never blocks: a call that arrives during another one is left to
+    the thread of that one.
+
+    A waiting lock would not do: the garbage collector may run a finaliser (of a dropped stream, say) in the middle of a
+    call, in the thread that holds the lock.
+    """
+
+    def __init__(self) -> None:
+        self._calls: deque[Callable[[], object]] = deque()
+        self._running = Lock()
+
+    def __call__(self, call: Callable[[], object]) -> None:
+        """Run `call`, or leave it to the running thread. Raises what a call raised, after the others."""
+        self._calls.append(call)
+        failure: Exception | None = None
+        # Checked again after the release: what arrived meanwhile was left to this thread.
+        while self._calls and self._running.acquire(blocking=False):
+            try:
+                while self._calls:
+                    self._calls.popleft()()
+            except Exception as error:
+                failure = error
+            finally:
+                self._running.release()
+        if failure is not None:
+            raise failure

@@ -1,0 +1,172 @@
+"""The retriever whose documents come in cache order."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from inspect import signature
+from typing import Any
+
+from langchain_core.callbacks import (
+    AsyncCallbackManagerForRetrieverRun,
+    BaseCallbackManager,
+    CallbackManagerForRetrieverRun,
+)
+from langchain_core.documents import Document
+from langchain_core.retrievers import BaseRetriever, RetrieverLike
+from langchain_core.runnables import Runnable, RunnableConfig, RunnableLambda, RunnableSequence
+from langchain_core.runnables.base import RunnableBindingBase
+from langchain_core.runnables.config import ensure_config, var_child_runnable_config
+from langchain_core.runnables.configurable import RunnableConfigurableFields
+
+from ragorder.adapters.langchain.base import CacheOrderModel
+from ragorder.adapters.langchain.feedback import abandon
+from ragorder.adapters.langchain.transformer import CacheOrderTransformer
+from ragorder.adapters.reorder import degrade
+
+__all__ = ["CacheOrderRetriever"]
+
+_INSIDE = (
+    "a CacheOrderRetriever inside another retriever orders nothing, because its order does not reach the prompt: put "
+    "it around the outer retriever"
+)
+# Tags that EnsembleRetriever gives its retrievers.
+_PART = re.compile(r"retriever_\d+")
+
+
+class CacheOrderRetriever(CacheOrderModel, BaseRetriever):
+    """A retriever that returns documents in the order that reuses most of the engine's prefix cache. Thread-safe.
+
+    Wraps any `retriever`: a BaseRetriever or another Runnable from a question to documents. Arguments, callbacks and
+    configuration of `invoke` are passed on to it. Put it around everything that filters, sorts or searches several
+    times (compressors, ensembles, MultiQueryRetriever): inside another retriever it orders nothing and degrades its
+    orderer. Around a chain with a mapping as input (`create_history_aware_retriever`) it becomes
+    `retriever | CacheOrderTransformer(…)`.
+
+    Join the documents' `page_content` in the returned order, and put everything that varies behind them.
+
+    - `k`: the most documents, best first. `invoke(question, k=3)` passes k on to a retriever that takes it.
+    - `key`: a document's identity besides its text (default: its id). Not its source, which chunks share.
+    - `tokens`: a document's length in the prompt (default: as for `ragorder.Document`).
+    - `scope`: the tenant, or a function of the run's metadata (`invoke(question, config={"metadata": {…}})`) that
+      returns it. Scopes share no cache. A string is the `cache_salt` of the model's calls.
+    - `rank_key`: return copies with the retrieval rank, from 0, as metadata[rank_key]["rank"], unless that key exists.
+      Do not show the rank in the prompt. Default (None): the retriever's own objects.
+
+    An internal error, or one in `key`, `tokens` or `scope`, leaves retrieval order and is counted by the orderer.
+    Orderings count as served at once, unless a `FeedbackHandler` is among the callbacks. A copy, deep or pickled, has a
+    new orderer.
+    """
+
+    retriever: RetrieverLike
+
+    def __new__(cls, *args: Any, **options: Any) -> Any:
+        # A BaseRetriever takes a question only.
+        retriever: Any = options.get("retriever")
+        if not _takes_a_mapping(retriever):
+            return super().__new__(cls)
+        config = {name: options.pop(name) for name in ("tags", "metadata") if name in options}
+        del options["retriever"]
+        return (retriever | CacheOrderTransformer(**options)).with_config(**config)
+
+    def invoke(self, input: str, config: RunnableConfig | None = None, **kwargs: Any) -> list[Document]:
+        if _inside_another(config):
+            degrade(self.orderer, _INSIDE)
+            k = kwargs.pop("k", None)
+            return self.retriever.invoke(input, config, **kwargs, **self._asked(k))[: self.k if k is None else k]
+        with _configured(config):
+            return super().invoke(input, config, **kwargs)
+
+    async def ainvoke(self, input: str, config: RunnableConfig | None = None, **kwargs: Any) -> list[Document]:
+        if _inside_another(config):
+            degrade(self.orderer, _INSIDE)
+            k = kwargs.pop("k", None)
+            documents = await self.retriever.ainvoke(input, config, **kwargs, **self._asked(k))
+            return documents[: self.k if k is None else k]
+        with _configured(config):
+            return await super().ainvoke(input, config, **kwargs)
+
+    def _get_relevant_documents(
+        self, query: str, *, run_manager: CallbackManagerForRetrieverRun, k: int | None = None, **kwargs: Any
+    ) -> list[Document]:
+        kwargs |= self._asked(k)
+        with _followed(run_manager):
+            documents = self.retriever.invoke(query, config={"callbacks": run_manager.get_child()}, **kwargs)
+        return self.put_in_order(documents[: self.k if k is None else k], run_manager)
+
+    async def _aget_relevant_documents(
+        self, query: str, *, run_manager: AsyncCallbackManagerForRetrieverRun, k: int | None = None, **kwargs: Any
+    ) -> list[Document]:
+        kwargs |= self._asked(k)
+        with _followed(run_manager):
+            documents = await self.retriever.ainvoke(query, config={"callbacks": run_manager.get_child()}, **kwargs)
+        return self.put_in_order(documents[: self.k if k is None else k], run_manager)
+
+    def _asked(self, k: int | None) -> dict[str, Any]:
+        if k is not None and k < 0:
+            raise ValueError(f"k must not be negative, got {k}")
+        return {} if k is None or not _takes_k(self.retriever) else {"k": k}
+
+
+def _inside_another(config: RunnableConfig | None) -> bool:
+    # Each search of an outer retriever would count as a request of its own.
+    callbacks = ensure_config(config).get("callbacks")
+    if not isinstance(callbacks, BaseCallbackManager):
+        return False
+    return "ls_retriever_name" in callbacks.inheritable_metadata or any(
+        _PART.fullmatch(tag) for tag in callbacks.tags if tag not in callbacks.inheritable_tags
+    )
+
+
+def _takes_a_mapping(retriever: Any) -> bool:
+    if isinstance(retriever, BaseRetriever) or not isinstance(retriever, Runnable):
+        return False
+    try:
+        schema: Any = retriever.get_input_schema()
+        return bool(schema.model_json_schema().get("type") == "object")
+    except Exception:
+        # Functions with annotations that have no schema.
+        return False
+
+
+@contextmanager
+def _configured(config: RunnableConfig | None) -> Iterator[None]:
+    # BaseRetriever passes on callbacks, tags and metadata only: not the configuration (a tenant's filter, say).
+    around = var_child_runnable_config.get() or RunnableConfig()
+    token = var_child_runnable_config.set({**around, "configurable": ensure_config(config)["configurable"]})
+    try:
+        yield
+    finally:
+        var_child_runnable_config.reset(token)
+
+
+@contextmanager
+def _followed(run_manager: Any) -> Iterator[None]:
+    # BaseRetriever reports errors to its callbacks, but not cancellation.
+    try:
+        yield
+    except Exception:
+        raise
+    except BaseException:
+        abandon(run_manager)
+        raise
+
+
+def _takes_k(retriever: Runnable[Any, Any]) -> bool:
+    if isinstance(retriever, RunnableBindingBase):
+        return _takes_k(retriever.bound)
+    if isinstance(retriever, RunnableConfigurableFields):
+        return _takes_k(retriever.default)
+    if isinstance(retriever, RunnableSequence):
+        return _takes_k(retriever.first)
+    function: Any = None
+    if isinstance(retriever, BaseRetriever):
+        function = retriever._get_relevant_documents
+    elif isinstance(retriever, RunnableLambda):
+        function = getattr(retriever, "func", None) or retriever.afunc
+    try:
+        parameters = signature(function).parameters
+    except (TypeError, ValueError):
+        return False
+    return "k" in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())

@@ -1,0 +1,88 @@
+"""Access control: the proxy's API key, and the hosts and web pages that may call it."""
+
+from __future__ import annotations
+
+import hmac
+from base64 import b64decode
+from collections.abc import Collection
+from urllib.parse import urlsplit
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from ragorder.adapters.http_server.errors import HTTPError
+
+__all__ = ["THIS_MACHINE", "APIKeyMiddleware", "HostMiddleware"]
+
+THIS_MACHINE = frozenset({"127.0.0.1", "::1", "localhost"})
+_CHALLENGES = [(b"www-authenticate", b"Bearer"), (b"www-authenticate", b'Basic realm="ragorder", charset="UTF-8"')]
+
+
+class APIKeyMiddleware:
+    """Answers 401 unless a request brings the key: as Bearer token, or as password of basic authentication with any
+    user, so that a browser can prompt for it. `open_paths` need no key."""
+
+    def __init__(self, app: ASGIApp, key: str, *, open_paths: frozenset[str] = frozenset()) -> None:
+        self._app = app
+        # Secrets are often kept in files that end in a newline, which no header can contain.
+        self._key = key.strip().encode()
+        self._open_paths = open_paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in self._open_paths and not self._brings_key(scope):
+            error = HTTPError(
+                401,
+                "The proxy wants its API key: send it as Authorization: Bearer KEY, which the api_key of an OpenAI "
+                "client is.",
+                code="invalid_api_key",
+                headers=_CHALLENGES,
+            )
+            await error.send(send)
+        else:
+            await self._app(scope, receive, send)
+
+    def _brings_key(self, scope: Scope) -> bool:
+        given = [value for name, value in scope["headers"] if name == b"authorization"]
+        return len(given) == 1 and hmac.compare_digest(_secret(given[0]), self._key)
+
+
+class HostMiddleware:
+    """Answers 403 to requests for a host that is not one of `hosts` (names without ports), and to those of web pages
+    from other hosts (cross-site requests, DNS rebinding). For a proxy without a key that serves this machine only."""
+
+    def __init__(self, app: ASGIApp, hosts: Collection[str], *, open_paths: frozenset[str] = frozenset()) -> None:
+        self._app = app
+        self._hosts = frozenset(host.lower() for host in hosts)
+        self._open_paths = open_paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in self._open_paths:
+            hosts = [value for name, value in scope["headers"] if name == b"host"]
+            if len(hosts) != 1 or self._is_foreign(b"//" + hosts[0]):
+                raise _refused("It was sent to a host", "Host", "foreign_host")
+            if any(self._is_foreign(value) for name, value in scope["headers"] if name == b"origin"):
+                raise _refused("It comes from a web page of a host", "Origin", "foreign_origin")
+        await self._app(scope, receive, send)
+
+    def _is_foreign(self, address: bytes) -> bool:
+        try:
+            return b"@" in address or urlsplit(address.decode("latin-1")).hostname not in self._hosts
+        except ValueError:
+            return True
+
+
+def _secret(authorization: bytes) -> bytes:
+    """The token or password of an Authorization header; b"", which is no valid key, if there is none."""
+    scheme, _, secret = authorization.partition(b" ")
+    if scheme.lower() == b"bearer":
+        return secret.strip()
+    if scheme.lower() != b"basic":
+        return b""
+    try:
+        return b64decode(secret.strip(), validate=True).partition(b":")[2]
+    except ValueError:
+        return b""
+
+
+def _refused(what: str, header: str, code: str) -> HTTPError:
+    message = f"{what} ({header}) that this proxy does not know: allow it (--allow-host), or ask for a key (--api-key)."
+    return HTTPError(403, message, code=code)

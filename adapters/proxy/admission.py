@@ -1,0 +1,99 @@
+"""Admission of requests to a busy server, in cache-aware order (RAGCache section 5.2)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+from ragorder.adapters.http_server.errors import HTTPError
+from ragorder.adapters.proxy.parsing import ParsedBody
+from ragorder.pipelining.reordering import CacheAwareQueue, CachedLengths, ConcurrencyLimiter, QueueFullError
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+    from prometheus_client.metrics_core import Metric
+
+__all__ = ["AdmissionQueue"]
+
+# The next request is ordered with regard to so many of those that wait.
+_UPCOMING = 8
+_WAIT_S = (1e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
+
+
+class AdmissionQueue:
+    """Admits `max_in_flight` requests at a time; at most `max_waiting` others wait.
+
+    The waiting request with the largest ratio of cached to uncached tokens goes next; one without documents counts as
+    not cached, and none is overtaken by more than `reorder_window` later ones. `registry` gets its metrics.
+
+    Raises ValueError for numbers out of range.
+
+        make_app(orderer, upstream=url, admission=AdmissionQueue(32))
+    """
+
+    def __init__(
+        self,
+        max_in_flight: int,
+        *,
+        reorder_window: int = 32,
+        max_waiting: int = 1000,
+        registry: CollectorRegistry | None = None,
+    ) -> None:
+        queue: CacheAwareQueue[ParsedBody | None] = CacheAwareQueue(reorder_window)
+        self._limiter = ConcurrencyLimiter(max_in_flight, queue, max_waiting=max_waiting)
+        self._max_waiting = max_waiting
+        self._turned_away = 0
+        self._admitted = 0
+        self._waited_s = 0.0
+        self._observe: Callable[[float], None] = lambda wait_s: None
+        if registry is not None:
+            from prometheus_client import Histogram
+
+            says = "Time that a request waited for its turn."
+            wait_s = Histogram("ragorder_wait_seconds", says, buckets=_WAIT_S, registry=registry)
+            self._observe = wait_s.observe
+            registry.register(self)
+
+    @asynccontextmanager
+    async def admit(
+        self, parsed: ParsedBody | None, predict: Callable[[], CachedLengths] | None
+    ) -> AsyncIterator[list[ParsedBody]]:
+        """Wait for admission, which lasts until the block ends; gives the requests that will probably be next.
+
+        `predict` is called again whenever a request is chosen. Raises HTTPError if too many wait already.
+        """
+        start = time.perf_counter()
+        try:
+            async with self._limiter.slot(parsed, predict):
+                wait_s = time.perf_counter() - start
+                self._admitted += 1
+                self._waited_s += wait_s
+                self._observe(wait_s)
+                yield [each for each in self._limiter.queue.upcoming(_UPCOMING) if each is not None]
+        except QueueFullError:
+            self._turned_away += 1
+            message = f"{self._max_waiting:,} requests wait already (--max-waiting): try again later."
+            retry = [(b"retry-after", b"1")]
+            raise HTTPError(503, message, code="too_many_waiting", headers=retry) from None
+
+    def as_json(self) -> dict[str, Any]:
+        """The figures since the start of the process."""
+        return {
+            "max_in_flight": self._limiter.limit,
+            "in_flight": self._limiter.in_flight,
+            "waiting": len(self._limiter.queue),
+            "turned_away": self._turned_away,
+            "wait_mean_ms": round(1e3 * self._waited_s / self._admitted, 2) if self._admitted else 0.0,
+        }
+
+    def collect(self) -> Iterable[Metric]:
+        """The metrics, for a Prometheus registry."""
+        from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
+
+        waiting, in_flight = len(self._limiter.queue), self._limiter.in_flight
+        yield GaugeMetricFamily("ragorder_waiting_requests", "Requests that wait for their turn.", value=waiting)
+        yield GaugeMetricFamily("ragorder_in_flight_requests", "Requests whose turn it is.", value=in_flight)
+        says = "Requests refused because too many were waiting."
+        yield CounterMetricFamily("ragorder_turned_away_requests", says, value=self._turned_away)

@@ -1,0 +1,191 @@
+"""The path of a request through the proxy: read, parsed, admitted, ordered, forwarded, answered."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from functools import partial
+from urllib.parse import unquote_to_bytes
+
+import anyio
+from starlette.types import Receive, Scope, Send
+
+from ragorder.adapters.http_server.errors import HTTPError
+from ragorder.adapters.http_server.headers import Headers, end_to_end, header, is_json, without
+from ragorder.adapters.http_server.memory import MemoryBudget, MemoryShare
+from ragorder.adapters.http_server.request_body import ClientGoneError, RequestBody
+from ragorder.adapters.proxy.admission import AdmissionQueue
+from ragorder.adapters.proxy.ordering import OrderedRequest, RequestOrderer
+from ragorder.adapters.proxy.parsing import BodyParser, ParsedBody, Route
+from ragorder.adapters.proxy.upstream import Upstream
+from ragorder.adapters.proxy.workers import Workers
+
+__all__ = ["ReverseProxy"]
+
+_ROUTES: dict[str, Route] = {"/v1/chat/completions": "chat", "/v1/completions": "completions"}
+# So many bytes of a body are sent at a time, so that there is no second copy of a long one.
+_PIECE = 1 << 18
+_NO_HEADER = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
+_BETWEEN = re.compile(rb"[/\\]")
+_DOTS = (b".", b"..")
+
+
+class ReverseProxy:
+    """An ASGI application that forwards every HTTP request to the upstream server.
+
+    JSON bodies of POSTs are parsed, and those with documents ordered, by `workers`; all others, and all answers, are
+    forwarded as they arrive. With `admission` each POST below /v1/ waits there. `memory` bounds the memory for bodies,
+    `body_limit` the length of each, and `client_s` the time that a client may take to send one. Raises HTTPError where
+    there is no answer to forward.
+    """
+
+    def __init__(
+        self,
+        upstream: Upstream,
+        parser: BodyParser,
+        orderer: RequestOrderer,
+        *,
+        body_limit: int,
+        memory: MemoryBudget,
+        workers: Workers,
+        client_s: float | None = None,
+        admission: AdmissionQueue | None = None,
+    ) -> None:
+        self._upstream = upstream
+        self._parser = parser
+        self._orderer = orderer
+        self._body_limit = body_limit
+        self._memory = memory
+        self._workers = workers
+        self._client_s = client_s
+        self._admission = admission
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await send({"type": "websocket.close", "code": 1003, "reason": "no WebSocket here"})
+            return
+        with self._memory.share() as share, anyio.CancelScope() as client_is_there:
+            body = RequestBody(scope["headers"], receive, self._body_limit, share=share, client_s=self._client_s)
+            leaving = asyncio.create_task(body.wait_until_gone(client_is_there))
+            try:
+                await self._exchange(scope, body, send, share)
+            except ClientGoneError:
+                pass
+            finally:
+                leaving.cancel()
+
+    async def _exchange(self, scope: Scope, request_body: RequestBody, send: Send, share: MemoryShare) -> None:
+        headers: Headers = scope["headers"]
+        target = _target(scope)
+        posted = scope["method"] == "POST"
+        route = _ROUTES.get(scope["path"]) if posted else None
+        if header(headers, b"content-encoding") not in (None, b"identity"):
+            route = None
+        elif route is None and posted and is_json(headers):
+            # Parsed only to refuse documents in it, which this route would answer without.
+            route = "other"
+        admission = self._admission if posted and scope["path"].startswith("/v1/") else None
+        ordered: OrderedRequest | None = None
+        async with AsyncExitStack() as until_answered:
+            content: AsyncIterator[bytes] | None
+            if route is None and admission is None:
+                content = await request_body.stream()
+            else:
+                body = await request_body.read()
+                ordered = await self._order(route, admission, body, share, until_answered)
+                if ordered is not None:
+                    body = ordered.take_body()
+                share.resize(len(body))
+                # A body in one piece gets a length of its own.
+                headers = [*without(headers, b"content-length"), (b"content-length", b"%d" % len(body))]
+                content = _once([body], share)
+                del body
+            if ordered is not None:
+                # The usage that the server reports must be readable.
+                headers = [*without(headers, b"accept-encoding"), (b"accept-encoding", b"identity")]
+            async with self._upstream.send(scope["method"], target, headers, content) as response:
+                await _answer(response.status_code, response.headers.raw, response.aiter_raw(), send, ordered)
+
+    async def _order(
+        self,
+        route: Route | None,
+        admission: AdmissionQueue | None,
+        body: bytes,
+        share: MemoryShare,
+        until_answered: AsyncExitStack,
+    ) -> OrderedRequest | None:
+        """Parse, wait for admission and order. None for a request without documents."""
+        length, parsed, upcoming = len(body), None, []
+        if route is not None:
+            parsed, kept = await self._workers.run(partial(self._parse, route, body), length)
+            share.resize(kept)
+        if admission is not None:
+            predict = None if parsed is None else partial(self._orderer.predict_cached_tokens, parsed)
+            upcoming = await until_answered.enter_async_context(admission.admit(parsed, predict))
+        if parsed is None:
+            return None
+        # If the client leaves meanwhile, the documents may be ordered only afterwards.
+        order = partial(self._orderer.order, parsed, upcoming)
+        ordered = await self._workers.run(order, length, abandoned=OrderedRequest.end)
+        # Ends before its admission does: the request that is chosen next is to find what this one leaves cached.
+        until_answered.callback(ordered.end)
+        return ordered
+
+    def _parse(self, route: Route, body: bytes) -> tuple[ParsedBody | None, int]:
+        """The parsed body, and how many bytes are kept for it."""
+        parsed = self._parser.parse(route, body)
+        return parsed, len(body) if parsed is None else len(body) * (1 + _character_bytes(body))
+
+
+async def _answer(
+    status: int, headers: Headers, chunks: AsyncIterator[bytes], send: Send, ordered: OrderedRequest | None
+) -> None:
+    chunked = any(name.lower() == b"transfer-encoding" for name, _ in headers)
+    headers = end_to_end(headers)
+    if chunked:
+        # With both lengths the chunks count (RFC 9112 6.3), and it is those that were read.
+        headers = without(headers, b"content-length")
+    if not 200 <= status < 600 or any(_NO_HEADER.search(value) for _, value in headers):
+        raise HTTPError(502, "The upstream server does not answer in HTTP.", code="upstream_unavailable")
+    if ordered is not None:
+        ordered.begin(status, headers)
+        headers += ordered.headers()
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    async for chunk in chunks:
+        if ordered is not None:
+            ordered.feed(chunk)
+        await send({"type": "http.response.body", "body": chunk, "more_body": True})
+    if ordered is not None:
+        ordered.complete = True
+    await send({"type": "http.response.body", "body": b""})
+
+
+async def _once(body: list[bytes], share: MemoryShare) -> AsyncIterator[bytes]:
+    """The only body in the list, in pieces. It is not kept for as long as its answer takes."""
+    whole = body.pop()
+    for start in range(0, len(whole), _PIECE):
+        yield whole[start : start + _PIECE]
+    del whole
+    share.resize(0)
+
+
+def _character_bytes(body: bytes) -> int:
+    """The bytes of a character in its texts, at most: CPython stores all as wide as the widest."""
+    return 1 if body.isascii() and b"\\u" not in body else 4
+
+
+def _target(scope: Scope) -> bytes:
+    """Path and query as they came. Raises HTTPError for a path that could lead out of the upstream address's."""
+    path: bytes = scope["raw_path"]
+    if not path.startswith(b"/"):
+        raise HTTPError(400, "The address of a request must be a path.", code="invalid_http")
+    # Servers differ in what they take for a separator, and for a parameter of a segment.
+    segments = _BETWEEN.split(unquote_to_bytes(path))
+    if any(segment.partition(b";")[0] in _DOTS for segment in segments):
+        message = "The path must not have . or .. between slashes: send the path that is meant."
+        raise HTTPError(400, message, code="invalid_path")
+    if (header(scope["headers"], b"upgrade") or b"").lower() == b"websocket":
+        raise HTTPError(400, "WebSocket is not passed on.", code="no_websocket")
+    return path + b"?" + scope["query_string"] if scope["query_string"] else path

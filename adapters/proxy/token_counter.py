@@ -1,0 +1,142 @@
+"""Token counts of the parts of a prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from hashlib import blake2b
+from typing import Any
+
+from msgspec import Raw, Struct
+
+from ragorder.adapters.proxy.body import (
+    MAX_MESSAGES,
+    Body,
+    PromptPrefix,
+    PromptSuffix,
+    TooManyError,
+    decode,
+    decode_items,
+)
+from ragorder.document import Document, estimate_tokens
+from ragorder.lru_cache import LRUCache
+from ragorder.prompt import PromptBuilder
+from ragorder.tokens import PLACEHOLDER, split_text
+
+__all__ = ["TokenCounter"]
+
+_REMEMBERED = 16384
+_NULL = Raw(b"null")
+# What a chat template puts around a text is unknown: at least two characters.
+_AROUND = 2
+
+
+class _Shown(Struct):
+    """What a chat template shows of a message or a part."""
+
+    content: Raw = _NULL
+    text: Raw = _NULL
+    tool_calls: Raw = _NULL
+
+
+class TokenCounter:
+    """Token counts: exact with the served model's `tokenizer` (transformers), which must then be the builder's as well;
+    otherwise estimated at four characters a token, unless the client gives them. Not for several threads at a time.
+
+    Counts of 16,384 documents are kept by digest, in about 3 MB, without their texts. They are kept per tenant, so that
+    timing reveals nothing of other tenants' documents; requests without a salt are one tenant's.
+    """
+
+    def __init__(self, builder: PromptBuilder, tokenizer: Any = None) -> None:
+        self.exact = tokenizer is not None
+        self._builder = builder
+        self._tokenizer = tokenizer
+        self._kept: LRUCache[int] = LRUCache(_REMEMBERED)
+
+    def tagged(self, document: Document, salt: str | None) -> int:
+        """A tagged document, as the builder shows it."""
+        if not self.exact:
+            return self._builder.count_tokens(document) if document.tokens is None else document.tokens
+        texts = ("tagged", document.id, document.text, str(document.metadata.get("title", "")))
+        return self._once(salt, texts, lambda: self._builder.count_tokens(document))
+
+    def found(self, text: str, salt: str | None) -> int | None:
+        """A document found in a message; None: to be estimated."""
+        return self._once(salt, ("found", text), lambda: self._encode(text)) if self.exact else None
+
+    def question(self, query: str) -> int:
+        """A tagged question, with everything after it."""
+        return self._builder.suffix_tokens(query)
+
+    def text(self, text: str) -> int:
+        return self._encode(text) if self.exact else estimate_tokens(text)
+
+    def suffix(self, suffix: PromptSuffix) -> int:
+        """The text after a body's documents. Later messages are estimated even with a tokenizer: their place does not
+        matter for what is found in the cache, and the answer reports the length of the whole prompt."""
+        characters = sum(map(_characters, suffix.parts)) + sum(map(_characters, suffix.messages))
+        return self.text(suffix.text) + -(-characters // 4)
+
+    def prefix(self, body: Body, prefix: PromptPrefix) -> int:
+        """The text in front of a body's documents."""
+        if body.route != "chat":
+            # A server puts the begin-of-sequence token in front of a plain prompt.
+            special = len(self._tokenizer.encode("", verbose=False)) if self.exact else 0
+            return special + self.text(prefix.text)
+        if self.exact and not prefix.parts:
+            try:
+                return self._rendered(body, prefix)
+            except Exception:  # noqa: S110
+                # Templates refuse what they do not foresee, each in its own way: the server will refuse it, too.
+                pass
+        characters = sum(map(_characters, prefix.messages)) + sum(_characters(part, 0) for part in prefix.parts)
+        tools = body.fields.get("tools", _NULL)
+        characters += len(prefix.text) + (len(bytes(tools)) if decode(tools, list[Raw]) else 0)
+        return -(-characters // 4)
+
+    def _rendered(self, body: Body, prefix: PromptPrefix) -> int:
+        messages = [message for raw in prefix.messages if (message := decode(raw, dict[str, Any])) is not None]
+        tools = decode(body.fields["tools"], list[Any]) if "tools" in body.fields else None
+        turn = {"role": prefix.role, "content": prefix.text + PLACEHOLDER}
+        rendered = self._tokenizer.apply_chat_template(
+            [*messages, turn], tools=tools, tokenize=False, add_generation_prompt=True
+        )
+        before, slot, _ = rendered.rpartition(PLACEHOLDER)
+        if not slot:
+            raise ValueError("the chat template does not show the message")
+        return self._encode(before)
+
+    def _once(self, salt: str | None, texts: Sequence[str], count: Callable[[], int]) -> int:
+        key = _digest(("" if salt is None else f"salt {salt}", *texts))
+        tokens = self._kept.get(key)
+        if tokens is None:
+            tokens = count()
+            self._kept.put(key, tokens)
+        return tokens
+
+    def _encode(self, text: str) -> int:
+        encode = self._tokenizer.encode
+        return sum(len(encode(piece, add_special_tokens=False, verbose=False)) for piece in split_text(text))
+
+
+def _characters(raw: Raw, around: int = _AROUND) -> int:
+    """The characters of a message or a part: its texts and tool calls."""
+    shown = decode(raw, _Shown)
+    if shown is None:
+        return 0
+    calls = 0 if shown.tool_calls == _NULL else len(bytes(shown.tool_calls))
+    texts = [shown.text, shown.content]
+    try:
+        parts = decode_items(shown.content, MAX_MESSAGES) or ()
+    except TooManyError:
+        return calls + len(bytes(shown.content))
+    texts += [inner.text for part in parts if (inner := decode(part, _Shown)) is not None]
+    return calls + sum(len(text) + around for raw_text in texts if (text := decode(raw_text, str)) is not None)
+
+
+def _digest(texts: Iterable[str]) -> bytes:
+    digest = blake2b(digest_size=16)
+    for text in texts:
+        encoded = text.encode()
+        digest.update(b"%d:" % len(encoded))
+        digest.update(encoded)
+    return digest.digest()

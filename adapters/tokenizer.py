@@ -1,0 +1,20 @@
+"""Loading of a served model's tokenizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+__all__ = ["load_tokenizer"]
+
+
+def load_tokenizer(model: str | Path) -> Any:
+    """The tokenizer of a model, by its folder or its name on the Hub.
+
+    Raises ImportError naming the extra to install, OSError or ValueError if there is no such tokenizer.
+    """
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise ImportError("a tokenizer needs transformers: pip install 'ragorder[tokenizer]'") from error
+    return AutoTokenizer.from_pretrained(model)

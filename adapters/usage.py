@@ -1,0 +1,82 @@
+"""Token usage: counts reported by engines, and the answer length expected from them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from ragorder.pipelining.running_mean import RunningMean
+
+__all__ = ["AnswerLength", "ReportedUsage", "answers_something", "member", "read_usage"]
+
+_MAX_COUNT = 1 << 32
+_OUTPUT = ("content", "reasoning_content", "reasoning", "refusal", "tool_calls", "function_call")
+
+
+class ReportedUsage(NamedTuple):
+    """Token counts; None where the server reports none, or an impossible one."""
+
+    cached_tokens: int | None = None
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    total_tokens: int | None = None
+
+
+def read_usage(*reports: Any) -> ReportedUsage:
+    """The counts in the `usage` of an answer: mappings or objects, in OpenAI's names or LangChain's. What one report
+    lacks is taken from the next one."""
+    cached = prompt = completion = total = None
+    for report in reports:
+        details = _first(report, "input_token_details", "prompt_tokens_details", "input_tokens_details")
+        cached = _count(_first(details, "cache_read", "cached_tokens")) if cached is None else cached
+        prompt = prompt or _count(_first(report, "input_tokens", "prompt_tokens"))
+        completion = completion or _count(_first(report, "output_tokens", "completion_tokens"))
+        total = total or _count(member(report, "total_tokens"))
+    if cached is not None and (prompt is None or cached > prompt):
+        cached = None
+    return ReportedUsage(cached, prompt, completion, total)
+
+
+def answers_something(choice: Any) -> bool:
+    """Whether a streamed choice shows that its prompt was computed. A chat opens with an event that names the role:
+    some servers send it before they have computed anything."""
+    delta = member(choice, "delta")
+    return bool(
+        member(choice, "finish_reason")
+        or isinstance(member(choice, "text"), str)
+        or any(member(delta, name) for name in _OUTPUT)
+    )
+
+
+def member(value: Any, name: str) -> Any:
+    """A member of a mapping or an object; None if there is no such member."""
+    return value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)
+
+
+class AnswerLength:
+    """Mean answer length, in tokens. An engine allocates an answer's blocks as it generates: room for the longest
+    answer allowed would displace documents. Threads may lose each other's reports."""
+
+    def __init__(self) -> None:
+        self._mean = RunningMean()
+
+    def learn(self, tokens: int | None) -> None:
+        """Take in an answer's length (None: not reported)."""
+        if tokens is not None:
+            self._mean.add(tokens)
+
+    def suffix_tokens(self, question_tokens: int, limit: int, default: int) -> int:
+        """Cached tokens of a question and its answer of at most `limit` tokens; before the first report, both together
+        are expected to have `default`."""
+        mean = self._mean.value
+        expected = default - question_tokens if mean is None else round(mean)
+        # The last token of an answer is never computed on: its keys and values are not cached.
+        return question_tokens + max(0, min(expected, limit) - 1)
+
+
+def _first(value: Any, *names: str) -> Any:
+    return next((found for name in names if (found := member(value, name)) is not None), None)
+
+
+def _count(value: Any) -> int | None:
+    return value if type(value) is int and 0 <= value < _MAX_COUNT else None

@@ -1,0 +1,312 @@
+"""`ragorder bench`: what ordering saves, on synthetic workloads and on real corpora, at rest and under load."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import IO, Any
+
+import click
+
+from ragorder.cli.options import ParamType
+from ragorder.cli.output import Stream
+from ragorder.eval.cli.options import Seeds, embedding_model, events_options, server_options
+from ragorder.eval.cli.progress import progress_bar
+
+__all__ = ["bench"]
+
+_DELAY_MS = 50.0
+
+
+class _Capacity(ParamType[Any]):
+    name = "tokens|percent|unlimited"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        from ragorder.eval.engines.capacity import Capacity
+
+        try:
+            return value if isinstance(value, Capacity) else Capacity.parse(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+@click.command()
+@click.option(
+    "--workload",
+    "workloads",
+    multiple=True,
+    metavar="NAME",
+    help="Synthetic trace: paper (RAGCache++'s: neighbours share documents, in their places), paper-shuf (the same, "
+    "with ranks shuffled), ov0.0 to ov0.8 (neighbours share that part more), mix8 (eight streams at once), zipf10 (ten "
+    "documents by popularity), zipf10-X (popularity exponent X), geo (places near each other), disjoint and unique "
+    "(neighbours, or no two requests, share a document); or pydocs. Repeatable. [default: paper-shuf]",
+)
+@click.option(
+    "--corpus",
+    "corpora",
+    multiple=True,
+    metavar="DIR",
+    help="Folder with documents.jsonl (id, text, perhaps title), questions.jsonl (id, question) and run_NAME.jsonl (id "
+    "of a question, chunks: ids of documents, best first), each plain or .gz (docs/corpora.md); or pydocs. Repeatable.",
+)
+@click.option(
+    "--order",
+    type=click.Choice(["data", "random"]),
+    default="data",
+    show_default=True,
+    help="Order of a corpus' questions.",
+)
+@click.option(
+    "--retriever",
+    type=click.Choice(["run", "bm25", "dense"]),
+    default="run",
+    show_default=True,
+    help="Where a corpus' documents come from: its own run (pydocs: bm25), or retrieved afresh.",
+)
+@embedding_model
+@click.option(
+    "--policy",
+    "policies",
+    multiple=True,
+    metavar="NAME",
+    help="none (no prefix cache), retrieval, sorted, recency, random, greedy (the paper's), best, frequency, queue, "
+    "auto, events (auto, with the server's KV events), oracle, contextpilot (in an environment of its own). "
+    "Repeatable. [default: retrieval, greedy, best, auto]",
+)
+@click.option(
+    "--engine",
+    type=click.Choice(["sim", "vllm", "torch", "openai"]),
+    default="sim",
+    show_default=True,
+    help="Simulated cache; real vLLM in this process; ragorder's embedded engine, whose cache is of documents; or an "
+    "OpenAI-compatible server that is running.",
+)
+@click.option(
+    "--model",
+    type=click.Path(path_type=Path),
+    help="vllm, torch: the model's folder [default: random weights, made on the spot]. openai: folder or Hub name of "
+    "the served model, for its tokenizer [default: where the server says that it has it from].",
+)
+@click.option(
+    "--base-url",
+    "base_urls",
+    multiple=True,
+    metavar="URL",
+    help="openai: the server, such as http://127.0.0.1:8000/v1. The policies take turns on it, each with a cache of "
+    "its own (cache_salt). Repeated once for each policy: a server for each, all at the same time. [default: a vLLM "
+    "server is started for the benchmark]",
+)
+@events_options
+@server_options
+@click.option(
+    "--top-k", type=click.IntRange(min=1), help="Documents a request. [default: the workload's own; 5 for a corpus]"
+)
+@click.option(
+    "--capacity-tokens",
+    "capacity",
+    type=_Capacity(),
+    help="The engine's cache: tokens (10k is 10,000), a share of the corpus (5%), or unlimited. "
+    "[default: 100000; openai: what the server's /metrics say]",
+)
+@click.option(
+    "--block-size",
+    type=click.IntRange(min=1),
+    help="Tokens a KV block. [default: 16 for sim and torch, 32 for vllm; openai: what the server's /metrics say]",
+)
+@click.option(
+    "--host-tokens",
+    type=click.IntRange(min=0),
+    metavar="N",
+    help="torch: so many tokens of documents that left the device are kept in host memory. [default: 0]",
+)
+@click.option(
+    "--output-tokens",
+    type=click.IntRange(min=1),
+    help="Tokens an answer. [default: as the arrivals say, else 32 for sim, 1 for vllm, torch and openai]",
+)
+@click.option(
+    "--waiting",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="So many of the next requests already wait when one is ordered.",
+)
+@click.option("--batch", is_flag=True, help="Plan the whole run at once: requests are reordered, too.")
+@click.option(
+    "--max-wait",
+    type=click.IntRange(min=0),
+    metavar="PLACES",
+    help="With --batch: a request is served at most so many places late. [default: any number]",
+)
+@click.option(
+    "--concurrency",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Load: keep N requests in flight; with --arrivals at most N.",
+)
+@click.option(
+    "--arrivals",
+    metavar="poisson:RATE|FILE",
+    help="Load: RATE requests a second at random, or at the times of a trace: CSV with TIMESTAMP,ContextTokens,"
+    "GeneratedTokens (Azure) or JSON lines with timestamp in ms (Mooncake), plain or .gz. The trace also says how many "
+    "requests there are and how long the answers; a corpus with fewer questions starts again from its first.",
+)
+@click.option(
+    "--time-scale", type=float, metavar="X", help="Play the trace of --arrivals X times as fast. [default: 1]"
+)
+@click.option(
+    "--replicas",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Each arrival of the trace stands for N requests, spread at random over the time to the next. [default: 1]",
+)
+@click.option(
+    "--prefill-rate",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="TOKENS/S",
+    help="sim under load: the model's uncached prompt tokens a second, one request after another. [default: 20000]",
+)
+@click.option(
+    "--decode-rate",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="TOKENS/S",
+    help="sim under load: the model's answer tokens a second, for each request. [default: 50]",
+)
+@click.option(
+    "--pipeline",
+    type=click.Choice(["none", "warmup", "speculative"]),
+    help="openai: every request retrieves first, and the time to the first token counts from the question. Compare "
+    "with 'none' a warm-up of the system prompt during retrieval, or that and speculation: 4 stages, of which each is "
+    "as likely to be the one since which the documents are final; with one stage to go the last of them is another, "
+    "with two the last two.",
+)
+@click.option(
+    "--retrieval-delay",
+    "delay_ms",
+    type=click.FloatRange(min=0),
+    metavar="MS",
+    help="--pipeline: how long retrieval takes. [default: 50]",
+)
+@click.option(
+    "--seeds", type=Seeds(), default="0", show_default=True, help="Seeds of workloads and random orders, with commas."
+)
+@click.option(
+    "--limit",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Only the first N requests; a synthetic workload goes on to N. [default: all; as many as the trace of "
+    "--arrivals has]",
+)
+@click.option(
+    "--json",
+    "output",
+    type=Stream("w", encoding="utf-8", lazy=False),
+    metavar="FILE|-",
+    help="Write the results as JSON; with - the table goes to standard error.",
+)
+def bench(
+    workloads: tuple[str, ...],
+    corpora: tuple[str, ...],
+    policies: tuple[str, ...],
+    retriever: str,
+    embedding_model: str | None,
+    arrivals: str | None,
+    time_scale: float | None,
+    replicas: int | None,
+    prefill_rate: float | None,
+    decode_rate: float | None,
+    events_endpoint: str | None,
+    replay_endpoint: str | None,
+    events_topic: str | None,
+    pipeline: str | None,
+    delay_ms: float | None,
+    output: IO[str] | None,
+    **options: Any,
+) -> None:
+    """Compare ordering policies on a trace of requests.
+
+    The policies take turns, request by request, each on a fresh engine, and what the prefix cache saved is compared.
+    Policy auto is ragorder's default.
+
+    The simulated engine counts cached tokens exactly and has no clock; the others measure time to first token as
+    well. With --concurrency or --arrivals a second table shows how the run went along, tenth by tenth.
+
+    In the table, "moved" is how far a document stands from its retrieval rank, in places, on average; "predicted" is
+    the share of requests of which the policy predicted the cached tokens to within one block.
+    """
+    from ragorder.eval.data.arrivals import Arrivals
+    from ragorder.eval.data.corpora import PYDOCS, CorpusError
+    from ragorder.eval.data.retrieval import make_retriever
+    from ragorder.eval.data.workloads import WorkloadError
+    from ragorder.eval.engines.base import EngineError
+    from ragorder.eval.report.console import print_results
+    from ragorder.eval.running.bench import as_json, run_bench
+    from ragorder.eval.running.load import ServiceTimes
+    from ragorder.eval.running.policies import PolicyError
+    from ragorder.eval.running.specs import DEFAULT_POLICIES, Bench, EventsAddress
+
+    if embedding_model and retriever != "dense":
+        raise click.UsageError("--embedding-model goes with --retriever dense")
+    if not workloads and not corpora:
+        workloads = ("paper-shuf",)
+    if not corpora and PYDOCS not in workloads and (retriever != "run" or options["order"] != "data"):
+        raise click.UsageError("--retriever and --order are about a corpus: give --corpus, or --workload pydocs")
+    if arrivals is None and (time_scale, replicas) != (None, None):
+        raise click.UsageError("--time-scale and --replicas play a trace: give --arrivals FILE")
+    if events_endpoint is None and (replay_endpoint, events_topic) != (None, None):
+        raise click.UsageError("--replay-endpoint and --events-topic go with --events-endpoint")
+    if pipeline is None and delay_ms is not None:
+        raise click.UsageError("--retrieval-delay is how long a request retrieves: give --pipeline")
+    modelled = options["engine"] == "sim" and (arrivals or options["concurrency"])
+    if (prefill_rate or decode_rate) and not modelled:
+        raise click.UsageError(
+            "--prefill-rate and --decode-rate model the simulated engine under load: "
+            "give --engine sim and --concurrency or --arrivals"
+        )
+    scaling = {"time_scale": time_scale, "replicas": replicas}
+    rates = {"prefill_tokens_per_s": prefill_rate, "decode_tokens_per_s": decode_rate}
+    try:
+        wanted = Bench(
+            workloads=workloads,
+            corpora=corpora,
+            retriever=None if retriever == "run" else make_retriever(retriever, embedding_model),
+            policies=policies or DEFAULT_POLICIES,
+            arrivals=None if arrivals is None else Arrivals.parse(arrivals, **_given(scaling)),
+            events=EventsAddress(events_endpoint, replay_endpoint, events_topic or "") if events_endpoint else None,
+            service_times=ServiceTimes(**_given(rates)),
+            **_given(options),
+        )
+        if pipeline is not None:
+            _bench_pipelines(wanted, pipeline, _DELAY_MS if delay_ms is None else delay_ms, output)
+            return
+        with progress_bar() as progress:
+            results = run_bench(wanted, progress)
+    except (PolicyError, WorkloadError) as error:
+        raise click.UsageError(str(error)) from None
+    except (CorpusError, EngineError, ImportError, OSError, ValueError) as error:
+        raise click.ClickException(str(error)) from None
+    to_stdout = output is not None and output.name == "<stdout>"
+    print_results(results, stderr=to_stdout)
+    if output is not None:
+        json.dump(as_json(wanted, results), output, indent=1)
+        output.write("\n")
+        output.flush()  # click closes the file without a word if the disk is full
+
+
+def _bench_pipelines(bench: Any, pipeline: str, delay_ms: float, output: IO[str] | None) -> None:
+    """Raises as `run_pipelines` does."""
+    from ragorder.eval.experiments.pipelining import run_pipelines
+    from ragorder.eval.experiments.pipelining.tables import print_pipelines
+    from ragorder.eval.running.bench import as_json
+
+    with progress_bar() as progress:
+        results = run_pipelines(bench, pipeline, delay_ms, progress)
+    print_pipelines(results, stderr=output is not None and output.name == "<stdout>")
+    if output is not None:
+        json.dump(as_json(bench, []) | {"runs": [result.as_json() for result in results]}, output, indent=1)
+        output.write("\n")
+        output.flush()  # click closes the file without a word if the disk is full
+
+
+def _given(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}

@@ -1,0 +1,218 @@
+"""`ragorder eval`: every table and figure, run and kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ragorder.eval.cli.options import Seeds, events_options, server_options
+from ragorder.eval.cli.progress import progress_bar
+from ragorder.eval.cli.quality import quality
+from ragorder.eval.cli.report import report
+
+if TYPE_CHECKING:
+    from ragorder.eval.running.options import Options
+    from ragorder.eval.running.suite import Suite
+
+__all__ = ["eval"]
+
+_HELP = {"help_option_names": ["-h", "--help"]}
+
+
+@click.group(context_settings=_HELP)
+def eval() -> None:
+    """Run the evaluation's tables and figures, and report on them."""
+
+
+@eval.command(name="list", context_settings=_HELP)
+def list_suites() -> None:
+    """The suites, one a table or figure: the paper's, then ours."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from ragorder.eval.running.cells import SuiteError
+    from ragorder.eval.running.suite import load_suites
+
+    try:
+        suites = load_suites()
+    except SuiteError as error:
+        raise click.ClickException(str(error)) from None
+    table = Table(caption="paper: all of the papers'; ours: the others; all: both")
+    for heading in ("suite", "what it shows", "source", "cells", "policies"):
+        number = heading in ("cells", "policies")
+        table.add_column(heading, no_wrap=heading == "suite", justify="right" if number else "left")
+    for suite in suites.values():
+        title = f"{suite.title} [dim](needs {suite.needs})[/]" if suite.needs else suite.title
+        numbers = ["", ""] if suite.needs else [str(len(suite.points)), str(len(suite.policies))]
+        table.add_row(suite.name, title, suite.source, *numbers)
+    Console().print(table)
+
+
+@eval.command(context_settings=_HELP)
+@click.argument("suites", nargs=-1, required=True, metavar="SUITE...")
+@click.option(
+    "-o",
+    "--output",
+    "folder",
+    type=click.Path(path_type=Path, file_okay=False),
+    required=True,
+    metavar="DIR",
+    help="Where results.jsonl is kept. What is there already is not run again.",
+)
+@click.option(
+    "--engine",
+    type=click.Choice(["sim", "vllm", "torch", "openai"]),
+    default="sim",
+    show_default=True,
+    help="Simulated cache; real vLLM or the embedded engine in this process; or an OpenAI-compatible server.",
+)
+@click.option(
+    "--limit", type=click.IntRange(min=1), metavar="N", help="At most N requests a run. [default: as the suite says]"
+)
+@click.option(
+    "--reduced",
+    is_flag=True,
+    help="The suites' short forms: fewer cells, policies and requests, a smaller cache, for engines that take their "
+    "time. A suite without one is left out, and says so.",
+)
+@click.option(
+    "--seeds",
+    type=Seeds(),
+    default="0,1,2",
+    show_default=True,
+    help="Seeds of workloads and random orders, with commas.",
+)
+@click.option(
+    "--policy", "policies", multiple=True, metavar="NAME", help="Only these of each suite's policies. Repeatable."
+)
+@click.option(
+    "--model",
+    type=click.Path(path_type=Path),
+    help="vllm, torch: the model's folder [default: random weights, made on the spot]. openai: folder or Hub name of "
+    "the served model, for its tokenizer.",
+)
+@click.option(
+    "--base-url", metavar="URL", help="openai: the server. [default: a vLLM server is started for each size of cache]"
+)
+@server_options
+@events_options
+@click.option(
+    "--corpora",
+    type=click.Path(path_type=Path, file_okay=False, exists=True),
+    metavar="DIR",
+    help="Folder with a folder for each real corpus, yours as well: see `ragorder bench --help` for the files. "
+    "Suite corpora takes all of them.",
+)
+@click.option(
+    "--questions",
+    type=click.Path(path_type=Path, file_okay=False, exists=True),
+    metavar="DIR",
+    help="Folder with a file for each data set of a suite about quality, such as hotpotqa.json. "
+    "[default: loaded from the Hugging Face Hub]",
+)
+@click.option(
+    "--dry-run",
+    is_flag=True,
+    help="Say what would be served, and serve nothing; quality goes its whole way without a model.",
+)
+def run(
+    suites: tuple[str, ...],
+    folder: Path,
+    policies: tuple[str, ...],
+    events_endpoint: str | None,
+    replay_endpoint: str | None,
+    events_topic: str | None,
+    **options: Any,
+) -> None:
+    """Run suites (by name, paper, ours, all, or a TOML file of one's own) and keep every request's figures in DIR.
+
+    Strategies take turns, request by request, each on a fresh engine. What was interrupted goes on where it stopped if
+    the same command is given again.
+    """
+    from ragorder.eval.data.corpora import CorpusError
+    from ragorder.eval.data.corpora.loader import corpora_in
+    from ragorder.eval.engines.base import EngineError
+    from ragorder.eval.running.cells import SuiteError
+    from ragorder.eval.running.options import HarnessError, Options
+    from ragorder.eval.running.session import run_suites
+    from ragorder.eval.running.specs import EventsAddress
+    from ragorder.eval.running.store import Store, StoreError
+    from ragorder.eval.running.suite import choose_suites
+
+    if events_endpoint is None and (replay_endpoint, events_topic) != (None, None):
+        raise click.UsageError("--replay-endpoint and --events-topic go with --events-endpoint")
+    events = EventsAddress(events_endpoint, replay_endpoint, events_topic or "") if events_endpoint else None
+    try:
+        chosen = choose_suites(suites)
+    except SuiteError as error:
+        raise click.UsageError(str(error)) from None
+    if options["corpora"] is not None:
+        chosen = [suite.with_corpora(corpora_in(options["corpora"])) for suite in chosen]
+    _check_policies(policies, chosen)
+    try:
+        wanted = Options(policies=policies or None, events=events, **options)
+        if wanted.dry_run:
+            if any(suite.kind == "serve" for suite in chosen):
+                _say_plan(chosen, wanted, folder)
+            for suite in chosen:
+                if suite.kind not in ("serve", "quality"):
+                    cells = f"{len(suite.points)} cells x {len(wanted.seeds)} seeds"
+                    click.echo(f"{suite.name}: {cells} ({suite.kind}), less what is in {folder} already")
+            chosen = [suite for suite in chosen if suite.kind == "quality"]
+            if not chosen:
+                return
+        with Store(folder) as store, progress_bar() as progress:
+            outcome = run_suites(chosen, wanted, store, progress)
+    except KeyboardInterrupt:
+        click.echo("interrupted: the same command goes on from here", err=True)
+        raise click.exceptions.Exit(130) from None
+    except (CorpusError, EngineError, HarnessError, StoreError, SuiteError, ImportError, OSError) as error:
+        raise click.ClickException(str(error)) from None
+    parts = [f"{outcome.runs} runs served"]
+    parts += [f"{outcome.copied} taken from another suite that measured the same"] * bool(outcome.copied)
+    parts += [f"{outcome.quality} lines about quality"] * bool(outcome.quality)
+    parts += [f"{outcome.unavailable} not to be had (the reasons are in the results)"] * bool(outcome.unavailable)
+    click.echo(f"{folder}: {', '.join(parts)}")
+
+
+def _check_policies(policies: tuple[str, ...], suites: list[Suite]) -> None:
+    known = dict.fromkeys(policy for suite in suites for policy in suite.policies)
+    unknown = [policy for policy in policies if policy not in known]
+    if unknown:
+        from ragorder.eval.data.names import choices
+
+        raise click.UsageError(f"no suite here has a policy {unknown[0]!r}: {choices(unknown[0], known)}")
+
+
+def _say_plan(suites: list[Suite], options: Options, folder: Path) -> None:
+    """What would be served, in a table."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from ragorder.eval.running.session import plan_run
+    from ragorder.eval.running.store import Store
+
+    counts: dict[str, list[int]] = {suite.name: [0, 0, 0, 0] for suite in suites if suite.kind == "serve"}
+    with Store.reading(folder) as store:
+        plan = plan_run(suites, options, store)
+    for job in plan.served:
+        counts[job.suite.name][0] += len(job.policies)
+        counts[job.suite.name][1] += job.requests * len(job.policies)
+    for job in plan.copied:
+        counts[job.suite.name][2] += len(job.policies)
+    for missing in plan.missing:
+        counts[missing.suite][3] += 1
+    table = Table(caption="\n".join(dict.fromkeys(missing.reason for missing in plan.missing)) or None)
+    for heading in ("suite", "runs to serve", "requests", "measured in another", "not to be had"):
+        table.add_column(heading, justify="left" if heading == "suite" else "right")
+    for name, numbers in counts.items():
+        table.add_row(name, *(f"{number:,}" for number in numbers))
+    table.add_section()
+    table.add_row("all", *(f"{sum(column):,}" for column in zip(*counts.values(), strict=True)))
+    Console().print(table)
+
+
+eval.add_command(report)
+eval.add_command(quality)

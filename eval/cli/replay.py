@@ -1,0 +1,191 @@
+"""`ragorder replay`: what ordering would have saved on a log of past requests."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import IO
+
+import click
+
+from ragorder.cli.output import Stream
+from ragorder.eval.cli.progress import progress_bar
+
+__all__ = ["replay"]
+
+_PROCESSES_FROM = 5_000
+
+
+@click.command()
+@click.argument("log", type=Stream("rb"))
+@click.option(
+    "--policy",
+    "policies",
+    multiple=True,
+    metavar="NAME",
+    help="retrieval (always replayed), greedy (RAGCache++), best, frequency, auto. Repeatable. "
+    "[default: retrieval, greedy, auto]",
+)
+@click.option(
+    "--capacity-tokens",
+    "capacities",
+    multiple=True,
+    metavar="TOKENS|PERCENT|unlimited",
+    help="Your engine's cache: tokens (10k is 10,000), a share of the length of all distinct documents (5%), or "
+    "unlimited. Repeatable.",
+)
+@click.option(
+    "--sweep/--no-sweep",
+    default=True,
+    show_default=True,
+    help="Also caches of 5, 10, 25, 50 and 100 % of the length of all distinct documents, and an unlimited one.",
+)
+@click.option("--block-size", type=click.IntRange(min=1), default=16, show_default=True, help="Tokens in one KV block.")
+@click.option("--top-k", type=click.IntRange(min=1), help="Only the first K documents of each request.")
+@click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Only the first N requests of the log.")
+@click.option(
+    "--document-tokens",
+    type=click.IntRange(min=0),
+    default=256,
+    show_default=True,
+    help="Length of a document of which the log tells none.",
+)
+@click.option(
+    "--prefix-tokens",
+    type=click.IntRange(min=0),
+    default=64,
+    show_default=True,
+    help="Tokens in front of the documents (system prompt), where the log tells none.",
+)
+@click.option(
+    "--suffix-tokens",
+    type=click.IntRange(min=1),
+    default=20,
+    show_default=True,
+    help="Tokens behind the documents (question, template), where the log tells none.",
+)
+@click.option(
+    "--output-tokens",
+    type=click.IntRange(min=0),
+    default=32,
+    show_default=True,
+    help="Tokens of an answer, where the log tells none.",
+)
+@click.option(
+    "--prefill-rate",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="TOKENS/S",
+    help="Replay at the recorded times, on an engine that prefills so many uncached tokens a second, one request after "
+    "another; also gives the saving in seconds. [default: 20000 with --decode-rate]",
+)
+@click.option(
+    "--decode-rate",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="TOKENS/S",
+    help="Replay at the recorded times, on an engine that decodes so many tokens a second for each request, side by "
+    "side. [default: 50 with --prefill-rate]",
+)
+@click.option(
+    "--processes",
+    type=click.IntRange(min=1),
+    help="Policies and capacities replayed at the same time. [default: one for each core; 1 for a small log]",
+)
+@click.option(
+    "--json",
+    "output",
+    type=Stream("w", encoding="utf-8", lazy=False),
+    metavar="FILE|-",
+    help="Write everything as JSON; with - the tables go to standard error.",
+)
+@click.option(
+    "--plot",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE.png",
+    help="Draw cached tokens by capacity and along the log (needs the extra eval).",
+)
+def replay(
+    log: IO[bytes],
+    policies: tuple[str, ...],
+    capacities: tuple[str, ...],
+    sweep: bool,
+    block_size: int,
+    top_k: int | None,
+    limit: int | None,
+    document_tokens: int,
+    prefix_tokens: int,
+    suffix_tokens: int,
+    output_tokens: int,
+    prefill_rate: float | None,
+    decode_rate: float | None,
+    processes: int | None,
+    output: IO[str] | None,
+    plot: Path | None,
+) -> None:
+    """Replay a log of past requests on a simulated cache.
+
+    Would ordering help? The report gives the cached tokens by policy and by capacity, exact to the block, what that
+    saves, and why. No engine, model or text is needed.
+
+    LOG (or - for standard input) holds JSON lines, plain or gzipped. An application writes one after each retrieval:
+
+    \b
+      log.write(json.dumps({"time": time.time(), "tenant": customer, "documents": [d.id for d in documents],
+                            "tokens": [len(tokenizer.encode(d.text)) for d in documents]}) + "\\n")
+
+    "time" is in seconds, from any origin, or ISO 8601; lines may be out of order. "documents" are ids, best first, or
+    objects {"id", "tokens"}. Only these two must be there. "tokens" may also be one number for all documents; the same
+    id with another length is another document. "tenant": tenants share the cache, but none of its blocks. Also known
+    are "prefix_tokens", "suffix_tokens" and "output_tokens", as in the options below, and "prompt_tokens" in place of
+    "suffix_tokens". Other fields are passed over, and named once.
+
+    Requests are served one at a time, in order of time. With --prefill-rate or --decode-rate they come at their
+    recorded times to a model of an engine: prompts are prefilled one after another, answers are decoded side by side,
+    and what is in flight holds its blocks. Settings of the orderer in the environment hold here, too: with
+    RAGORDER_KEEP_FIRST=2 you see what that guard costs.
+    """
+    from ragorder.eval.engines.capacity import Capacity
+    from ragorder.eval.replay import DEFAULT_POLICIES, SWEEP, Lengths, LogError, ReplayError, read_log
+    from ragorder.eval.replay import replay as replay_log
+    from ragorder.eval.replay.lines import name_of
+    from ragorder.eval.replay.plot import need_matplotlib, plot_report
+    from ragorder.eval.replay.tables import print_report
+    from ragorder.eval.running.policies import PolicyError
+
+    if plot is not None and not (plot.suffix == ".png" and os.access(plot.parent, os.W_OK)):
+        raise click.UsageError("--plot draws a PNG: give FILE.png in a folder that can be written to")
+    given = click.get_current_context().params
+    arguments = {**given, "log": name_of(log), "plot": plot and str(plot), "output": output and output.name}
+    try:
+        wanted = [Capacity.parse(capacity) for capacity in capacities]
+        if plot is not None:
+            need_matplotlib()
+        with progress_bar() as progress:
+            lengths = Lengths(document_tokens, prefix_tokens, suffix_tokens, output_tokens)
+            requests = read_log(log, lengths=lengths, top_k=top_k, limit=limit, progress=progress)
+            report = replay_log(
+                requests,
+                policies=policies or DEFAULT_POLICIES,
+                capacities=wanted,
+                sweep=SWEEP if sweep else (),
+                block_size=block_size,
+                prefill_tokens_per_s=prefill_rate,
+                decode_tokens_per_s=decode_rate,
+                processes=processes or (_cores() if len(requests) >= _PROCESSES_FROM else 1),
+                progress=progress,
+            )
+        if plot is not None:
+            plot_report(report, plot)
+    except PolicyError as error:
+        raise click.UsageError(str(error)) from None
+    except (LogError, ReplayError, ImportError, OSError, ValueError) as error:
+        raise click.ClickException(str(error)) from None
+    print_report(report, stderr=output is not None and output.name == "<stdout>")
+    if output is not None:
+        json.dump({**report.as_json(), "arguments": arguments}, output, indent=1)
+        output.write("\n")
+        output.flush()  # click closes the file without a word if the disk is full
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

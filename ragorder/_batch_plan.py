@@ -1,0 +1,115 @@
+"""Plans of a batch, each dry-run on a copy of its scope before one is served.
+
+A good plan may still hit less than ordering each request as it comes: that depends on what the engine holds, which
+changes with every request. So each plan is played through on a copy of tree and mirror, and the one with most cached
+tokens is taken. Ordering one by one is always a candidate: as far as the mirror can tell, no batch does worse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from typing import Any, NamedTuple
+
+from ragorder._request import OrderRequest
+from ragorder._scope import Scope
+from ragorder.trie.plan import plan_backlog
+
+__all__ = ["Step", "plan_batch"]
+
+_MOST_CANDIDATES = 64
+"""Requests among which the next one is chosen, and for which the documents of one request are laid out."""
+
+
+class Step(NamedTuple):
+    """A request of the batch and the permutation of its ranks (None: as `order` finds it when its turn comes)."""
+
+    number: int
+    permutation: list[int] | None = None
+
+
+_Requests = Sequence[OrderRequest[Any]]
+_Plan = Callable[["_DryRun", _Requests], None]
+
+
+def plan_batch(scope: Scope, requests: _Requests, max_wait: int | None, suffix_tokens: int | None = None) -> list[Step]:
+    """The steps of the best plan, in serving order. No request is more than `max_wait` places late (None: no bound).
+
+    `scope` is a copy of the batch's own; each plan gets another. Time is near-linear in the number of requests, and
+    proportional to `max_wait` up to 64.
+    """
+    as_they_come = [Step(number) for number in range(len(requests))]
+    if max_wait == 0 or not requests:
+        return as_they_come
+
+    def dry_run(plan: _Plan) -> _DryRun:
+        run = _DryRun(scope.copy(), suffix_tokens)
+        plan(run, requests)
+        return run
+
+    window = len(requests) if max_wait is None else min(max_wait + 1, len(requests))
+    best = dry_run(lambda run, requests: _in_windows(run, requests, window))
+    if window < len(requests):
+        # Where all requests may be served in any order, the plan of all of them together is the better one.
+        best = max(best, dry_run(lambda run, requests: _nearest_first(run, requests, window)), key=_cached_tokens)
+    # With equal hits the plan is better: what shares follows at once, whatever else the engine has to hold.
+    return best.steps if best.cached_tokens >= dry_run(_one_by_one).cached_tokens else as_they_come
+
+
+class _DryRun:
+    """A copy of a scope, in which every request is answered at once."""
+
+    def __init__(self, scope: Scope, suffix_tokens: int | None) -> None:
+        self.scope = scope
+        self.steps: list[Step] = []
+        self.cached_tokens = 0
+        self._suffix_tokens = suffix_tokens
+
+    def order(self, number: int, request: OrderRequest[Any], waiting: Sequence[frozenset[Any]] = ()) -> None:
+        self._serve(number, self.scope.order(request, waiting, self._suffix_tokens))
+
+    def start(self, number: int, request: OrderRequest[Any], permutation: list[int]) -> None:
+        self._serve(number, self.scope.start(request, permutation, self._suffix_tokens))
+
+    def _serve(self, number: int, ordering: Any) -> None:
+        self.steps.append(Step(number, list(ordering.permutation)))
+        self.cached_tokens += ordering.cached_tokens
+        ordering.confirm()
+
+
+def _cached_tokens(run: _DryRun) -> int:
+    return run.cached_tokens
+
+
+def _one_by_one(run: _DryRun, requests: _Requests) -> None:
+    for number, request in enumerate(requests):
+        run.order(number, request)
+
+
+def _in_windows(run: _DryRun, requests: _Requests, window: int) -> None:
+    """Plan window after window, each from what the cache holds after the one before."""
+    scope = run.scope
+    for first in range(0, len(requests), window):
+        batch = requests[first : first + window]
+        cached = [scope.cached_path(request) for request in batch]
+        tokens = {key: length for request in batch for key, length in zip(request.keys, request.tokens, strict=True)}
+        # What a request shares with no other is placed as if it came alone.
+        alone = [[request.keys[rank] for rank in scope.preview(request, ())] for request in batch]
+        for number, order in plan_backlog(alone, tokens, cached):
+            request = batch[number]
+            run.start(first + number, request, [request.ranks[key] for key in order])
+
+
+def _nearest_first(run: _DryRun, requests: _Requests, window: int) -> None:
+    """Serve next, among the requests allowed, the one with most cached tokens; its documents are arranged for the
+    others."""
+    coming: Iterator[tuple[int, OrderRequest[Any], frozenset[Any]]] = (
+        (number, request, frozenset(request.keys)) for number, request in enumerate(requests)
+    )
+    candidates = list(islice(coming, min(window, _MOST_CANDIDATES)))
+    for place in range(len(requests)):
+        late = place - candidates[0][0] >= window - 1
+        held = [run.scope.predict_cached_tokens(request)[0] for _, request, _ in candidates[: 1 if late else None]]
+        number, request, _ = candidates.pop(held.index(max(held)))
+        run.order(number, request, [keys for _, _, keys in candidates])
+        candidates += islice(coming, 1)

@@ -1,0 +1,142 @@
+"""Work that must not run now: while the garbage collector runs, or while a lock is held.
+
+The collector runs at any allocation, and with it finalisers and the `finally` of dropped generators: in a thread that
+may hold any lock, of this package or of another (a Prometheus counter's, a connection pool's). Work that takes such a
+lock is deferred to the next call of this package.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from functools import partial
+from threading import RLock
+from typing import Any, TypeVar, TypeVarTuple
+
+__all__ = ["DeferringLock", "ReentryError", "defer", "deferred", "is_collecting", "run_deferred", "run_or_defer"]
+
+T = TypeVar("T")
+Arguments = TypeVarTuple("Arguments")
+
+_logger = logging.getLogger("ragorder")
+
+deferred: deque[Callable[[], object]] = deque()
+
+# The last phase stands last. The callback is C throughout: an interrupt (Ctrl-C) during a collection would be raised in
+# the first line of a Python callback, and the collector would swallow it.
+_phases: Any = OrderedDict.fromkeys(("start", "stop"))
+gc.callbacks.append(_phases.move_to_end)
+if hasattr(os, "register_at_fork"):
+    # The parent's deferred work stays the parent's: a connection that the child closed would be broken there.
+    os.register_at_fork(after_in_child=deferred.clear)
+
+
+def is_collecting() -> bool:
+    """Whether the garbage collector is running, in this thread or, which is rare, in another."""
+    phase: str = next(reversed(_phases))
+    return phase == "start"
+
+
+def run_or_defer(work: Callable[[], object]) -> None:
+    """Run the work now, or, while the collector runs, defer it."""
+    if is_collecting():
+        deferred.append(work)
+    else:
+        work()
+
+
+def defer(work: Callable[[], object]) -> None:
+    deferred.append(work)
+
+
+def run_deferred() -> None:
+    """Run the deferred work. Errors are logged: it is not the caller's work."""
+    while deferred and not is_collecting():
+        try:
+            work = deferred.popleft()
+        except IndexError:
+            return
+        try:
+            work()
+        except Exception as error:
+            _logger.warning("deferred work of a dropped request failed with %s", type(error).__name__)
+
+
+class ReentryError(RuntimeError):
+    """An orderer was used from within itself: the `__eq__` or `__hash__` of a key or of a scope calls it."""
+
+
+class DeferringLock:
+    """Runs one piece of work at a time.
+
+    Deferred work never waits for the lock: a finaliser may defer it in the middle of an order, in the thread that
+    holds the lock. It runs at once if the lock is free, else when the lock is released, and always before other work.
+    """
+
+    def __init__(self, report: Callable[[Exception], None]) -> None:
+        # An RLock only because it can tell whether this thread owns it: it is never acquired twice.
+        self._lock: Any = RLock()
+        self._report = report
+        self._queue: deque[Callable[[], None]] = deque()
+        self._errors: deque[Exception] = deque()
+
+    def run(self, work: Callable[[*Arguments], T], *arguments: *Arguments) -> T:
+        """Run the deferred work, then `work`, and return its result. Raises ReentryError within other work."""
+        if self._lock._is_owned():
+            raise ReentryError("the orderer is already in use further up this call stack")
+        if deferred:
+            run_deferred()
+        try:
+            with self._lock:
+                if self._queue:
+                    self._run_queue()
+                return work(*arguments)
+        finally:
+            # Deferred meanwhile, when the lock was not free.
+            if self._queue or self._errors:
+                self.drain()
+
+    def defer(self, work: Callable[[], None]) -> None:
+        """Run `work` before any other work. Never waits."""
+        self._queue.append(work)
+        self.drain()
+
+    def drain(self) -> None:
+        """Run the deferred work, unless the lock is held: then its holder runs it."""
+        lock = self._lock
+        while self._queue and not lock._is_owned():
+            try:
+                try:
+                    if not lock.acquire(blocking=False):
+                        return
+                    self._run_queue()
+                finally:
+                    if lock._is_owned():
+                        lock.release()
+            finally:
+                # Once more, in case an interrupt came in between.
+                if lock._is_owned():
+                    lock.release()
+        while self._errors and not lock._is_owned():
+            run_or_defer(partial(self._report, self._errors.popleft()))
+
+    def after_fork(self) -> bool:
+        """In a child process: whether another thread of the parent held the lock, which it cannot release here."""
+        if self._lock.acquire(blocking=False):
+            self._lock.release()
+            return False
+        self._lock = RLock()
+        return True
+
+    def _run_queue(self) -> None:
+        queue = self._queue
+        while queue:
+            try:
+                queue[0]()
+            except Exception as error:
+                self._errors.append(error)
+            finally:
+                queue.popleft()

@@ -1,0 +1,122 @@
+"""Documents of one request, read once from the caller's objects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import attrgetter, index
+from typing import Any, Generic, TypeVar
+
+from ragorder.document import Estimate, check_readable
+from ragorder.trie.residency import TokenIds
+from ragorder.trie.tree import Key
+
+__all__ = ["OrderRequest", "RequestReader", "read_length"]
+
+D = TypeVar("D")
+
+_document_key = attrgetter("key")
+_document_tokens = attrgetter("token_count")
+
+
+class OrderRequest(Generic[D]):
+    """A request's documents in rank order, with distinct keys. `estimated`: their lengths are estimates."""
+
+    __slots__ = ("documents", "estimated", "groups", "keys", "ranks", "token_ids", "tokens")
+
+    def __init__(
+        self,
+        documents: list[D],
+        keys: Sequence[Key],
+        ranks: Mapping[Key, int],
+        tokens: Sequence[int],
+        groups: Sequence[Hashable | None],
+        token_ids: Sequence[TokenIds] = (),
+        estimated: bool = False,
+    ) -> None:
+        self.documents = documents
+        self.estimated = estimated
+        self.keys = keys
+        self.ranks = ranks
+        self.tokens = tokens
+        self.groups = groups
+        self.token_ids = token_ids
+
+
+class RequestReader:
+    """Reads the caller's documents by the callables of `Orderer`; those not given read `Document`."""
+
+    def __init__(
+        self,
+        key: Callable[[Any], Hashable] | None,
+        tokens: Callable[[Any], int] | None,
+        group: Callable[[Any], Hashable | None] | None,
+        token_ids: Callable[[Any], TokenIds] | None,
+        *,
+        by_group: bool,
+    ) -> None:
+        self.token_ids = token_ids
+        self._key = key or _document_key
+        self._tokens = tokens or _document_tokens
+        self._check_tokens = tokens is not None
+        self._group = group or _metadata_source
+        self._by_group = by_group
+        read = [("key", "key", key), ("token_count", "tokens", tokens)]
+        if by_group:
+            read.append(("metadata", "group", group))
+        self._wanted = {attribute: argument for attribute, argument, given in read if given is None}
+
+    def read(self, given: list[D]) -> OrderRequest[D]:
+        keys: list[Hashable] = list(map(self._key, given))
+        ranks = {key: rank for rank, key in enumerate(keys)}
+        if len(ranks) < len(keys):
+            keys = _number_repeats(keys)
+            ranks = {key: rank for rank, key in enumerate(keys)}
+        groups = list(map(self._group, given)) if self._by_group else ()
+        tokens = list(map(self._tokens, given))
+        estimated = Estimate in map(type, tokens)
+        if self._check_tokens and tokens:
+            tokens = list(map(index, tokens))
+            read_length(min(tokens))
+        token_ids = list(map(self.token_ids, given)) if self.token_ids is not None else ()
+        return OrderRequest(given, keys, ranks, tokens, groups, token_ids, estimated)
+
+    def read_waiting(self, waiting: Sequence[Any]) -> Sequence[frozenset[Hashable]]:
+        return [frozenset(map(self._key, others)) for others in waiting] if waiting else ()
+
+    def refuse(self, given: list[Any], error: Exception) -> None:
+        """Raise TypeError if the error comes from objects that are no documents: every request would have it."""
+        if isinstance(error, AttributeError):
+            check_readable(given, self._wanted)
+
+
+def read_length(tokens: Any) -> int:
+    """A length in tokens as an int. Raises TypeError for no integer, ValueError for a negative one."""
+    length = index(tokens)
+    if length < 0:
+        raise ValueError(f"a length in tokens must not be negative, got {length}")
+    return length
+
+
+def _metadata_source(document: Any) -> Hashable | None:
+    source: Hashable | None = document.metadata.get("source")
+    return source
+
+
+@dataclass(frozen=True, slots=True)
+class _Repeat:
+    """The key of a document's further occurrence in a request."""
+
+    key: Hashable
+    number: int
+
+
+def _number_repeats(keys: list[Hashable]) -> list[Hashable]:
+    """Give the second and later occurrences of a document keys of their own: a search need not track what it placed."""
+    seen: dict[Hashable, int] = {}
+    numbered: list[Hashable] = []
+    for key in keys:
+        count = seen.get(key, 0)
+        seen[key] = count + 1
+        numbered.append(_Repeat(key, count) if count else key)
+    return numbered

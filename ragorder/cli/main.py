@@ -1,0 +1,98 @@
+"""The command `ragorder`, whose subcommands are imported when they run."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from difflib import get_close_matches
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import click
+
+from ragorder.cli.signals import end_on_sigterm
+
+__all__ = ["LazyGroup", "main"]
+
+
+class LazyCommand(NamedTuple):
+    """A command by its address "module:attribute", and the first sentence of its help."""
+
+    address: str
+    help: str
+
+
+_COMMANDS = {
+    "order": LazyCommand("ragorder.cli.order:order", "Order the documents of each request in a file of JSON lines."),
+    "bench": LazyCommand("ragorder.eval.cli.bench:bench", "Compare ordering policies on a trace of requests."),
+    "eval": LazyCommand("ragorder.eval.cli.eval:eval", "Run the evaluation's tables and figures, and report on them."),
+    "replay": LazyCommand("ragorder.eval.cli.replay:replay", "Replay a log of past requests on a simulated cache."),
+    "serve": LazyCommand("ragorder.cli.serve:serve", "Order documents in front of an OpenAI-compatible server."),
+    "stats": LazyCommand("ragorder.cli.stats:stats", "Show what ordering saved at a running proxy or application."),
+    "tiers": LazyCommand("ragorder.cli.tiers:tiers", "Keep documents' KV in host memory and on disk, in vLLM."),
+    "profile": LazyCommand("ragorder.eval.cli.profile:profile", "Measure how long a prefill takes on an engine."),
+    "demo": LazyCommand("ragorder.eval.cli.demo:demo", "Serve Python's documentation with and without ordering."),
+    "doctor": LazyCommand("ragorder.cli.doctor:doctor", "Check whether a server and its prompts use the prefix cache."),
+}
+
+
+class LazyGroup(click.Group):
+    """click's group, whose commands are imported when they run.
+
+    An error of reading or writing ends in one line instead of a traceback.
+    """
+
+    def __init__(self, *args: Any, lazy: Mapping[str, LazyCommand], **attributes: Any) -> None:
+        super().__init__(*args, **attributes)
+        self._lazy = lazy
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self._lazy)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in self._lazy:
+            return None
+        module, _, attribute = self._lazy[cmd_name].address.partition(":")
+        command: click.Command = getattr(import_module(module), attribute)
+        return command
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        if near := [] if args[0] in self._lazy else get_close_matches(args[0], self._lazy, n=1):
+            ctx.fail(f"No such command '{args[0]}'. Did you mean '{near[0]}'?")
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, command.help) for name, command in self._lazy.items()])
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except OSError as error:
+            # A reader that has gone is no failure: click ends quietly.
+            if error.errno == errno.EPIPE:
+                raise
+            _drop_unwritten_output()
+            raise click.ClickException(str(error)) from None
+
+
+def _drop_unwritten_output() -> None:
+    """Keep Python from flushing standard output at exit, which would fail once more, with a traceback."""
+    with suppress(OSError, ValueError, AttributeError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+
+
+@click.group(
+    cls=LazyGroup,
+    lazy=_COMMANDS,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+)
+@click.version_option(package_name="ragorder", prog_name="ragorder")
+def main() -> None:
+    """Orders retrieved documents so that a serving engine reuses more of its prefix cache."""
+    end_on_sigterm()

@@ -1,0 +1,73 @@
+"""Input and output of the commands: files, figures, repeated figures."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from time import sleep
+from typing import IO, TYPE_CHECKING, Any, Protocol
+
+import click
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+__all__ = ["Figures", "Stream", "show_figures", "watch_options"]
+
+
+class Stream(click.File):
+    """click's file, which refuses a standard stream that was closed before the program started."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> IO[Any]:
+        name, stream = ("input", sys.stdin) if "r" in self.mode else ("output", sys.stdout)
+        if value == "-" and stream is None:
+            self.fail(f"standard {name} is closed: name a file", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+class Figures(Protocol):
+    """A reading that can be shown."""
+
+    def show(self) -> RenderableType: ...
+
+    def as_json(self) -> Any: ...
+
+
+def watch_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """--watch (`interval_s`) and --json (`as_json`)."""
+    watch = click.option(
+        "--watch",
+        "interval_s",
+        type=click.FloatRange(min=0.1),
+        metavar="SECONDS",
+        help="Repeat every so many seconds, until interrupted.",
+    )
+    as_json = click.option(
+        "--json", "as_json", is_flag=True, help="Write the figures as JSON; with --watch a line each time."
+    )
+    return watch(as_json(command))
+
+
+def show_figures(read: Callable[[], Figures], interval_s: float | None, as_json: bool) -> None:
+    """Show them once, or every `interval_s` seconds until interrupted. Raises as `read` does."""
+    from rich.console import Console
+    from rich.live import Live
+
+    try:
+        figures = read()
+        if interval_s is None:
+            if as_json:
+                click.echo(json.dumps(figures.as_json(), indent=1))
+            else:
+                Console().print(figures.show())
+            return
+        with Live(figures.show(), auto_refresh=False, console=Console(quiet=as_json)) as live:
+            while True:
+                if as_json:
+                    click.echo(json.dumps(figures.as_json()))
+                live.update(figures.show(), refresh=True)
+                sleep(interval_s)
+                figures = read()
+    except KeyboardInterrupt:
+        pass

@@ -1,0 +1,22 @@
+"""The parts of the optional backend that need no torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.mark.parametrize("module", ["policies", "store", "store.hashing", "profile"])
+def test_policies_store_and_profile_need_no_torch(module: str) -> None:
+    blocked = "import sys; sys.modules.update(dict.fromkeys(('torch', 'transformers', 'numpy', 'triton')))"
+    code = f"{blocked}; import ragorder.kernels.{module}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_store_without_xxhash_names_the_extra() -> None:
+    code = "import sys; sys.modules['xxhash'] = None; import ragorder.kernels.store"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert "pip install 'ragorder[tiers]'" in done.stderr

@@ -1,0 +1,47 @@
+"""The proxy's work on bodies, without the network."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ragorder import Orderer, PromptBuilder
+from ragorder.adapters.proxy import DocumentTemplate
+from ragorder.adapters.proxy.ordering import OrderedRequest, RequestOrderer
+from ragorder.adapters.proxy.parsing import BodyParser, ParsedBody, Route
+from ragorder.adapters.proxy.token_counter import TokenCounter
+
+__all__ = ["Bodies"]
+
+
+class Bodies:
+    """A parser and an orderer of bodies, made as `make_app` makes them."""
+
+    def __init__(
+        self,
+        template: str | None = None,
+        tokenizer: Any = None,
+        builder: PromptBuilder | None = None,
+        orderer: Orderer | None = None,
+        *,
+        send_facts: bool = False,
+        **options: Any,
+    ) -> None:
+        self.orderer = orderer or Orderer(block_size=16, strict=True)
+        builder = builder or PromptBuilder("", tokenizer=tokenizer)
+        tokens = TokenCounter(builder, tokenizer)
+        found = None if template is None else DocumentTemplate(template)
+        warn = self.orderer.degrade
+        self.parser = BodyParser(builder, tokens, found, warn=warn, send_facts=send_facts, **options)
+        self.requests = RequestOrderer(self.orderer, send_facts=send_facts, exact=tokens.exact)
+
+    def parse(self, route: Route, content: bytes) -> ParsedBody | None:
+        return self.parser.parse(route, content)
+
+    def order(self, parsed: ParsedBody, upcoming: Sequence[ParsedBody] = ()) -> OrderedRequest:
+        return self.requests.order(parsed, upcoming)
+
+    def ordered(self, content: bytes, route: Route = "chat") -> bytes:
+        """The body that is forwarded; no answer comes."""
+        parsed = self.parse(route, content)
+        return content if parsed is None else self.order(parsed).take_body()

@@ -1,0 +1,170 @@
+"""Prompt lengths learnt from the engine's reports: the prefix, and tokens per estimated token.
+
+Of a request the length of its documents is known (counted, or estimated), where the held part is expected to end, and,
+from its answer, the reused tokens and the prompt's. It follows:
+
+- The prefix. If `x` tokens of documents are held whole and the next document is not held at all, the engine reuses
+  `floor((prefix + x) / block) * block = cached` tokens, so `cached - x <= prefix < cached - x + block`. Each report is
+  an interval; evictions and other clients give wrong ones, which differ among themselves. The prefix lies where more
+  than half of the latest intervals meet. For estimated documents only `x = 0` counts: a prefix that compensated for
+  wrong lengths would be right for that many documents only.
+- Tokens per estimated token, over all scopes (an engine has one tokenizer). Either the median of `(cached - prefix) /
+  x` over requests with `x > 0`, wrong where the mirror is, and usable only where reports with `x = 0` confirm the
+  prefix; or the least-squares slope of prompt tokens over estimated document tokens, which needs no cache: the varying
+  suffix is its noise, the prefix its intercept. The one with the smaller standard error counts, and changes the ratio
+  by twice that error or more.
+
+The suffix needs no learning: it is the reported total less the documents' end.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable, Sequence
+from math import inf, sqrt
+from weakref import WeakValueDictionary
+
+__all__ = ["LearnedLengths", "ScopeLengths"]
+
+_VOTES = 32
+_MIN_VOTES = 2
+_SURE_VOTES = 4
+_SAMPLES = 256
+_MIN_SAMPLES = 8
+_MAX_ERROR = 0.1
+_RATIOS = (0.2, 8.0)
+
+
+class LearnedLengths:
+    """What was learnt of one engine's prompts, for all orderers that follow it. `ratio`: tokens per estimated token."""
+
+    def __init__(self) -> None:
+        self.ratio = 1.0
+        self._scopes: WeakValueDictionary[Hashable, ScopeLengths] = WeakValueDictionary()
+        self._hits: deque[float] = deque(maxlen=_SAMPLES)
+        self._prompts: deque[tuple[int, float]] = deque(maxlen=_SAMPLES)
+        self._next_look = _MIN_SAMPLES
+        self._seen = 0
+
+    def of(self, scope: Hashable) -> ScopeLengths:
+        """The lengths of a scope, which live as long as they are referenced."""
+        return self._scopes.setdefault(scope, ScopeLengths(self))
+
+    def hit(self, estimated_tokens: float, tokens: float) -> None:
+        """Held documents of `estimated_tokens` had `tokens`."""
+        self._hits.append(tokens / estimated_tokens)
+        self._look()
+
+    def prompt(self, estimated_tokens: int, prompt_tokens: float) -> None:
+        """A prompt with documents of `estimated_tokens` has `prompt_tokens` in all."""
+        self._prompts.append((estimated_tokens, prompt_tokens))
+        self._look()
+
+    def _look(self) -> None:
+        """Estimate again, ever more rarely: trees have to follow a change."""
+        self._seen += 1
+        if self._seen < self._next_look:
+            return
+        self._next_look = min(self._seen + self._seen // 2, self._seen + 2 * _SAMPLES)
+        error, ratio = min(_median(self._hits), _slope(self._prompts))
+        # A difference within the error is none.
+        if error <= _MAX_ERROR and abs(ratio - self.ratio) > 2 * error and _RATIOS[0] <= ratio <= _RATIOS[1]:
+            self.ratio = ratio
+            for scope in list(self._scopes.values()):
+                scope.version += 1
+
+
+class ScopeLengths:
+    """What was learnt of one scope's prompts.
+
+    `prefix_tokens` is the length before the documents (None: nothing contradicts the settings). `estimated`: the
+    documents' lengths are estimates. `losses` counts evictions by other clients, `kept_blocks` is what the last one
+    left. `version` changes with each of these.
+    """
+
+    def __init__(self, lengths: LearnedLengths) -> None:
+        self.prefix_tokens: int | None = None
+        self.estimated = False
+        self.losses = 0
+        self.kept_blocks = 0
+        self.version = 0
+        self._lengths = lengths
+        self._votes: deque[int] = deque(maxlen=_VOTES)
+
+    @property
+    def ratio(self) -> float:
+        """Tokens per given token of the documents."""
+        return self._lengths.ratio if self.estimated else 1.0
+
+    def scale(self, tokens: Sequence[int]) -> Sequence[int]:
+        """Estimated lengths, corrected by the ratio."""
+        if not self.estimated:
+            # The trees of this scope follow from the next request on, and with them what this one puts there.
+            self.estimated = True
+            self.version += 1
+            return tokens
+        ratio = self._lengths.ratio
+        return tokens if ratio == 1 else [round(ratio * each) for each in tokens]
+
+    def learn_loss(self, kept_blocks: int) -> None:
+        """Other clients have taken all room but `kept_blocks`."""
+        self.kept_blocks = kept_blocks
+        self.losses += 1
+        self.version += 1
+
+    def learn_hit(self, prefix_tokens: int, held_tokens: int, cached_tokens: float, block_size: int) -> None:
+        """After a prefix of `prefix_tokens`, `held_tokens` of documents were held, and `cached_tokens` were reused."""
+        if held_tokens and self.estimated:
+            if sum(vote <= prefix_tokens < vote + block_size for vote in self._votes) >= _SURE_VOTES:
+                found = cached_tokens + (block_size - 1) / 2 - prefix_tokens
+                self._lengths.hit(held_tokens / self.ratio, found)
+            return
+        vote = int(cached_tokens) - held_tokens
+        self._votes.append(vote)
+        if not vote <= prefix_tokens < vote + block_size:
+            self._elect(prefix_tokens, block_size)
+
+    def learn_prompt(self, documents_tokens: int, prompt_tokens: float) -> None:
+        """The documents were assumed to have `documents_tokens`; the prompt has `prompt_tokens`."""
+        if self.estimated:
+            self._lengths.prompt(round(documents_tokens / self.ratio), prompt_tokens)
+
+    def _elect(self, prefix_tokens: int, block_size: int) -> None:
+        """Take the middle of where most of the latest reports agree, if those are more than half. A prefix that agrees
+        with them stays."""
+        votes = sorted(self._votes)
+        first = best_first = best_last = 0
+        for last, vote in enumerate(votes):
+            while votes[first] <= vote - block_size:
+                first += 1
+            if last - first > best_last - best_first:
+                best_first, best_last = first, last
+        agreeing = best_last - best_first + 1
+        low, high = votes[best_last], votes[best_first] + block_size
+        if agreeing >= _MIN_VOTES and 2 * agreeing > len(votes) and not low <= prefix_tokens < high:
+            self.prefix_tokens = max(0, (low + high - 1) // 2)
+            self.version += 1
+
+
+def _median(values: Sequence[float]) -> tuple[float, float]:
+    """(standard error, median)."""
+    if len(values) < _MIN_SAMPLES:
+        return inf, 1.0
+    middle = sorted(values)[len(values) // 2]
+    # 1.48 median deviations make a standard deviation, and a median errs 1.25 times as much as a mean.
+    deviation = sorted(abs(value - middle) for value in values)[len(values) // 2]
+    return 1.25 * 1.48 * deviation / sqrt(len(values)), middle
+
+
+def _slope(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """(standard error, slope) of a line through points, by least squares."""
+    count = len(points)
+    if count < _MIN_SAMPLES:
+        return inf, 1.0
+    mean_x, mean_y = sum(x for x, _ in points) / count, sum(y for _, y in points) / count
+    width = sum((x - mean_x) ** 2 for x, _ in points)
+    if not width:
+        return inf, 1.0
+    slope = sum((x - mean_x) * (y - mean_y) for x, y in points) / width
+    rest = sum((y - mean_y - slope * (x - mean_x)) ** 2 for x, y in points)
+    return sqrt(rest / (count - 2) / width), slope
