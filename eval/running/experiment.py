@@ -94,8 +94,13 @@ class Experiment(ABC):
     @classmethod
     def check(cls, suite: Suite, where: str) -> None:
         """Raises SuiteError for a suite that cannot be measured by this experiment."""
+        list(cls.cells(suite, where))
+
+    @classmethod
+    def cells(cls, suite: Suite, where: str) -> Iterator[Any]:
+        """Raises SuiteError for a cell with unknown or wrong parameters."""
         for point in suite.points:
-            cls.cell.read(point, f"{where}: cell {_short(point)}")
+            yield cls.cell.read(point, f"{where}: cell {_short(point)}")
 
     def plan(self, suite: Suite) -> Iterator[Job | Missing]:
         """What is to be measured, without what the store has already, and what cannot be.
@@ -103,8 +108,7 @@ class Experiment(ABC):
         Raises CorpusError for a corpus that cannot be read.
         """
         asked = self.asked(suite)
-        for point in suite.points:
-            cell = self.cell.read(point, f"{suite.name}.toml: cell {_short(point)}")
+        for cell in suite.cells:
             reasons = {policy: self.obstacle(suite, cell, policy) for policy in asked}
             said = (self.missing(suite, cell, policy, why) for policy, why in reasons.items() if why)
             yield from (each for each in said if each is not None)

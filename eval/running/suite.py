@@ -158,6 +158,11 @@ class Suite(BaseModel):
                     found.append(point)
         return found
 
+    @property
+    def cells(self) -> list[Any]:
+        """As the experiment reads them. Raises SuiteError."""
+        return list(experiment_of(self.kind).cells(self, f"{self.name}.toml"))
+
     def with_corpora(self, names: Iterable[str]) -> Suite:
         """The same with corpora of the user's own behind its own, if it takes any."""
         swept = self.sweep.get("corpus", ())

@@ -351,7 +351,9 @@ class TestAStore:
 
     def test_only_one_writes_at_a_time(self, tmp_path: Path) -> None:
         with Store(tmp_path):
-            script = "import pathlib, sys, ragorder.eval.running as h; h.Store(pathlib.Path(sys.argv[1])).__enter__()"
+            script = (
+                "import pathlib, sys, ragorder.eval.running.store as h; h.Store(pathlib.Path(sys.argv[1])).__enter__()"
+            )
             done = subprocess.run([sys.executable, "-c", script, tmp_path], capture_output=True, text=True)
         assert done.returncode != 0
         assert "another process is writing there" in done.stderr
@@ -461,10 +463,10 @@ class TestResuming:
 
         serve = Engines.serve
 
-        def interrupted(self: Engines, job: Any, advance: Any) -> Any:
+        def interrupted(self: Engines, job: Any, advance: Any, **options: Any) -> Any:
             if job.cell.workload == "geo":
                 raise KeyboardInterrupt
-            return serve(self, job, advance)
+            return serve(self, job, advance, **options)
 
         (tmp_path / "mine.toml").write_text(SUITE)
         command = "run", tmp_path / "mine.toml", "-o", tmp_path / "out", "--seeds", "0"
@@ -636,7 +638,7 @@ class TestWhatCannotBeHad:
         def broken(name: str) -> Any:
             raise PeerError("the peer's process ended")
 
-        monkeypatch.setattr("ragorder.eval.running.session.make_peer", lambda name: None)
+        monkeypatch.setattr("ragorder.eval.experiments.serving.experiment.make_peer", lambda name: None)
         monkeypatch.setattr("ragorder.eval.running.policies.make_peer", broken)
         asked = suite(SUITE.replace('"auto"]', '"auto", "contextpilot"]'))
         assert run(tmp_path, asked, seeds=(0,)) == Outcome(runs=4, unavailable=2)
@@ -651,7 +653,7 @@ class TestWhatCannotBeHad:
             tried.append(name)
             raise PeerError("contextpilot==0.5.0 cannot be installed: no network")
 
-        monkeypatch.setattr("ragorder.eval.running.session.make_peer", missing)
+        monkeypatch.setattr("ragorder.eval.experiments.serving.experiment.make_peer", missing)
         asked = suite(SUITE.replace('"auto"]', '"auto", "contextpilot"]'))
         assert run(tmp_path, asked, seeds=(0, 1)).runs == 8
         assert tried == ["contextpilot"]
