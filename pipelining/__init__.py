@@ -1,4 +1,4 @@
-"""Retrieval overlapped with prefill (RAGCache++ section 3.6, RAGCache section 5.3)."""
+"""Overlap of retrieval and prefill (RAGCache++ section 3.6, RAGCache section 5.3)."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ __all__ = [
     "staged_retrieval",
 ]
 
-# Loaded when first asked for: numpy and FAISS are no part of the core.
+# Loaded on first use: numpy and FAISS are not part of the core.
 _LAZY = dict.fromkeys(("Stage", "StagedHNSW", "StagedIVF", "StagedSearch"), "ragorder.pipelining.staged")
 
 

@@ -1,4 +1,4 @@
-"""How busy the engine is: whether a speculative prefill would be in anybody's way."""
+"""Load of the engine, by which speculations are admitted."""
 
 from __future__ import annotations
 
@@ -12,19 +12,16 @@ __all__ = ["EngineLoad", "prefill_batch"]
 
 
 def prefill_batch(token_budget: int, prompt_tokens: int) -> int:
-    """How many prompts of this length one prefill iteration of the engine takes: `max_prefill_bs` of RAGCache section
-    5.3, for an engine that computes `token_budget` tokens an iteration (vLLM: --max-num-batched-tokens)."""
+    """`max_prefill_bs` of RAGCache section 5.3: the prompts of this length in one iteration of an engine that computes
+    `token_budget` tokens in each (vLLM: --max-num-batched-tokens)."""
     return max(1, token_budget // max(1, prompt_tokens))
 
 
 class EngineLoad:
     """Counts the requests that wait for their first token (the queue of RAGCache Algorithm 2).
 
-    There is room for a speculation while fewer than `max_prefill_bs` are pending. `reported` may say how many the
-    engine itself knows of, those of others included (None: it does not say): the larger number counts. `clock` gives
-    seconds.
-
-    Raises ValueError for less than one.
+    A speculation is admitted while fewer than `max_prefill_bs` are pending. `reported` may return the engine's own
+    count, other clients included (None: unknown): the larger number counts. Raises ValueError for `max_prefill_bs` < 1.
     """
 
     def __init__(
@@ -43,23 +40,20 @@ class EngineLoad:
 
     @property
     def prefill_s(self) -> float | None:
-        """The mean of the last times to a first token, from when a request was sent; None before the first."""
         return self._prefill_s.value
 
     @property
     def pending(self) -> int:
-        """Requests that wait for their first token."""
         reported = self._reported() if self._reported is not None else None
         return max(self._pending, reported or 0)
 
     @property
     def has_room(self) -> bool:
-        """Whether one more prefill would not make others wait."""
         return self.pending < self.max_prefill_bs
 
     @contextmanager
     def prefilling(self) -> Iterator[Callable[[], None]]:
-        """A request is sent. Call what you get once its first token is there; if none comes, leaving the block does."""
+        """Count a request as pending until the yielded function is called (at its first token) or the block ends."""
         waits = True
         self._pending += 1
         sent_s = self._clock()

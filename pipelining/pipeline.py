@@ -1,4 +1,4 @@
-"""The pipeline: retrieval, with the prefill of what will probably be needed behind it."""
+"""Pipeline of retrieval and speculative prefill."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ _own_key: Callable[[Any], Hashable] = attrgetter("key")
 
 
 class Pipeline(Generic[Q, D, R]):
-    """Answers questions on documents that are still being searched for.
+    """Answers questions while their documents are still being searched for.
 
-    - `warm_up` prefills the system prompt during retrieval where the engine does not hold it (RAGCache++ section 3.6).
-    - `load` switches speculation on (RAGCache section 5.3, Algorithm 2): whenever the provisional documents change, the
-      generation on the ones before is aborted and, if there is room, one on the new ones begins. In the end a
-      generation is taken only if its request is the one that the final documents make; else the answer is generated
-      anew, and finds in the engine's cache what both have in common. So the answer is the one without speculation.
-    - `gain` have it speculate only where recent searches say that it saves more than it may cost; without, it is
-      Algorithm 2 as it stands.
+        pipeline = Pipeline(retrieval, prompts, engine, load=EngineLoad(4))
+        async with pipeline.stream(question) as stream:
+            async for text in stream: ...
 
-    `key` tells documents apart. `clock` gives seconds.
+    - `warm_up` prefills the system prompt during retrieval if the engine does not hold it (RAGCache++ section 3.6).
+    - `load` enables speculation (RAGCache section 5.3, Algorithm 2): when the provisional documents change, the running
+      generation is aborted and, if the load permits, one on the new documents begins. It is used only if its request
+      equals the final one; so answers are those without speculation.
+    - `gain` restricts speculation to where recent searches show that it saves more than it costs.
     """
 
     def __init__(
@@ -68,30 +68,25 @@ class Pipeline(Generic[Q, D, R]):
         self._clock = clock
 
     def stream(self, question: Q) -> PipelinedStream:
-        """The answer as it arrives. Nothing happens before it is asked for its first piece.
-
-        Raises what retrieval and the engine raise, and nothing of its own.
-        """
+        """The answer as it arrives; lazy. Raises only what retrieval and the engine raise."""
         trace = PipelineTrace()
         return PipelinedStream(_QuestionRun(self, question, trace).run(), trace)
 
     async def answer(self, question: Q) -> PipelinedStream:
-        """The whole answer: a stream that has ended. Raises what `stream` does."""
         async with self.stream(question) as stream:
             async for _ in stream:
                 pass
         return stream
 
     async def close(self) -> None:
-        """End the warm-ups that are on their way."""
         if self.warm_up is not None:
             await self.warm_up.close()
 
 
 class PipelinedStream(AsyncIterator[str]):
-    """The pieces of an answer. Use it by `async with`, or close it: closing early ends all that runs for it.
+    """The pieces of an answer, an async context manager: closing it early ends everything that runs for it.
 
-    `text` is what has come so far, `usage` what the engine reported at the end, `trace` how it went.
+    `text` is what has arrived so far, `usage` the engine's report at the end.
     """
 
     def __init__(self, chunks: AsyncGenerator[AnswerChunk, None], trace: PipelineTrace) -> None:
@@ -119,13 +114,10 @@ class PipelinedStream(AsyncIterator[str]):
         await self.close()
 
     async def close(self) -> None:
-        """Abort what is still running."""
         await self._chunks.aclose()
 
 
 class _QuestionRun(Generic[Q, D, R]):
-    """The way of one question."""
-
     def __init__(self, pipeline: Pipeline[Q, D, R], question: Q, trace: PipelineTrace) -> None:
         self._pipeline = pipeline
         self._question = question
@@ -177,8 +169,7 @@ class _QuestionRun(Generic[Q, D, R]):
         return tuple(map(self._pipeline._key, documents))
 
     async def _speculate(self, documents: Sequence[D], load: EngineLoad) -> None:
-        """RAGCache Algorithm 2, lines 6-10. Documents that make the same request are no change; what was refused or
-        declined is tried again after the next stage."""
+        """RAGCache Algorithm 2, lines 6-10. What was refused or declined is tried again after the next stage."""
         keys, gain = self._keys_of(documents), self._pipeline.gain
         if keys == self._keys:
             return
@@ -220,7 +211,7 @@ class _QuestionRun(Generic[Q, D, R]):
                     usage = chunk.usage or usage
                     yield chunk
         except BaseException:
-            # A prompt that was computed stays in the cache, whatever became of the answer.
+            # A computed prompt stays in the cache, even if the answer failed.
             if began:
                 committed.confirm(usage)
             else:
@@ -242,11 +233,11 @@ class _QuestionRun(Generic[Q, D, R]):
                         yield chunk
                 return
             except Exception:
-                # Sent now, as it would have been without speculation, the request may well succeed.
+                # Sent again, as without speculation, the request may succeed.
                 if began:
                     raise
         elif speculation is not None:
-            # It ends while the final request is on its way already.
+            # It ends while the final request is already running.
             speculation.cancel()
         self._trace.speculated_stage = None
         async with aclosing(counted(self._pipeline._engine, request, self._pipeline.load)) as chunks:

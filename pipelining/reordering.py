@@ -1,4 +1,4 @@
-"""Cache-aware reordering (RAGCache section 5.2): a queue in front of a busy engine, whose cache decides who is next."""
+"""Cache-aware reordering (RAGCache section 5.2): a queue before a busy engine."""
 
 from __future__ import annotations
 
@@ -20,23 +20,22 @@ _logger = logging.getLogger("ragorder")
 
 
 class CachedLengths(NamedTuple):
-    """Of a request's prompt, the tokens that the engine would find in its cache, and those that it would compute."""
+    """Prompt tokens of a request found in the engine's cache, and those to compute."""
 
     cached_tokens: float
     computed_tokens: float
 
     @property
     def priority(self) -> float:
-        """OrderPriority of RAGCache section 5.2."""
         return self.cached_tokens / max(1.0, self.computed_tokens)
 
 
 class QueueFullError(Exception):
-    """So many requests wait already that this one is not to wait as well."""
+    """The queue has its maximum of waiting requests."""
 
 
 class Ticket(Generic[T]):
-    """An `item` that waits. `overtaken`: by how many later ones so far."""
+    """A waiting `item`, `overtaken` by so many later ones."""
 
     __slots__ = ("_lengths", "_number", "_priority", "item", "overtaken")
 
@@ -49,19 +48,14 @@ class Ticket(Generic[T]):
 
 
 class CacheAwareQueue(Generic[T]):
-    """Gives the item with the largest cached length / computation length next; of equal ones the one that came first.
+    """Yields the item with the largest cached / computed length next, among equals the oldest.
 
-    Nobody is overtaken by more than `window` items that came later: the oldest one goes next once it has been overtaken
-    by so many. So an item is taken at most `window` places behind the place at which it came, whatever comes after it
-    and whoever sent that: between tenants the queue is fair as first come, first served is, to within the window.
-    `window` 0 is first come, first served.
+    An item is overtaken by at most `window` later items, then goes next: the queue is fair, between tenants as well, as
+    first come, first served to within the window (0: exactly that).
 
-    The lengths change while an item waits: those of the oldest `window` + 1 items are asked for whenever one is taken,
-    which is all that taking one costs, however many wait; items behind those are not candidates yet. An item without
-    lengths, or whose lengths cannot be had, counts as not cached. `largest_overtaking` is the most that has happened to
-    anybody. Not for several threads at a time.
-
-    Raises ValueError for a negative window.
+    Lengths change while an item waits: `take` reads those of the oldest `window` + 1 items, its whole cost. Items
+    without lengths, or whose lengths raise, count as not cached. Not thread-safe. Raises ValueError for a negative
+    window.
     """
 
     def __init__(self, window: int = 32) -> None:
@@ -77,25 +71,24 @@ class CacheAwareQueue(Generic[T]):
         return len(self._waiting)
 
     def enter(self, item: T, lengths: Callable[[], CachedLengths] | None = None) -> Ticket[T]:
-        """Wait at the end of the queue."""
         self._entered += 1
         ticket = self._waiting[self._entered] = Ticket(item, lengths, self._entered)
         return ticket
 
     def leave(self, ticket: Ticket[T]) -> None:
-        """Wait no longer. Nothing happens to one that was taken."""
+        """Remove a ticket; nothing happens to one already taken."""
         self._waiting.pop(ticket._number, None)
 
     def take(self) -> Ticket[T]:
-        """The next item's ticket. Raises IndexError if nobody waits."""
+        """The next item's ticket. Raises IndexError if the queue is empty."""
         if not self._waiting:
-            raise IndexError("nobody waits in this queue")
+            raise IndexError("the queue is empty")
         candidates = list(islice(self._waiting.values(), self.window + 1))
         chosen = candidates[0]
         if len(candidates) > 1 and chosen.overtaken < self.window:
             for ticket in candidates:
                 ticket._priority = self._priority_of(ticket)
-            # The first of equal ones, which is the oldest.
+            # Among equals the oldest.
             chosen = max(candidates, key=attrgetter("_priority"))
         for ticket in candidates:
             if ticket is chosen:
@@ -106,8 +99,7 @@ class CacheAwareQueue(Generic[T]):
         return chosen
 
     def upcoming(self, count: int) -> list[T]:
-        """The items, so many at most, that will probably be taken next: of the candidates those with the highest
-        priorities, as of when somebody was last chosen."""
+        """At most `count` items that will probably be taken next, by their priorities at the last `take`."""
         candidates = islice(self._waiting.values(), self.window + 1)
         return [ticket.item for ticket in nlargest(count, candidates, key=attrgetter("_priority"))]
 
@@ -119,20 +111,18 @@ class CacheAwareQueue(Generic[T]):
         except Exception as error:
             if not self._failed:
                 self._failed = True
-                _logger.warning("a request counts as not cached: %s; later ones are not told", type(error).__name__)
+                _logger.warning("a request counts as not cached: %s; later ones are not logged", type(error).__name__)
             return 0.0
 
 
 class ConcurrencyLimiter(Generic[T]):
-    """Lets at most `limit` requests through at a time; the others wait in the `queue`, which nobody else fills, at most
-    `max_waiting` of them (None: no bound). For one event loop.
+    """Admits at most `limit` requests at a time; at most `max_waiting` others (None: no bound) wait in `queue`. For one
+    event loop.
 
         async with limiter.slot(request, lengths):
             ...  # order the documents, send the request, read the answer to its end
 
-    A request that is slow takes one of the places, and no more. One that is cancelled while it waits leaves the queue.
-
-    Raises ValueError for a `limit` of less than one, or a negative `max_waiting`.
+    Raises ValueError for a `limit` below one, or a negative `max_waiting`.
     """
 
     def __init__(self, limit: int, queue: CacheAwareQueue[T], *, max_waiting: int | None = None) -> None:
@@ -149,8 +139,8 @@ class ConcurrencyLimiter(Generic[T]):
 
     @asynccontextmanager
     async def slot(self, item: T, lengths: Callable[[], CachedLengths] | None = None) -> AsyncIterator[None]:
-        """Wait for a place, and hold it until the block ends. What is done in the block before its first `await` is
-        done before the next one is chosen. Raises QueueFullError if there is no room to wait."""
+        """Wait for a slot, and hold it until the block ends. Code before the block's first `await` runs before the next
+        choice. Raises QueueFullError."""
         if self.in_flight < self.limit and not self.queue:
             self.in_flight += 1
         else:
@@ -162,7 +152,7 @@ class ConcurrencyLimiter(Generic[T]):
 
     async def _wait(self, item: T, lengths: Callable[[], CachedLengths] | None) -> None:
         if self.max_waiting is not None and len(self.queue) >= self.max_waiting:
-            raise QueueFullError(f"{len(self.queue)} requests wait already")
+            raise QueueFullError(f"{len(self.queue)} requests are already waiting")
         ticket = self.queue.enter(item, lengths)
         place = self._places[ticket] = asyncio.get_running_loop().create_future()
         try:
@@ -171,7 +161,7 @@ class ConcurrencyLimiter(Generic[T]):
             if self._places.pop(ticket, None) is not None:
                 self.queue.leave(ticket)
             else:
-                # It was let through at the very moment at which it gave up.
+                # Admitted at the very moment of its cancellation.
                 self._release()
             raise
 
@@ -181,13 +171,13 @@ class ConcurrencyLimiter(Generic[T]):
             self._admit()
 
     def _admit(self) -> None:
-        """Let one through, and then, if there are more places, the next one: each wakes up before another is chosen,
-        and puts into the cache what that choice is to see."""
+        """Admit one request, and more only after it has woken up: it puts into the cache what the next choice is to
+        see."""
         self._waking = False
         while self.queue and self.in_flight < self.limit:
             ticket = self.queue.take()
             if self._places[ticket].done():
-                # Cancelled, and not yet awake to leave.
+                # Cancelled, but still in the queue.
                 continue
             self.in_flight += 1
             self._places.pop(ticket).set_result(None)

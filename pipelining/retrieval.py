@@ -1,4 +1,4 @@
-"""Retrieval that shows what it has found so far."""
+"""Retrieval in stages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ D = TypeVar("D")
 
 @dataclass(frozen=True, slots=True)
 class Provisional(Generic[D]):
-    """The best documents after a stage, in retrieval-rank order. `final`: the search has ended, and these are they."""
+    """The best documents after a stage, in rank order. `final`: the search has ended."""
 
     documents: Sequence[D]
     final: bool = False
@@ -30,7 +30,7 @@ Retrieval = Callable[[Q], AsyncGenerator[Provisional[D], None]]
 
 
 def plain_retrieval(retrieve: Callable[[Q], Sequence[D] | Awaitable[Sequence[D]]]) -> Retrieval[Q, D]:
-    """A retriever without stages. One that is no coroutine runs in a thread, so that it blocks nobody."""
+    """A retriever without stages. A function that is no coroutine runs in a thread."""
 
     async def search(question: Q) -> AsyncGenerator[Provisional[D], None]:
         if inspect.iscoroutinefunction(retrieve) or inspect.iscoroutinefunction(getattr(retrieve, "__call__", None)):  # noqa: B004
@@ -49,8 +49,8 @@ def staged_retrieval(
 ) -> Retrieval[Q, D]:
     """A vector search in stages (`StagedIVF`, `StagedHNSW`).
 
-    `embed` makes a question's vector, `document` finds the document with an id of the index. Both and each stage run in
-    a thread; a search that is abandoned ends with the stage that it is in.
+    `embed` makes a question's vector, `document` returns the document of an index id. Both and each stage run in a
+    thread; an abandoned search ends with its current stage.
     """
 
     async def stages(question: Q) -> AsyncGenerator[Provisional[D], None]:

@@ -17,7 +17,6 @@ R = TypeVar("R")
 
 
 async def counted(engine: StreamingEngine[R], request: R, load: EngineLoad | None) -> AsyncGenerator[AnswerChunk, None]:
-    """The engine's stream; the request counts as pending until its first chunk."""
     async with aclosing(engine.stream(request)) as stream:
         if load is None:
             async for chunk in stream:
@@ -30,8 +29,6 @@ async def counted(engine: StreamingEngine[R], request: R, load: EngineLoad | Non
 
 
 class Speculation(Generic[R]):
-    """Generates in a task of its own and keeps what comes. In the end it is either taken (`chunks`) or aborted."""
-
     def __init__(self, engine: StreamingEngine[R], request: R, load: EngineLoad, *, at_s: float) -> None:
         self.request = request
         self.at_s = at_s
@@ -41,19 +38,17 @@ class Speculation(Generic[R]):
 
     @property
     def failed(self) -> bool:
-        """Whether the engine raised: nobody can take it then."""
         return self._error is not None
 
     def cancel(self) -> None:
-        """Have the engine abort the request once its iteration ends. `ended` waits for that."""
+        """Abort the request after the engine's current iteration; `ended` waits for that."""
         self._task.cancel()
 
     async def ended(self) -> None:
-        """Wait until the request is over, however it ended."""
         await asyncio.wait((self._task,))
 
     async def chunks(self) -> AsyncGenerator[AnswerChunk, None]:
-        """What was generated so far, and what is to come. Closing it early aborts the request."""
+        """The chunks so far, and those to come. Closing it early aborts the request."""
         try:
             while (chunk := await self._chunks.get()) is not None:
                 yield chunk
@@ -75,10 +70,10 @@ class Speculation(Generic[R]):
 
 
 class SpeculationGain:
-    """Expected gain of a speculation, learnt from all searches, speculated on or not.
+    """Expected gain of a speculation, learnt from all searches.
 
-    A speculation on the right documents saves the rest of the search, at most a prefill. One on the wrong documents may
-    keep the engine busy beyond the search: an iteration that has begun is not aborted.
+    On the right documents it saves the rest of the search, at most a prefill; on the wrong ones it may keep the engine
+    busy beyond the search, since an iteration is not aborted.
     """
 
     def __init__(self) -> None:
@@ -86,7 +81,6 @@ class SpeculationGain:
         self._stages: list[tuple[RunningMean, RunningMean]] = []
 
     def learn(self, stages: Sequence[tuple[bool, float]]) -> None:
-        """Record a search: for each stage, whether its documents were the final ones, and the seconds left after it."""
         for number, seen in enumerate(stages):
             if number == len(self._stages):
                 self._stages.append((RunningMean(arithmetic_start=True), RunningMean(arithmetic_start=True)))

@@ -1,4 +1,4 @@
-"""The pipeline for callers without an event loop."""
+"""Pipeline for synchronous callers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ T = TypeVar("T")
 
 
 class SyncPipeline(Generic[Q]):
-    """Runs a pipeline in an event loop on a thread of its own. Thread-safe; use it in a `with` block, or close it.
+    """Runs a pipeline in an event loop on its own thread. Thread-safe, a context manager.
+
+        with SyncPipeline(make) as pipeline:
+            print(pipeline.answer(question).text)
 
     `make` is called on that thread: clients that belong to an event loop are made there.
     """
@@ -34,18 +37,15 @@ class SyncPipeline(Generic[Q]):
             raise
 
     def stream(self, question: Q) -> SyncStream:
-        """The answer as it arrives. Raises what retrieval and the engine raise; RuntimeError once closed."""
         return SyncStream(self._run(_call(lambda: self._pipeline.stream(question))), self._run)
 
     def answer(self, question: Q) -> SyncStream:
-        """The whole answer. Raises what `stream` does."""
         with self.stream(question) as stream:
             for _ in stream:
                 pass
         return stream
 
     def close(self) -> None:
-        """End what is still running, and the thread. Closing twice is fine."""
         if self._closed:
             return
         self._closed = True
@@ -83,7 +83,7 @@ class SyncPipeline(Generic[Q]):
 
 
 class SyncStream(Iterator[str]):
-    """`PipelinedStream` for threads: the pieces of an answer."""
+    """`PipelinedStream` for synchronous callers."""
 
     def __init__(self, stream: PipelinedStream, run: Callable[[Coroutine[Any, Any, Any]], Any]) -> None:
         self._stream = stream
@@ -91,17 +91,14 @@ class SyncStream(Iterator[str]):
 
     @property
     def text(self) -> str:
-        """What has come so far."""
         return self._stream.text
 
     @property
     def usage(self) -> Usage | None:
-        """What the engine reported at the end."""
         return self._stream.usage
 
     @property
     def trace(self) -> PipelineTrace:
-        """How it went."""
         return self._stream.trace
 
     def __next__(self) -> str:
@@ -117,7 +114,6 @@ class SyncStream(Iterator[str]):
         self.close()
 
     def close(self) -> None:
-        """Abort what is still running."""
         self._run(self._stream.close())
 
 

@@ -1,4 +1,4 @@
-"""Warm-up: the system prompt is prefilled while retrieval runs (RAGCache++ section 3.6)."""
+"""Warm-up of the system prompt during retrieval (RAGCache++ section 3.6)."""
 
 from __future__ import annotations
 
@@ -16,21 +16,18 @@ _logger = logging.getLogger("ragorder")
 
 
 class Prefix(Protocol[Q_contra]):
-    """What stands in front of the documents, on an engine. `scope` names the cache that it lies in: questions of one
-    scope (tenant, template) share it."""
+    """The tokens before the documents, on an engine. Questions of one `scope` share them."""
 
     def scope(self, question: Q_contra, /) -> Hashable: ...
 
     def is_cached(self, question: Q_contra, /) -> bool:
-        """Whether the engine is believed to hold it, or to be computing it, or could not keep a block of it."""
+        """Whether the engine holds it, as far as is known, or is computing it, or could not keep a block of it."""
 
     def prefill(self, question: Q_contra, /) -> Awaitable[None]:
         """Have the engine compute it. Cancelling aborts the request."""
 
 
 class Warming:
-    """A warm-up on its way, with those who wait for their documents meanwhile."""
-
     def __init__(self, task: asyncio.Task[None]) -> None:
         self._task = task
         self._users = 1
@@ -39,17 +36,17 @@ class Warming:
         self._users += 1
 
     def leave(self) -> None:
-        """A retrieval has ended. With the last one the warm-up is of no use any more: what comes next computes the
-        system prompt itself, or finds as much of it as is there."""
+        """A retrieval has ended. After the last one the warm-up is cancelled: the request computes the system prompt
+        itself."""
         self._users -= 1
         if not self._users:
             self._task.cancel()
 
 
 class WarmUp(Generic[Q]):
-    """Prefills a system prompt that is not cached: at a cold start, after an eviction, after a restart of the engine.
+    """Prefills a system prompt that is not cached: after a cold start, an eviction, a restart of the engine.
 
-    Never twice at once in a scope. Errors reach nobody: the request that follows meets them itself.
+    At most once at a time in a scope. Errors are not raised: the following request meets them itself.
     """
 
     def __init__(self, prefix: Prefix[Q]) -> None:
@@ -59,7 +56,7 @@ class WarmUp(Generic[Q]):
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self, question: Q) -> Warming | None:
-        """The warm-up that runs for this question (None: none is needed). Leave it when retrieval has ended."""
+        """The warm-up for this question (None: not needed). Call its `leave` when retrieval has ended."""
         try:
             scope = self._prefix.scope(question)
             warming = self._warming.get(scope)
@@ -79,7 +76,6 @@ class WarmUp(Generic[Q]):
         return warming
 
     async def close(self) -> None:
-        """End what is on its way, and wait until it has ended."""
         for task in self._tasks:
             task.cancel()
         if self._tasks:

@@ -21,7 +21,7 @@ install()
 
 
 def __getattr__(name: str) -> str:
-    # Read when asked for: looking through the installed packages takes longer than importing this one.
+    # Read on first use: searching the installed packages takes longer than importing this one.
     if name == "__version__":
         from importlib.metadata import version
 

@@ -1,9 +1,5 @@
-"""Plans of a batch, each dry-run on a copy of its scope before one is served.
-
-A good plan may still hit less than ordering each request as it comes: that depends on what the engine holds, which
-changes with every request. So each plan is played through on a copy of tree and mirror, and the one with most cached
-tokens is taken. Ordering one by one is always a candidate: as far as the mirror can tell, no batch does worse.
-"""
+"""Plans of a batch: each is dry-run on a copy of its scope, and the one with most cached tokens is taken. Ordering one
+by one is among them."""
 
 from __future__ import annotations
 
@@ -22,7 +18,7 @@ _MOST_CANDIDATES = 64
 
 
 class Step(NamedTuple):
-    """A request of the batch and the permutation of its ranks (None: as `order` finds it when its turn comes)."""
+    """A request of the batch and the permutation of its ranks (None: from `order`)."""
 
     number: int
     permutation: list[int] | None = None
@@ -33,11 +29,8 @@ _Plan = Callable[["_DryRun", _Requests], None]
 
 
 def plan_batch(scope: Scope, requests: _Requests, max_wait: int | None, suffix_tokens: int | None = None) -> list[Step]:
-    """The steps of the best plan, in serving order. No request is more than `max_wait` places late (None: no bound).
-
-    `scope` is a copy of the batch's own; each plan gets another. Time is near-linear in the number of requests, and
-    proportional to `max_wait` up to 64.
-    """
+    """The steps of the best plan, in serving order, none more than `max_wait` places late. `scope` is a copy of the
+    batch's own. Time is near-linear in the number of requests, and proportional to `max_wait` up to 64."""
     as_they_come = [Step(number) for number in range(len(requests))]
     if max_wait == 0 or not requests:
         return as_they_come
@@ -50,15 +43,13 @@ def plan_batch(scope: Scope, requests: _Requests, max_wait: int | None, suffix_t
     window = len(requests) if max_wait is None else min(max_wait + 1, len(requests))
     best = dry_run(lambda run, requests: _in_windows(run, requests, window))
     if window < len(requests):
-        # Where all requests may be served in any order, the plan of all of them together is the better one.
+        # With a single window its plan is the better one.
         best = max(best, dry_run(lambda run, requests: _nearest_first(run, requests, window)), key=_cached_tokens)
-    # With equal hits the plan is better: what shares follows at once, whatever else the engine has to hold.
+    # With equal hits the plan is better: shared prefixes follow at once, whatever else fills the cache.
     return best.steps if best.cached_tokens >= dry_run(_one_by_one).cached_tokens else as_they_come
 
 
 class _DryRun:
-    """A copy of a scope, in which every request is answered at once."""
-
     def __init__(self, scope: Scope, suffix_tokens: int | None) -> None:
         self.scope = scope
         self.steps: list[Step] = []
@@ -87,13 +78,12 @@ def _one_by_one(run: _DryRun, requests: _Requests) -> None:
 
 
 def _in_windows(run: _DryRun, requests: _Requests, window: int) -> None:
-    """Plan window after window, each from what the cache holds after the one before."""
     scope = run.scope
     for first in range(0, len(requests), window):
         batch = requests[first : first + window]
         cached = [scope.cached_path(request) for request in batch]
         tokens = {key: length for request in batch for key, length in zip(request.keys, request.tokens, strict=True)}
-        # What a request shares with no other is placed as if it came alone.
+        # Documents that are not shared are placed as if the request came alone.
         alone = [[request.keys[rank] for rank in scope.preview(request, ())] for request in batch]
         for number, order in plan_backlog(alone, tokens, cached):
             request = batch[number]

@@ -1,8 +1,7 @@
 """Work that must not run now: while the garbage collector runs, or while a lock is held.
 
-The collector runs at any allocation, and with it finalisers and the `finally` of dropped generators: in a thread that
-may hold any lock, of this package or of another (a Prometheus counter's, a connection pool's). Work that takes such a
-lock is deferred to the next call of this package.
+The collector runs finalisers at any allocation, in a thread that may hold any lock, of this package or of another (a
+Prometheus counter's). Work that takes such a lock waits for the next call of this package.
 """
 
 from __future__ import annotations
@@ -35,13 +34,11 @@ if hasattr(os, "register_at_fork"):
 
 
 def is_collecting() -> bool:
-    """Whether the garbage collector is running, in this thread or, which is rare, in another."""
     phase: str = next(reversed(_phases))
     return phase == "start"
 
 
 def run_or_defer(work: Callable[[], object]) -> None:
-    """Run the work now, or, while the collector runs, defer it."""
     if is_collecting():
         deferred.append(work)
     else:
@@ -66,14 +63,14 @@ def run_deferred() -> None:
 
 
 class ReentryError(RuntimeError):
-    """An orderer was used from within itself: the `__eq__` or `__hash__` of a key or of a scope calls it."""
+    """An orderer is used from within itself, by `__eq__` or `__hash__` of a key or of a scope."""
 
 
 class DeferringLock:
     """Runs one piece of work at a time.
 
-    Deferred work never waits for the lock: a finaliser may defer it in the middle of an order, in the thread that
-    holds the lock. It runs at once if the lock is free, else when the lock is released, and always before other work.
+    Deferred work never waits for the lock, which this very thread may hold. It runs at once if the lock is free, else
+    when it is released, and always before other work.
     """
 
     def __init__(self, report: Callable[[Exception], None]) -> None:
@@ -84,7 +81,6 @@ class DeferringLock:
         self._errors: deque[Exception] = deque()
 
     def run(self, work: Callable[[*Arguments], T], *arguments: *Arguments) -> T:
-        """Run the deferred work, then `work`, and return its result. Raises ReentryError within other work."""
         if self._lock._is_owned():
             raise ReentryError("the orderer is already in use further up this call stack")
         if deferred:
@@ -100,7 +96,6 @@ class DeferringLock:
                 self.drain()
 
     def defer(self, work: Callable[[], None]) -> None:
-        """Run `work` before any other work. Never waits."""
         self._queue.append(work)
         self.drain()
 
@@ -124,7 +119,7 @@ class DeferringLock:
             run_or_defer(partial(self._report, self._errors.popleft()))
 
     def after_fork(self) -> bool:
-        """In a child process: whether another thread of the parent held the lock, which it cannot release here."""
+        """Whether another thread of the parent held the lock, which is replaced then."""
         if self._lock.acquire(blocking=False):
             self._lock.release()
             return False

@@ -1,4 +1,4 @@
-"""Locks in a child process: a lock that another thread of the parent held at the fork is never released there."""
+"""Hooks that renew locks in a child process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ _followed: WeakSet[Forked] = WeakSet()
 
 
 def follow(each: Forked) -> None:
-    """Call `after_fork` of an object in child processes, as long as the object lives."""
     _followed.add(each)
 
 

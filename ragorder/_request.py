@@ -20,8 +20,6 @@ _document_tokens = attrgetter("token_count")
 
 
 class OrderRequest(Generic[D]):
-    """A request's documents in rank order, with distinct keys. `estimated`: their lengths are estimates."""
-
     __slots__ = ("documents", "estimated", "groups", "keys", "ranks", "token_ids", "tokens")
 
     def __init__(
@@ -44,7 +42,7 @@ class OrderRequest(Generic[D]):
 
 
 class RequestReader:
-    """Reads the caller's documents by the callables of `Orderer`; those not given read `Document`."""
+    """Reads the caller's documents by the callables of `Orderer` or as `Document`s."""
 
     def __init__(
         self,
@@ -85,13 +83,12 @@ class RequestReader:
         return [frozenset(map(self._key, others)) for others in waiting] if waiting else ()
 
     def refuse(self, given: list[Any], error: Exception) -> None:
-        """Raise TypeError if the error comes from objects that are no documents: every request would have it."""
+        """Raise TypeError if the objects are no documents: every request would fail."""
         if isinstance(error, AttributeError):
             check_readable(given, self._wanted)
 
 
 def read_length(tokens: Any) -> int:
-    """A length in tokens as an int. Raises TypeError for no integer, ValueError for a negative one."""
     length = index(tokens)
     if length < 0:
         raise ValueError(f"a length in tokens must not be negative, got {length}")
@@ -105,14 +102,12 @@ def _metadata_source(document: Any) -> Hashable | None:
 
 @dataclass(frozen=True, slots=True)
 class _Repeat:
-    """The key of a document's further occurrence in a request."""
-
     key: Hashable
     number: int
 
 
 def _number_repeats(keys: list[Hashable]) -> list[Hashable]:
-    """Give the second and later occurrences of a document keys of their own: a search need not track what it placed."""
+    """Give repeated documents keys of their own: a search need not track what it placed."""
     seen: dict[Hashable, int] = {}
     numbered: list[Hashable] = []
     for key in keys:

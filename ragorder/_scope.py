@@ -34,23 +34,18 @@ D = TypeVar("D")
 
 
 class EngineContents(NamedTuple):
-    """The engine's blocks, and the first tokens of this orderer's prompts."""
-
     blocks: EngineBlocks
     prefix_ids: TokenIds
 
 
 class ScopeOwner(Protocol):
-    """The part of an orderer that its scopes use."""
-
     clock: Iterator[int]
     defer: Callable[[Callable[[], None]], None]
     """Calls a outcome in its turn."""
     report: Callable[[Exception], None]
     """Counts an internal error."""
 
-    def changed(self, scope: Scope) -> None:
-        """Count the scope's tree anew. Called under the lock."""
+    def changed(self, scope: Scope) -> None: ...
 
 
 class Scope:
@@ -67,16 +62,16 @@ class Scope:
     ) -> None:
         self.name = name
         self._owner = owner
-        # Whether the tree is sound. It is not while it changes, nor after an error or an interrupt came between.
+        # False while the tree changes, and after an error or an interrupt in a change.
         self.whole = True
         self.closed = False
-        # As they were counted last.
+        # As last counted by the owner.
         self.nodes = self.blocks = 0
         self._guards = settings.guards or None
         self._suffix_tokens = settings.suffix_tokens
         self.tree = KnowledgeTree(settings.block_size, settings.prefix_tokens)
         self.mirror = _make_mirror(name, settings, self.tree, contents, owner.clock)
-        # With events a mirror knows by itself what others have taken.
+        # Events tell a mirror what others have taken.
         self.shares_room = not isinstance(self.mirror, EventsResidency)
         self._lengths = LearnedLengths().of(name) if lengths is None else lengths
         self.residency: Residency = FeedbackResidency(self.mirror, self._lengths) if settings.feedback else self.mirror
@@ -84,7 +79,6 @@ class Scope:
         self.tail = _make_tail(settings)
 
     def order(self, request: OrderRequest[D], waiting: Waiting, suffix_tokens: int | None) -> Ordering[D]:
-        """Order one request and count it as in flight."""
         self.residency.refresh(request)
         self.tail.observe(request.keys)
         permutation, guard_cost_tokens = self._arrange(request, waiting)
@@ -102,21 +96,17 @@ class Scope:
         return copy
 
     def preview(self, request: OrderRequest[D], waiting: Waiting) -> list[int]:
-        """The permutation that `order` would give now. Nothing is recorded."""
         self.residency.refresh(request)
         with self.tail.observing(request.keys):
             return self._arrange(request, waiting)[0]
 
     def predict_cached_tokens(self, request: OrderRequest[D]) -> tuple[int, int]:
-        """(cached tokens, tokens up to the end of the documents) if the request were ordered now. Nothing is
-        recorded."""
         self.residency.refresh(request)
         permits = None if self._guards is None else self._guards.for_request(len(request.keys), request.groups).permits
         node = self.search.find(self.tree, request.ranks, permits)
         return max(0, self.tree.cached_tokens(node)), self.tree.root.end + sum(self._tokens(request))
 
     def holds_prefix(self) -> bool:
-        """Whether the tokens before the documents are held, or being computed, or fill no block."""
         self.residency.refresh()
         return self.mirror.holds(self.tree.root)
 
@@ -128,7 +118,6 @@ class Scope:
         return CachedPath(keys, max(0, tree.cached_tokens(node) - tree.root.end), node.stamp)
 
     def start(self, request: OrderRequest[D], planned: list[int], suffix_tokens: int | None) -> Ordering[D]:
-        """Count a planned request as in flight."""
         self.residency.refresh()
         self.tail.observe(request.keys)
         if self._guards is not None:
@@ -150,7 +139,7 @@ class Scope:
             run_or_defer(partial(self._owner.report, wrong))
 
     def _end(self, lease: Lease, served: bool, reported: Sequence[float | None]) -> None:
-        # What was forgotten, or left half changed, has no requests any more.
+        # A forgotten or half changed scope has no requests any more.
         if self.closed or not self.whole:
             return
         self.whole = False
@@ -168,11 +157,9 @@ class Scope:
             self.mirror.close()
 
     def _tokens(self, request: OrderRequest[D]) -> Sequence[int]:
-        """The documents' lengths; estimates are corrected by what was learnt."""
         return self._lengths.scale(request.tokens) if request.estimated else request.tokens
 
     def _arrange(self, request: OrderRequest[D], waiting: Waiting) -> tuple[list[int], int]:
-        """(permutation, cached tokens that the guards cost)."""
         tree, keys, ranks = self.tree, request.keys, request.ranks
         node = self.search.find(tree, ranks)
         if self._guards is None:
@@ -213,8 +200,6 @@ class Scope:
 
 
 class _DetachedOwner:
-    """Owner of a copied scope: leases end at once."""
-
     def __init__(self, clock: Iterator[int]) -> None:
         self.clock = clock
         self.defer: Callable[[Callable[[], None]], None] = _at_once
@@ -238,7 +223,7 @@ def _make_mirror(
     if settings.residency == "none":
         return NoResidency(tree, settings.max_nodes, clock)
     mirrored = tree, settings.capacity_tokens, settings.max_nodes, settings.partial_blocks_first
-    # What salt the requests of a scope with another name carry, nobody knows: its blocks cannot be told apart.
+    # The salt of a scope that is no string is unknown: its blocks cannot be identified.
     if contents is not None and (name is None or (isinstance(name, str) and name)):
         return EventsResidency(*mirrored, blocks=contents.blocks, prefix_ids=contents.prefix_ids, salt=name)
     return LRUResidency(*mirrored, clock)

@@ -17,8 +17,8 @@ __all__ = ["Scopes"]
 class Scopes(OrderedDict[Hashable, Scope], ScopeOwner):
     """Scopes by name, least recently used first.
 
-    At most `max_scopes`, with `max_nodes` nodes together and together no more blocks than the engine holds: the least
-    recently used blocks go first, whichever scope they belong to.
+    At most `max_scopes`, together with at most `max_nodes` nodes and the engine's capacity in blocks: the least
+    recently used blocks go first, whichever scope has them.
     """
 
     def __init__(
@@ -36,18 +36,16 @@ class Scopes(OrderedDict[Hashable, Scope], ScopeOwner):
         bounded = settings.capacity_tokens is not None and settings.residency != "none"
         self._max_blocks = (settings.capacity_tokens or 0) // settings.block_size if bounded else maxsize
         self._nodes = self._blocks = self._evicted_blocks = 0
-        # (stamp, number, scope): nothing that the scope could give up is older than the stamp.
+        # (stamp, number, scope): nothing evictable in the scope is older than the stamp.
         self._by_age: list[tuple[int, int, Scope]] = []
         self._numbers = count()
 
     @property
     def evicted_blocks(self) -> int:
-        """Blocks counted as evicted so far, including those of forgotten scopes."""
         return self._evicted_blocks + sum(scope.mirror.evicted_blocks for scope in dict.values(self))
 
     def add(self, scope: Scope) -> Scope:
-        """Add a scope in place of one that was left half changed, or of the least recently used one if there are too
-        many."""
+        """Add a scope, replacing a damaged one of this name, or the least recently used one beyond `max_scopes`."""
         if (former := self.get(scope.name)) is not None:
             self.forget(former)
         if len(self) >= self._max_scopes and (first := self._first()) is not None:
@@ -61,7 +59,7 @@ class Scopes(OrderedDict[Hashable, Scope], ScopeOwner):
         try:
             del self[scope.name]
         except Exception:
-            # A name whose hash changes, or whose equality fails: without hashing it there is only all of them.
+            # The hash of the name changed, or its equality raises: it cannot be removed alone.
             self.clear()
             return
         self._evicted_blocks += scope.mirror.evicted_blocks
@@ -90,7 +88,6 @@ class Scopes(OrderedDict[Hashable, Scope], ScopeOwner):
             self._make_room(scope)
 
     def _first(self, current: Scope | None = None) -> Scope | None:
-        """The least recently used scope other than `current`."""
         try:
             return next((scope for scope in self.values() if scope is not current), None)
         except Exception:
@@ -112,7 +109,7 @@ class Scopes(OrderedDict[Hashable, Scope], ScopeOwner):
         while self._nodes > self._max_nodes or self._blocks > self._max_blocks:
             scope = self._oldest(current)
             if scope is None:
-                # What is left is in flight, or known by events, which say themselves what is gone.
+                # The rest is in flight, or followed by events, which report evictions themselves.
                 scope = self._first(current)
                 if scope is None:
                     return
@@ -125,11 +122,10 @@ class Scopes(OrderedDict[Hashable, Scope], ScopeOwner):
             self._count(scope)
             scope.whole = scope is not current
             if not (scope.tree.size or scope.blocks or scope.tree.root.leases or scope is current):
-                # How popular its documents were takes room as well.
+                # Its popularity counts take room as well.
                 self.forget(scope)
 
     def _oldest(self, current: Scope) -> Scope | None:
-        """The scope with the least recently used evictable blocks, if there is one."""
         by_age = self._by_age
         busy = []
         found = None
@@ -147,6 +143,6 @@ class Scopes(OrderedDict[Hashable, Scope], ScopeOwner):
             else:
                 found = scope
         for scope in busy:
-            # Nothing of it is finished: whatever will be is newer than now.
+            # Nothing in it is evictable: what will be is newer than now.
             heappush(by_age, (next(self.clock), next(self._numbers), scope))
         return found

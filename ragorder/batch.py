@@ -13,13 +13,12 @@ D = TypeVar("D")
 
 
 class Batch(Sequence[Ordering[D]], Generic[D]):
-    """The orderings of a batch in serving order; `Ordering.index` is the request's position in the input.
+    """Orderings in serving order; `Ordering.index` is the request's position in the input.
 
         for ordering in orderer.order_batch(requests):
             serve(requests[ordering.index], ordering.documents)
 
-    An ordering counts as in flight once it is first taken from the batch: serve while iterating. `indices` is the whole
-    serving order and takes nothing.
+    An ordering is in flight once it is taken: serve while iterating. `indices` is the serving order and takes nothing.
     """
 
     def __init__(self, indices: Sequence[int], start: Callable[[int], Ordering[D]]) -> None:

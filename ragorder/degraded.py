@@ -19,12 +19,10 @@ class Degradations:
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """In the order in which they were added."""
         return tuple(self._reasons)
 
     def add(self, reason: str) -> None:
-        """Keep a reason and warn of it at the caller of ragorder. Never raises, not even where warnings are errors: the
-        serving path adds reasons."""
+        """Keep a reason and warn of it at the caller of ragorder. Never raises, not even where warnings are errors."""
         mark = object()
         # One atomic step: of two threads, one warns.
         if self._reasons.setdefault(reason, mark) is mark:
@@ -33,7 +31,6 @@ class Degradations:
 
 
 def _distance_to_caller() -> int:
-    """The stack level, relative to the calling function, of the innermost frame outside this package."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "ragorder":
         level, frame = level + 1, frame.f_back

@@ -18,12 +18,10 @@ class Estimate(int):
 
 
 def estimate_tokens(text: str) -> Estimate:
-    """The length of a text at four characters a token."""
     return Estimate(-(-len(text) // _CHARACTERS_PER_TOKEN))
 
 
 def content_key(id: str, text: str) -> str:
-    """A short printable digest of a document's id and text; the same in every process."""
     name = id.encode("utf-8", "surrogatepass")
     digest = blake2b(len(name).to_bytes(8, "big"), digest_size=9)
     digest.update(name)
@@ -35,11 +33,10 @@ def content_key(id: str, text: str) -> str:
 class Document:
     """A retrieved document, immutable.
 
-        Document("faq-7", "Orders are shipped on the next working day.", score=0.83, metadata={"source": "faq"})
+        Document("faq-7", "Orders are shipped on the next working day.", metadata={"source": "faq"})
 
-    `tokens` is its length in the prompt, header included, in tokens of the served model (default: an estimate at four
-    characters a token). `key` identifies the document *and* its content: changed text under an old id is another
-    document. Raises TypeError for an id or a text that is no string, ValueError for negative `tokens`.
+    `tokens` is its length in the prompt, header included (default: estimated at four characters a token). `key`
+    identifies id *and* text. Raises TypeError for an id or a text that is no string, ValueError for negative `tokens`.
     """
 
     id: str
@@ -67,8 +64,8 @@ class Document:
 
 
 def check_readable(given: Sequence[Any], wanted: Mapping[str, str]) -> None:
-    """Raise TypeError if no object has one of the attributes in `wanted`, which maps each to the `Orderer` argument
-    that replaces it. The message names the type and no content."""
+    """Raise TypeError if no object has one of the `wanted` attributes, each mapped to the `Orderer` argument that
+    replaces it. The message contains no content."""
     for attribute, argument in wanted.items():
         if given and not any(_has(each, attribute) for each in given):
             kind = type(given[0]).__name__

@@ -13,9 +13,9 @@ __all__ = ["Guards", "RequestGuards"]
 class Guards:
     """Limits on the order of the documents; the default limits nothing.
 
-    `keep_first`, `keep_last`: so many top-ranked documents have fixed places, at the front in rank order, or at the end
-    with rank 1 next to the question. For the others, `max_displacement` limits the distance between rank and place, and
-    with `keep_groups` the documents of a group keep their relative order.
+    `keep_first`, `keep_last`: so many top-ranked documents stand first in rank order, or last with rank 1 next to the
+    question. For the others, `max_displacement` limits the distance between rank and place, and with `keep_groups` a
+    group keeps its relative order.
     """
 
     keep_first: int = 0
@@ -27,12 +27,11 @@ class Guards:
         return bool(self.keep_first or self.keep_last or self.keep_groups or self.max_displacement is not None)
 
     def for_request(self, count: int, groups: Sequence[Hashable | None]) -> RequestGuards:
-        """The guards for a request of `count` documents; `groups[rank]` is a document's group (None: no group)."""
         return RequestGuards(self, count, groups)
 
 
 class RequestGuards:
-    """The orders of one request's documents, given by rank, that the guards allow."""
+    """The allowed orders of one request's documents, given by rank."""
 
     def __init__(self, guards: Guards, count: int, groups: Sequence[Hashable | None]) -> None:
         self._first = range(min(guards.keep_first, count))
@@ -54,7 +53,6 @@ class RequestGuards:
         return previous
 
     def permits(self, ranks: Sequence[int]) -> bool:
-        """Whether an allowed order begins with these ranks."""
         first, middle = len(self._first), len(self._middle)
         if any(rank != place for place, rank in enumerate(ranks[:first])):
             return False
@@ -79,7 +77,7 @@ class RequestGuards:
         return in_group_order and rank - place <= self._limit and place + 1 - earliest <= self._limit
 
     def complete(self, prefix: Sequence[int], preferred: Sequence[int]) -> list[int]:
-        """The allowed order that begins with `prefix` and then follows the preferred order as closely as possible."""
+        """The allowed order that begins with `prefix` and follows the preferred order as closely as possible."""
         first = [*prefix[: len(self._first)], *self._first[len(prefix) :]]
         begun = list(prefix[len(first) :])
         middle = begun[: len(self._middle)] + self._arrange(begun[: len(self._middle)], preferred)

@@ -16,10 +16,8 @@ V = TypeVar("V")
 
 
 class LRUCache(Generic[V]):
-    """At most `entries` values of at most `size` bytes together; the least recently used is evicted first. Thread-safe.
-
-    Keys are kept and not counted: use digests.
-    """
+    """At most `entries` values of at most `size` bytes together, least recently used evicted first. Thread-safe. Keys
+    are not counted: use digests."""
 
     def __init__(self, entries: int, size: int = sys.maxsize) -> None:
         self._entries = entries
@@ -39,7 +37,6 @@ class LRUCache(Generic[V]):
 
     @property
     def used(self) -> int:
-        """The bytes of the values."""
         return self._used
 
     def get(self, key: Hashable) -> V | None:
@@ -51,7 +48,6 @@ class LRUCache(Generic[V]):
             return kept[0]
 
     def put(self, key: Hashable, value: V, size: int = 0) -> None:
-        """Keep a value of `size` bytes, unless it alone exceeds the bound."""
         with self._lock:
             if key in self._values:
                 self._used -= self._values.pop(key)[1]

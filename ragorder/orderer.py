@@ -32,7 +32,7 @@ _logger = logging.getLogger("ragorder")
 
 
 class OrdererLike(Protocol):
-    """Interface of `Orderer` and its wrappers. The methods are described at `Orderer`."""
+    """Interface of `Orderer` and its wrappers."""
 
     @property
     def settings(self) -> Settings: ...
@@ -82,18 +82,17 @@ class Orderer:
         answer = generate(question, ordering.documents)
         ordering.confirm(answer.cached_tokens)
 
-    The options are the fields of `Settings`; or pass `settings`. Documents are `Document`s, or any objects with `key`
-    (content identity, hashable) and `tokens` (length in the prompt); `group` names a document's group for
-    `keep_groups` (default: its metadata's "source").
+    The options are the fields of `Settings`. Documents are `Document`s, or any objects with `key` (content identity,
+    hashable) and `tokens` (length in the prompt); `group` names a document's group for `keep_groups` (default: its
+    metadata's "source").
 
-    `Orderer.for_vllm` connects to a live server. By hand: `token_ids` (a document's tokens in the prompt) and
-    `prefix_ids` (the tokens before the documents) locate the documents among the engine's `blocks`, which
-    `ragorder.adapters.vllm.kv_events` keeps up to date. A scope is then the `cache_salt` of its requests, or None.
+    `Orderer.for_vllm` connects to a live server. By hand: `token_ids` (a document's tokens) and `prefix_ids` (the
+    tokens before the documents) locate documents among the engine's `blocks`, kept up to date by
+    `ragorder.adapters.vllm.kv_events`; a scope is then its requests' `cache_salt`, or None.
 
     Raises pydantic.ValidationError for wrong settings. Ordering raises only TypeError, for objects that are no
-    documents. After an internal error the documents stay in retrieval order; `fallbacks` counts it, and the first is
-    logged and warned of (`DegradedWarning`). `strict=True` raises it instead: for tests. A copy (copy, pickle, process
-    pool) has the same settings and callables, and starts cold: no trees, no events.
+    documents. After an internal error (raised with `strict=True`) the documents stay in retrieval order; `fallbacks`
+    counts it. A copy (copy, pickle, process pool) starts cold, without events.
     """
 
     def __init__(
@@ -135,14 +134,12 @@ class Orderer:
     ) -> Self:
         """An orderer for the vLLM server at `base_url`.
 
-        Block size and capacity come from the server's `/metrics`, unless they are given. With `events_endpoint`, and
-        better with `replay_endpoint`, the server's KV events keep the residency exact and show what other processes
-        have ordered (`events` is their subscriber); this needs `builder`, with the served model's tokenizer. Else the
-        residency mirrors an LRU cache. What the server lacks is a `DegradedWarning`, once, and stays in `degraded`.
-        Close the orderer, or use it in a `with` block.
+        Block size and capacity come from the server's `/metrics`, unless given. With `events_endpoint`, and better with
+        `replay_endpoint`, its KV events keep the residency exact and show what other processes have ordered (`events`
+        is the subscriber); this needs `builder` with the served model's tokenizer. What the server lacks is a
+        `DegradedWarning`. Close the orderer, or use it in a `with` block.
 
-        Raises ImportError naming the extra to install, RuntimeError if no server answers, ValueError for an invalid or
-        unusable endpoint.
+        Raises ImportError naming the extra, RuntimeError if no server answers, ValueError for an unusable endpoint.
         """
         from ragorder.adapters.vllm.connect import connect
 
@@ -169,12 +166,11 @@ class Orderer:
 
     @property
     def degraded(self) -> tuple[str, ...]:
-        """Reasons why the orderer works with less than it was given, oldest first; each was a `DegradedWarning`."""
+        """Reasons why the orderer does less than configured, oldest first; each was a `DegradedWarning`."""
         return self._degradations.reasons
 
     def degrade(self, reason: str) -> None:
-        """Add a reason to `degraded`, and warn of it once. For adapters; never raises. The reason must not name a
-        document, a key or a tenant."""
+        """Add a reason to `degraded` and warn of it once. Never raises. It must not name a document, key or tenant."""
         self._degradations.add(reason)
 
     @property
@@ -184,7 +180,6 @@ class Orderer:
 
     @property
     def evicted_blocks(self) -> int:
-        """KV blocks counted as evicted so far, in all scopes."""
         return self._lock.run(lambda: self._scopes.evicted_blocks)
 
     def close(self) -> None:
@@ -212,10 +207,9 @@ class Orderer:
     ) -> Ordering[D]:
         """Order one request's documents, given in retrieval order, and count them as in flight.
 
-        `waiting` holds the documents of requests that already wait, next first: the tail is arranged for them.
-        `scope` separates requests that share no prefix: model, prompt template, tenant. All scopes share the engine's
-        capacity. `suffix_tokens` (question and answer) and `prefix_tokens` (before the documents; read with a scope's
-        first request) override the settings.
+        `waiting` holds the documents of requests that already wait, next first: the tail is arranged for them. `scope`
+        separates requests that share no prefix: model, prompt template, tenant. `suffix_tokens` (question and answer)
+        and `prefix_tokens` (before the documents; read with a scope's first request) override the settings.
         """
         given = list(documents)
         if self._contents is not None and scope is not None and not (isinstance(scope, str) and scope):
@@ -252,8 +246,8 @@ class Orderer:
     def predict_cached_tokens(
         self, documents: Iterable[D], *, scope: Hashable = None, prefix_tokens: int | None = None
     ) -> tuple[int, int]:
-        """(cached tokens, tokens up to the end of the documents) that `order` would predict now; (0, 0) after an
-        internal error. Nothing is recorded: for a request that waits."""
+        """(cached tokens, tokens up to the end of the documents) that `order` would predict now. Nothing is
+        recorded."""
         given = list(documents)
         try:
             request = self._reader.read(given)
@@ -265,8 +259,8 @@ class Orderer:
             return 0, 0
 
     def holds_prefix(self, *, scope: Hashable = None) -> bool:
-        """Whether the engine is expected to hold the tokens before the documents, or to be computing them. True if
-        they fill no block."""
+        """Whether the engine should hold the tokens before the documents, or be computing them, or could not keep a
+        block."""
         try:
             return self._look(scope, Scope.holds_prefix)
         except Exception as error:
@@ -283,9 +277,9 @@ class Orderer:
     ) -> Batch[D]:
         """Order many requests and their documents, so that requests that share documents follow one another.
 
-        The result holds the orderings in serving order, each with its `index` in `requests`; each is in flight once it
-        is taken. No request is served more than `max_wait` places late (None: no bound; 0: in the order given). Never
-        predicted to hit less than `order` for one request after another. Raises ValueError for a negative `max_wait`.
+        The orderings come in serving order, each with its `index` in `requests`, none more than `max_wait` places late
+        (None: no bound); each is in flight once it is taken. Never predicted to hit less than `order` for each in turn.
+        Raises ValueError for a negative `max_wait`.
         """
         given = [list(documents) for documents in requests]
         if max_wait is not None and max_wait < 0:
@@ -320,14 +314,13 @@ class Orderer:
         return Batch([step.number for step in steps], start)
 
     def fall_back(self, documents: Iterable[D], error: Exception) -> Ordering[D]:
-        """Retrieval order after an error, which is counted, and logged if it is the first; in strict mode the error is
-        raised. For adapters, whose reading of their documents may fail."""
+        """Retrieval order after an error, which is counted, or raised in strict mode. For adapters."""
         self._report(error)
         return _unordered(list(documents))
 
     def clone(self, **changes: Unpack[OrdererOptions]) -> Orderer:
-        """An orderer with the same callables, changed settings and empty trees, without KV events: for comparison.
-        Both share the lengths learnt from the engine's reports."""
+        """An orderer with the same callables, changed settings and empty trees, without KV events: for comparison. Both
+        share the lengths learnt from the engine's reports."""
         clone = Orderer(self.settings.model_copy(update=dict(changes)), **self._callables)
         clone._lengths = self._lengths
         return clone
@@ -342,7 +335,6 @@ class Orderer:
             self.degrade("a copy follows no KV events: its residency is a mirror (Orderer.for_vllm follows them)")
 
     def _copy_of(self, name: Hashable, requests: Iterable[OrderRequest[D]]) -> Scope:
-        """A copy of a scope for planning, which may take seconds: the lock is held only while it is copied."""
         if self._contents is not None:
             # Discovery of what other processes had computed works on one request at a time.
             for request in requests:
@@ -350,11 +342,9 @@ class Orderer:
         return self._look(name, Scope.copy)
 
     def _enter(self, name: Hashable, work: Callable[[Scope], T], prefix_tokens: int | None = None) -> T:
-        """The result of `work` in the scope, which is made if need be."""
         return self._lock.run(self._work_in, name, work, prefix_tokens)
 
     def _look(self, name: Hashable, work: Callable[[Scope], T], prefix_tokens: int | None = None) -> T:
-        """The result of `work` in the scope; a new scope is not kept."""
         return self._lock.run(self._look_at, name, work, prefix_tokens)
 
     def _work_in(self, name: Hashable, work: Callable[[Scope], T], prefix_tokens: int | None) -> T:

@@ -23,16 +23,15 @@ class RequestOutcome(NamedTuple):
 
 
 class Ordering(Generic[D]):
-    """A request's documents in prompt order. Call `confirm` after the answer, `discard` after a failure: late, twice or
-    never is allowed.
+    """A request's documents in prompt order. Call `confirm` after the answer, `discard` after a failure.
 
-    - `documents`: the caller's own documents, each as often as it was given.
+    - `documents`: the caller's own documents, a permutation.
     - `permutation`: for each place, the retrieval rank (from 0) of its document.
-    - `prefix_documents`: leading documents that the engine is expected to hold.
-    - `cached_tokens`: prompt tokens that the engine is expected to reuse, system prompt included.
+    - `prefix_documents`: leading documents that the engine should hold.
+    - `cached_tokens`: prompt tokens that it should reuse, system prompt included.
     - `documents_end`: expected prompt tokens up to the end of the last document.
     - `guard_cost_tokens`: cached tokens that the quality guards cost.
-    - `index`: position of the request in its batch (0 outside a batch).
+    - `index`: position of the request in its batch.
     - `fallback`: an internal error left the documents in retrieval order.
     """
 
@@ -98,19 +97,19 @@ class Ordering(Generic[D]):
         *,
         prompt_tokens: float | None = None,
     ) -> None:
-        """The engine served the request. As far as it reports them: `cached_tokens` reused from its cache,
-        `total_tokens` of prompt and answer, `prompt_tokens` of the prompt."""
+        """The engine served the request, and reported `cached_tokens` reused, `total_tokens` of prompt and answer, and
+        `prompt_tokens`, as far as given."""
         self._end(RequestOutcome(True, cached_tokens, total_tokens, prompt_tokens))
 
     def discard(self) -> None:
-        """The request failed or was never sent: what it would have cached is not counted on."""
+        """The request failed or was never sent."""
         self._end(RequestOutcome(False))
 
     def add_done_callback(self, observer: Callable[[RequestOutcome], None]) -> None:
         """Call `observer` once, when the ordering is first confirmed or discarded. It must not raise.
 
-        It may take locks: if a finaliser finishes the ordering, it is called by the next call of this package, since
-        the thread that the garbage collector interrupted may hold such a lock.
+        It may take locks: a finaliser's outcome reaches it with the next call of this package, since the interrupted
+        thread may hold such a lock.
         """
         self._observers += (observer,)
 

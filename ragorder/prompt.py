@@ -18,7 +18,7 @@ __all__ = ["Prompt", "PromptBuilder", "Span"]
 
 _FIELDS = {"document_template": {"id", "text", "title"}, "question_template": {"query"}}
 _KEPT_BYTES = 64 << 20
-# Of an entry, besides its tokens: key, value and their places.
+# Overhead of an entry besides its tokens.
 _ENTRY_BYTES = 400
 
 
@@ -35,9 +35,8 @@ class Span:
 class Prompt:
     """One prompt in the forms that engines take.
 
-    `token_ids` are exact: a document's tokens never depend on its neighbours. An engine given `text` or `messages`
-    makes its own tokens, which may differ slightly at the seams. Without a tokenizer `token_ids` is None and `spans` is
-    empty.
+    `token_ids` are exact: a document's tokens never depend on its neighbours. Engines tokenise `text` or `messages`
+    themselves, which may differ slightly at the seams. Without a tokenizer `token_ids` is None and `spans` empty.
     """
 
     text: str
@@ -47,8 +46,6 @@ class Prompt:
 
 
 class _Segment(NamedTuple):
-    """A document in the prompt: its tokens, their number, and how many of them pad it to whole blocks."""
-
     tokens: int
     ids: bytes = b""
     padding: int = 0
@@ -60,17 +57,16 @@ class PromptBuilder:
         builder = PromptBuilder("Answer briefly.", tokenizer=AutoTokenizer.from_pretrained(model))
         prompt = builder.build("When are orders shipped?", orderer.order(documents))
 
-    - `document_template` shows {id}, {text} and optionally {title} (from the metadata), never rank or position: a
-      number before a document changes with the order and ends the reuse of the cache there.
-    - `question_template` shows {query}. Everything that varies between requests belongs there.
+    - `document_template` has {id}, {text} and optionally {title} (metadata), never a rank or position: a number before
+      a document would end the reuse of the cache there.
+    - `question_template` has {query}, and everything that varies between requests.
     - `tokenizer` (transformers) is the served model's; its chat template frames the prompt.
     - `state_ranking` states the retrieval ranking, by id, after the documents.
-    - `align_to` (the engine's block size in tokens; needs the tokenizer) pads system prompt and documents with newlines
-      to whole blocks, so that no block is lost between documents.
-    - `cached_documents` documents' tokens are kept, in 64 MiB at most, by digest and without texts.
+    - `align_to` (the engine's block size) pads system prompt and documents with newlines to whole blocks.
+    - `cached_documents` documents' tokens are kept, in 64 MiB at most, by digest.
 
-    Special tokens in documents and questions are escaped, and lone surrogates replaced. Raises ValueError for a
-    template with wrong fields, or for `align_to` without a tokenizer.
+    Special tokens in documents and questions are escaped, lone surrogates replaced. Raises ValueError for a wrong
+    template, or for `align_to` without a tokenizer.
     """
 
     def __init__(
@@ -131,9 +127,8 @@ class PromptBuilder:
         return self._segment(document).tokens
 
     def count_tokens(self, document: Document) -> int:
-        """As `document_tokens`, but counted anew: nothing is kept, so that no time tells whether the document was seen
-        before. A document of more than 32,768 characters is counted in pieces, which takes less memory, and may give
-        one or two tokens more for each."""
+        """As `document_tokens`, uncached, so that timing does not reveal whether a document was seen before. Long texts
+        are counted in pieces, with a difference of one or two tokens each."""
         text = self._render(document)
         if self._tokenizer is None:
             return estimate_tokens(text)
@@ -142,11 +137,9 @@ class PromptBuilder:
 
     @property
     def prefix_ids(self) -> Sequence[int]:
-        """The tokens before the first document (none without a tokenizer)."""
         return self._head_ids
 
     def document_ids(self, document: Document) -> Sequence[int]:
-        """The document's tokens in the prompt (none without a tokenizer): for `Orderer(token_ids=…)`."""
         return array("q", self._segment(document).ids)
 
     def build(self, query: str, documents: Ordering[Document] | Sequence[Document]) -> Prompt:
@@ -165,13 +158,12 @@ class PromptBuilder:
         return Prompt(self._head + turn + self._tail, self._messages(turn), token_ids, spans)
 
     def turn(self, query: str, documents: Sequence[Document], ranking: Sequence[int]) -> str:
-        """The user's message: documents in the order given, then the question. `ranking` holds their retrieval
-        ranks."""
+        """The user's message: documents as given, then the question. `ranking` holds their retrieval ranks."""
         texts = [self._render(document) for document in documents]
         if self._align_to is not None:
             segments = map(self._segment, documents)
             texts = [text + "\n" * segment.padding for text, segment in zip(texts, segments, strict=True)]
-        # Once more as a whole: two documents must not make up a control token between them.
+        # Again as a whole: two documents must not form a special token between them.
         return self._escape("".join(texts) + self._question(query, documents, ranking))
 
     def _messages(self, turn: str) -> list[dict[str, str]]:
@@ -216,7 +208,6 @@ class PromptBuilder:
         return self._escape(question).rstrip()
 
     def _encode(self, text: str) -> tuple[list[int], int]:
-        """(tokens of a text, padded to whole blocks under `align_to`; number of padding tokens)."""
         if self._tokenizer is None:
             return [], 0
         ids = self._tokenizer.encode(text)

@@ -23,7 +23,7 @@ class Settings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="RAGORDER_", extra="forbid", frozen=True)
 
     capacity_tokens: int | None = Field(
-        262_144, ge=1, description="Tokens that the engine's KV cache holds; none or unlimited: no bound."
+        262_144, ge=1, description="Tokens that the engine's KV cache holds, or unlimited."
     )
     block_size: int = Field(16, ge=1, description="Tokens in one KV block of the engine.")
     prefix_tokens: int = Field(0, ge=0, description="Tokens of the prompt in front of the first document.")
@@ -40,12 +40,14 @@ class Settings(BaseSettings):
     )
     search_budget: int = Field(1024, ge=1, description="Nodes that one prefix search may look at.")
 
-    keep_first: int = Field(0, ge=0, description="So many top-ranked documents stay first.")
-    keep_last: int = Field(0, ge=0, description="So many top-ranked documents stand last, rank 1 next to the question.")
-    max_displacement: int | None = Field(
-        None, ge=0, description="Positions by which a document may move from its rank."
+    keep_first: int = Field(0, ge=0, description="Number of top-ranked documents that stay first.")
+    keep_last: int = Field(
+        0, ge=0, description="Number of top-ranked documents that stand last, rank 1 next to the question."
     )
-    keep_groups: bool = Field(False, description="Documents of one group keep their order among themselves.")
+    max_displacement: int | None = Field(
+        None, ge=0, description="Positions by which a document may move from its rank; none: any number."
+    )
+    keep_groups: bool = Field(False, description='Keep the order of documents with the same metadata "source".')
 
     events_endpoint: str | None = Field(
         None, description="ZMQ endpoint of the engine's KV events (tcp://host:5557), for Orderer.for_vllm."

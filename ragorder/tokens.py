@@ -19,7 +19,7 @@ _PIECE_CHARACTERS = 1 << 15
 # A piece may end this far back, in front of white space: tokens do not extend across the beginning of a word.
 _BACK_CHARACTERS = 256
 
-# The control tokens of the common chat templates, for when the served model's tokenizer is not at hand.
+# Special tokens of common chat templates, for use without the served model's tokenizer.
 _COMMON_SPECIAL_TOKENS = re.compile(
     r"<\|[^|<>\s]{1,64}\|>|<｜[^｜<>\s]{1,64}｜>|</?s>|<(?:bos|eos|pad|unk|mask|cls|sep)>"
     r"|\[/?(?:INST|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_CALLS|TOOL_RESULTS)\]|<</?SYS>>"
@@ -28,15 +28,15 @@ _COMMON_SPECIAL_TOKENS = re.compile(
 )
 
 _PASSES = 8
-# The longest match of the pattern above, in characters, and some.
+# An upper bound of the pattern's matches, in characters.
 _LONGEST = 128
-# A search keeps all other threads from running until it ends: it goes through a long text window by window.
+# A regular expression search blocks all other threads: long texts are searched window by window.
 _WINDOW = 1 << 15
 
 
 class PromptFrame(NamedTuple):
-    """What the chat template puts before and after the user's turn, system prompt included. Without `system_role` the
-    system prompt opens the user's turn."""
+    """The chat template's text before and after the user's turn. Without `system_role` the system prompt opens that
+    turn."""
 
     before: str
     after: str
@@ -59,7 +59,6 @@ class SegmentTokenizer:
         self._lock = Lock()
 
     def encode(self, text: str) -> list[int]:
-        """The token ids of one segment; special tokens in it count as such."""
         with self._lock:
             ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False, verbose=False)
         return ids
@@ -73,8 +72,7 @@ class SegmentTokenizer:
                 yield text
 
     def frame(self, system: str) -> PromptFrame:
-        """The frame of a prompt; without a chat template, the begin-of-sequence token. Raises ValueError if the
-        template does not show the user's text exactly once."""
+        """The frame of a prompt. Raises ValueError if the chat template does not show the user's text exactly once."""
         if not getattr(self._tokenizer, "chat_template", None):
             bos = getattr(self._tokenizer, "bos_token", None) or ""
             return PromptFrame(f"{bos}{system}\n\n", "\n", system_role=True)
@@ -97,7 +95,6 @@ class SegmentTokenizer:
 
 
 def repair_unicode(text: str) -> str:
-    """Replace each lone surrogate, which no tokenizer and no wire format accepts, by U+FFFD."""
     if text.isascii():
         return text
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
@@ -105,9 +102,7 @@ def repair_unicode(text: str) -> str:
 
 def special_token_escaper(special_tokens: Iterable[str] | None = None) -> Callable[[str], str]:
     """A function that breaks special tokens in a text by a space after their first character, or else removes them.
-
-    `special_tokens` are those of the served model's tokenizer (None: those of common chat templates).
-    """
+    `special_tokens` are the served model's (None: those of common chat templates)."""
     pattern, longest = _COMMON_SPECIAL_TOKENS, _LONGEST
     if special_tokens is not None:
         longest_first = sorted({token for token in special_tokens if token.strip()}, key=lambda t: (-len(t), t))
@@ -118,7 +113,7 @@ def special_token_escaper(special_tokens: Iterable[str] | None = None) -> Callab
 
     def escape_special_tokens(text: str) -> str:
         text = repair_unicode(text)
-        # A broken token can leave another one behind that overlapped it, or make one up with the space.
+        # A broken token can leave an overlapping one behind, or form another with the space.
         for _ in range(_PASSES):
             broken = _replace(pattern, longest, text, _break)
             if broken is None:
@@ -157,10 +152,8 @@ def _replace(pattern: re.Pattern[str], longest: int, text: str, by: Callable[[re
 
 
 def split_text(text: str) -> Iterator[str]:
-    """Split a long text into pieces of at most 32,768 characters, in front of white space where possible.
-
-    A cut changes the number of tokens by two at most.
-    """
+    """Split a text into pieces of at most 32,768 characters, before white space if possible. A cut changes the number
+    of tokens by two at most."""
     start = 0
     while len(text) - start > _PIECE_CHARACTERS:
         end = start + _PIECE_CHARACTERS

@@ -1,7 +1,7 @@
-"""Plan of a batch: the order of the requests and of each request's documents, from scratch or from a warm cache.
+"""Plan of a batch: the order of requests and their documents, from scratch or from a warm cache.
 
-A batch served depth first along a trie prefills every node once, so the best plan is the cheapest trie in which every
-request, read as a set of documents, is a path. `plan` builds a cheap one bottom-up and improves it.
+A batch served depth first along a trie prefills every node once: the best plan is the cheapest trie in which every
+request, as a set of documents, is a path. `plan` builds a cheap one bottom-up and improves it.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _MOST_CANDIDATES = 1024
 def plan(requests: Sequence[Sequence[Key]], tokens: Mapping[Key, int]) -> list[Planned]:
     """(index of the request, its documents in order) in serving order.
 
-    Requests that share documents follow one another and start with what they share, so that an LRU prefix cache of
-    little more than one prompt serves every shared prefix. Never worse than the given orders of documents, near-linear
-    in the total number of documents, and the same in every process.
+    Requests that share documents follow one another and start with what they share: an LRU cache of little more than
+    one prompt suffices. Never worse than the given orders, near-linear in the number of documents, and the same in
+    every process.
     """
     number: dict[Key, int] = {}
     given = [[number.setdefault(key, len(number)) for key in request] for request in requests]
@@ -61,7 +61,6 @@ def _as_given(given: list[list[int]]) -> list[tuple[int, list[int]]]:
 
 
 def _saved_tokens(orders: list[tuple[int, list[int]]], tokens: list[int]) -> int:
-    """Tokens that each request shares, as a prefix, with its predecessor."""
     saved = 0
     for (_, before), (_, order) in pairwise(orders):
         for document, other in zip(order, before, strict=False):
@@ -72,11 +71,10 @@ def _saved_tokens(orders: list[tuple[int, list[int]]], tokens: list[int]) -> int
 
 
 class _Trie:
-    """A trie over sets of documents. The first nodes are the leaves, one for each distinct request, then the root, then
-    inner nodes.
+    """A trie over sets of documents: leaves (one for each distinct request), root, inner nodes.
 
-    A node holds *all* documents of its path, which never change; only its parent does. No two siblings share a document
-    beyond their parent's, so that `branch` finds the one child that continues with a document.
+    A node holds *all* documents of its path, which never change. Siblings share only their parent's documents, so that
+    `branch` finds the one child that continues with a document.
     """
 
     def __init__(self, leaves: Sequence[_Documents], tokens: Sequence[int]) -> None:
@@ -94,7 +92,6 @@ class _Trie:
         return sum(map(self.tokens.__getitem__, documents))
 
     def add(self, documents: _Documents) -> int:
-        """Add a node that is not yet attached."""
         self.documents.append(documents)
         self.weight.append(self.weigh(documents))
         self.parent.append(-1)
@@ -110,7 +107,6 @@ class _Trie:
             branch.setdefault(document, node)
 
     def detach(self, node: int) -> int:
-        """Cut the subtree off and return its parent."""
         parent = self.parent[node]
         self.parent[node] = -1
         del self.children[parent][node]
@@ -128,7 +124,6 @@ class _Trie:
         return child
 
     def best_place(self, node: int) -> tuple[int, int]:
-        """(tokens that the node's documents can share elsewhere, the node to share them with)."""
         wanted = self.documents[node]
         most, place = 0, self.root
         stack = [self.root]
@@ -178,7 +173,7 @@ class _Trie:
             self.graft(node, place)
 
     def paths(self, preferred: Sequence[Sequence[int]]) -> Iterable[tuple[int, list[int]]]:
-        """(leaf, its documents) depth first; documents that a leaf shares with no other keep their preferred order."""
+        """(leaf, its documents) depth first; documents that are not shared keep their preferred order."""
         stack: list[tuple[int, list[int]]] = [(self.root, [])]
         while stack:
             node, path = stack.pop()
@@ -226,10 +221,10 @@ def _build(trie: _Trie) -> None:
 
 
 class _Clusters:
-    """Clusters of the members of `base`, merged pairwise; a cluster is what all its members share beyond the base.
+    """Clusters of the members of `base`, merged pairwise; a cluster is what its members share beyond the base.
 
-    A merge saves exactly the tokens of the intersection. The other documents of its parts might have been shared with
-    others, the more probably the more popular they are: a merge pays a price for each.
+    A merge saves the tokens of the intersection, and pays a price for every other document of its parts: others might
+    have shared it, the more probably the more popular it is.
     """
 
     def __init__(self, trie: _Trie, base: int, members: list[int]) -> None:
@@ -265,7 +260,6 @@ class _Clusters:
             del self.holders[document][cluster]
 
     def best_pair(self, cluster: int) -> list[tuple[float, int, int]]:
-        """[(cost, cluster, its best partner)], or []; the rarest documents are examined first."""
         worth: dict[int, float] = {}
         documents = sorted(self.documents[cluster], key=self.popularity.__getitem__)
         budget = max(_MOST_CANDIDATES, 16 * len(documents))
@@ -292,7 +286,6 @@ class _Clusters:
         return [(price[cluster] - best, cluster, partner)]
 
     def merge(self) -> None:
-        """Merge the best pair until no two clusters share a document, and attach the clusters to the trie."""
         pairs = [pair for cluster in self.alive for pair in self.best_pair(cluster)]
         heapify(pairs)
         while pairs:
@@ -310,7 +303,6 @@ class _Clusters:
         self.attach()
 
     def attach(self) -> None:
-        """Attach the clusters to the trie; one that shares no more than the cluster around it needs no node."""
         trie, common = self.trie, self.trie.documents[self.base]
         stack = [(cluster, self.base) for cluster in reversed(self.alive)]
         while stack:
@@ -327,7 +319,7 @@ class _Clusters:
 
 
 class CachedPath(NamedTuple):
-    """The best cached path of a request: its documents, their held tokens, and the time of its last use."""
+    """The best cached path of a request: documents, held tokens, time of last use."""
 
     keys: tuple[Key, ...]
     tokens: int
@@ -339,8 +331,8 @@ def plan_backlog(
 ) -> list[Planned]:
     """(index of the request, its documents in order) in serving order, for a cache that holds a path for each request.
 
-    Requests that gain more from their cached path than from their places in a plan from scratch are served first,
-    before their path is evicted: least recently used paths first, requests of one path together.
+    Requests that gain more from their cached path than from a plan from scratch are served first, before it is evicted:
+    least recently used paths first, requests of one path together.
     """
     planned = plan(requests, tokens)
     places: dict[CachedPath, list[int]] = {}
@@ -351,7 +343,7 @@ def plan_backlog(
     on_path: list[Planned] = []
     moved: set[int] = set()
     for path in sorted(places, key=lambda path: path.stamp):
-        # What the requests of one path share in the plan, they share on the path as well: they move together, or alone.
+        # Requests of one path share on it what they share in the plan: they move together, or alone.
         for group in (places[path], [place for place in places[path] if path.tokens > scratch.cost([place])]):
             extended = _extend(path, [planned[place][0] for place in group], requests, tokens)
             if path.tokens + _saved_on_path(extended, tokens) > scratch.cost(group):
@@ -362,14 +354,11 @@ def plan_backlog(
 
 
 class _Scratch:
-    """The documents of a plan from scratch, in serving order."""
-
     def __init__(self, orders: Sequence[Sequence[Key]], tokens: Mapping[Key, int]) -> None:
         self._orders = [[], *orders, []]
         self._tokens = tokens
 
     def cost(self, places: Sequence[int]) -> int:
-        """The tokens no longer shared if the requests at these places, in rising order, are taken out."""
         cost = 0
         for first, last in _runs(places):
             cost += sum(self._shared(place, place + 1) for place in range(first - 1, last + 1))
@@ -397,7 +386,6 @@ def _runs(places: Sequence[int]) -> Iterator[tuple[int, int]]:
 def _extend(
     path: CachedPath, indices: Sequence[int], requests: Sequence[Sequence[Key]], tokens: Mapping[Key, int]
 ) -> list[Planned]:
-    """The requests on their cached path, planned from its end."""
     held = list(path.keys)
     placed = set(held)
     beyond = plan([[key for key in requests[index] if key not in placed] for index in indices], tokens)

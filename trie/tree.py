@@ -13,9 +13,8 @@ class Node:
     """One document after a particular sequence of documents.
 
     `end` is the prompt position in tokens where the document ends. A KV block belongs to the node in which its last
-    token lies: `blocks` in all, of which the last `missing` are not held by the engine, and `provisional` are held only
-    for requests in flight. `stamp` is the time of the last use, `leases` the number of requests in flight that use the
-    node. A residency maintains these four.
+    token lies: of its `blocks` the engine lacks the last `missing`, and holds `provisional` only for requests in
+    flight. `stamp` is the time of the last use, `leases` counts requests in flight. A residency maintains these four.
     """
 
     __slots__ = ("blocks", "children", "end", "key", "leases", "missing", "parent", "provisional", "stamp")
@@ -32,7 +31,6 @@ class Node:
         self.leases = 0
 
     def copy(self, parent: Node | None) -> Node:
-        """The same node below another parent, without children."""
         copy = Node(self.key, parent, self.end, self.blocks)
         copy.missing, copy.provisional, copy.stamp, copy.leases = (
             self.missing,
@@ -75,7 +73,6 @@ class KnowledgeTree:
         return path
 
     def remove(self, node: Node) -> None:
-        """Remove a leaf. The root stays."""
         parent = node.parent
         if parent is not None:
             siblings = parent.children
@@ -90,7 +87,6 @@ class KnowledgeTree:
         return (node.end // self.block_size - node.missing) * self.block_size
 
     def copy(self) -> tuple[KnowledgeTree, dict[Node, Node]]:
-        """Another tree with the same nodes, and the map from each node to its copy."""
         tree = KnowledgeTree(self.block_size)
         tree.size = self.size
         copies: dict[Node, Node] = {}
@@ -99,14 +95,13 @@ class KnowledgeTree:
             copies[node] = copy = node.copy(parent)
             if parent is None:
                 tree.root = copy
-        # Children in their own order: a search meets them in it.
+        # Children keep their order: searches depend on it.
         for node, copy in copies.items():
             if node.children is not None:
                 copy.children = {key: copies[child] for key, child in node.children.items()}
         return tree, copies
 
     def walk(self, top: Node | None = None) -> Iterator[Node]:
-        """Every node from `top` (default: the root) down, parents before children."""
         stack = [top or self.root]
         while stack:
             node = stack.pop()

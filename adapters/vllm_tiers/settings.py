@@ -25,16 +25,20 @@ class TierSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    host_bytes: int = Field(ge=1, description="Bytes of host memory for KV, of all GPUs of one engine together.")
-    disk_path: Path | None = Field(None, description="Folder of the disk tier, for one engine alone; none: no disk.")
-    disk_bytes: int | None = Field(None, ge=1, description="Bytes that the disk tier may take.")
-    policy: str = Field("pgdsf", description=f"What goes first when a tier is full: {', '.join(POLICIES)}.")
-    history: int = Field(65536, ge=0, description="Chunks that a tier remembers the use of after they went; 0: none.")
-    profile: Path | None = Field(
-        None, description="What a prefill takes on this engine (`ragorder profile`); none: the same for each token."
+    host_bytes: int = Field(ge=1, description="Host memory for KV, for all GPUs of one engine together.")
+    disk_path: Path | None = Field(
+        None, description="Folder of the disk tier, used by one engine at a time; none: no disk."
     )
-    device_order: bool = Field(True, description="Whether the device, too, gives up what the policy says.")
-    blocks_per_chunk: int = Field(1, ge=1, description="KV blocks of the device that make one chunk of host and disk.")
+    disk_bytes: int | None = Field(None, ge=1, description="Space that the disk tier may take.")
+    policy: str = Field(
+        "pgdsf", description="Replacement policy of the tiers.", json_schema_extra={"enum": list(POLICIES)}
+    )
+    history: int = Field(65536, ge=0, description="Evicted chunks whose use a tier remembers; 0: none remembered.")
+    profile: Path | None = Field(
+        None, description="Prefill times on this engine, from `ragorder profile`; none: the same time for each token."
+    )
+    device_order: bool = Field(True, description="Evict by the policy from the device's own pool as well.")
+    blocks_per_chunk: int = Field(1, ge=1, description="KV blocks of the device in one chunk of host and disk.")
     io_threads: int = Field(2, ge=1, description="Threads that read and write the disk.")
 
     @field_validator("policy")

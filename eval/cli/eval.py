@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ragorder.cli.options import Group
 from ragorder.eval.cli.options import Seeds, events_options, server_options
 from ragorder.eval.cli.progress import progress_bar
 from ragorder.eval.cli.quality import quality
@@ -21,7 +22,7 @@ __all__ = ["eval"]
 _HELP = {"help_option_names": ["-h", "--help"]}
 
 
-@click.group(context_settings=_HELP)
+@click.group(cls=Group, context_settings=_HELP)
 def eval() -> None:
     """Run the evaluation's tables and figures, and report on them."""
 

@@ -130,8 +130,10 @@ def replay(
     LOG (or - for standard input) holds JSON lines, plain or gzipped. An application writes one after each retrieval:
 
     \b
-      log.write(json.dumps({"time": time.time(), "tenant": customer, "documents": [d.id for d in documents],
-                            "tokens": [len(tokenizer.encode(d.text)) for d in documents]}) + "\\n")
+      line = {"time": time.time(), "tenant": customer,
+              "documents": [d.id for d in documents],
+              "tokens": [len(tokenizer.encode(d.text)) for d in documents]}
+      log.write(json.dumps(line) + "\\n")
 
     "time" is in seconds, from any origin, or ISO 8601; lines may be out of order. "documents" are ids, best first, or
     objects {"id", "tokens"}. Only these two must be there. "tokens" may also be one number for all documents; the same

@@ -1,4 +1,4 @@
-"""The embedded engine: any causal language model of transformers, its documents' KV over device, host and disk."""
+"""Embedded engine: a causal language model of transformers, its documents' KV over device, host and disk."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from ragorder.kernels.engine.request import (
     TokenLogprobs,
     Update,
 )
-from ragorder.kernels.engine.settings import EngineSettings
 from ragorder.kernels.engine.stats import EngineStats
 from ragorder.kernels.engine.support import UnsupportedModelError
+from ragorder.kernels.engine_settings import EngineSettings
 
 __all__ = [
     "Completion",

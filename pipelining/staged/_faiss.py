@@ -1,4 +1,4 @@
-"""FAISS indexes as staged searches need them: without the wrappers around them, asked through their C interface."""
+"""FAISS indexes without their wrappers, and checked arguments."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ SearchResult = tuple[NDArray[np.float32], NDArray[np.int64]]
 
 
 def load_faiss() -> Any:
-    """The module faiss. Raises ImportError that names the extra where it is missing."""
     try:
         import faiss
     except ImportError as error:
@@ -27,21 +26,19 @@ def load_faiss() -> Any:
 
 @dataclass(frozen=True, slots=True)
 class UnwrappedIndex:
-    """The index that searches, and the wrappers around it from the outside in: IDMap, PreTransform."""
+    """The searching index, and its wrappers from the outside in: IDMap, PreTransform."""
 
     outer: Any
     index: Any
     wrappers: list[Any] = field(default_factory=list)
 
     def transform_queries(self, queries: NDArray[np.float32]) -> NDArray[np.float32]:
-        """The queries as the core sees them."""
         for wrapper in self.wrappers:
             for number in range(wrapper.chain.size() if _transforms(wrapper) else 0):
                 queries = wrapper.chain.at(number).apply(queries)
         return queries
 
     def selector(self, selector: Any) -> Any:
-        """A selector of the caller's ids as one of the core's."""
         for wrapper in self.wrappers:
             if selector is not None and not _transforms(wrapper):
                 translated = load_faiss().IDSelectorTranslated(wrapper.id_map, selector)
@@ -50,17 +47,16 @@ class UnwrappedIndex:
         return selector
 
     def ids(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The core's ids as the caller's."""
         for wrapper in reversed(self.wrappers):
             if not _transforms(wrapper) and wrapper.id_map.size():
-                # A view of FAISS's own table, taken anew each time: adding moves the table.
+                # A fresh view of FAISS's table each time: adding moves the table.
                 table = load_faiss().rev_swig_ptr(wrapper.id_map.data(), wrapper.id_map.size())
                 ids = np.where(ids < 0, ids, table[ids])
         return ids
 
 
 def unwrap(index: Any) -> UnwrappedIndex:
-    """The index behind IndexIDMap, IndexIDMap2 and IndexPreTransform. Raises TypeError for what is no FAISS index."""
+    """The index inside IndexIDMap, IndexIDMap2 and IndexPreTransform. Raises TypeError for no FAISS index."""
     faiss = load_faiss()
     if not isinstance(index, faiss.Index):
         raise TypeError(f"expected a FAISS index of float vectors, got {type(index).__name__}")
@@ -73,7 +69,6 @@ def unwrap(index: Any) -> UnwrappedIndex:
 
 
 def read_queries(queries: Any, dimension: int) -> NDArray[np.float32]:
-    """The queries as FAISS reads them: float32, rows one after another. Raises ValueError for another shape."""
     array = np.ascontiguousarray(queries, dtype=np.float32)
     if np.ndim(queries) != 2 or array.shape[1] != dimension:
         raise ValueError(f"queries must have the shape (n, {dimension}), got {np.shape(queries)}")
@@ -81,7 +76,6 @@ def read_queries(queries: Any, dimension: int) -> NDArray[np.float32]:
 
 
 def read_k(k: int) -> int:
-    """`k` as an int. Raises ValueError below 1."""
     if as_int(k) < 1:
         raise ValueError(f"k must be at least 1, got {k}")
     return as_int(k)

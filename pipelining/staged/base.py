@@ -1,4 +1,4 @@
-"""What a staged search is: a search that tells what it has found so far, again and again, before it is done."""
+"""Interface of a staged search."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["Stage", "StagedSearch"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stage:
-    """What was found up to the end of one stage. Its arrays are read-only and are not written to again.
+    """Results up to the end of one stage, in read-only arrays.
 
-    number: from 1 to `stages`, how many there are in this search
-    ids: of shape (queries, k), best first; -1 where fewer than k were found
-    distances: of the same shape, in the index's metric (for an inner product larger is better)
+    - `number`: from 1 to `stages`
+    - `ids`: shape (queries, k), best first; -1 where fewer than k were found
+    - `distances`: same shape, in the index's metric (inner product: larger is better)
     """
 
     number: int
@@ -32,21 +32,17 @@ class Stage:
 
     @property
     def final(self) -> bool:
-        """Whether this is the last stage, whose result is the search's."""
         return self.number == self.stages
 
 
 class StagedSearch(Protocol):
     """A retriever that searches in stages.
 
-    The iterator is lazy and does one stage's work in each `next()`, in a library that leaves the interpreter to other
-    threads meanwhile: a driver may run each `next()` in any thread, one after another, and may drop the iterator
-    between two. Several searches of one object may run at once.
+    The iterator does one stage's work in each `next()`, in a library that releases the interpreter lock: successive
+    `next()` calls may run in different threads, and the iterator may be dropped between two. Searches of one object may
+    run concurrently.
     """
 
     def search(self, queries: Any, k: int) -> Iterator[Stage]:
-        """Find the k nearest of each query, an array of shape (queries, dimensions); always at least one stage.
-
-        The last stage is what a search without stages finds. Raises ValueError, before the iterator is returned, for
-        `k` < 1 and for queries of another shape.
-        """
+        """Find the k nearest of each query, an array of shape (queries, dimensions), in at least one stage. The last
+        stage equals an unstaged search. Raises ValueError at once for `k` < 1 and for another shape."""

@@ -1,4 +1,4 @@
-"""HNSW in stages: the same search again and again, each time with a longer list of candidates."""
+"""Staged HNSW search: repeated with a growing candidate list."""
 
 from __future__ import annotations
 
@@ -19,20 +19,15 @@ _FACTOR = 4
 
 
 class StagedHNSW:
-    """Searches an HNSW index with a growing efSearch; the last stage is `index.search` with the efSearch asked for.
+    """Searches an HNSW index with growing efSearch; the last stage is `index.search`.
 
-    index: a FAISS HNSW index, bare or in IndexIDMap, IndexIDMap2 or IndexPreTransform; any metric
-    ef_search: the last stage's; the index's own where None
-    stages: how many; each stage's efSearch is four times the one before
-    schedule: efSearch of each stage instead, growing; the last is the `ef_search`
+    - `index`: a FAISS HNSW index, bare or in IndexIDMap, IndexIDMap2 or IndexPreTransform; any metric
+    - `ef_search`: of the last stage (default: the index's own)
+    - `stages`: each has four times the efSearch of the one before
+    - `schedule`: growing efSearch of each stage instead
 
-    FAISS searches with no less than k candidates, so that stages below become one.
-
-    Why a schedule: the traversal that stops and goes on, in slices of time, is RAGCache's, but FAISS offers no way
-    back into one (interrupting it loses what it holds), and in Python it takes 8 times as long as FAISS's whole search.
-    Beginning anew costs a fixed share, 1/4 + 1/16 of the last stage for three stages at most, and nothing depends on
-    the index's inner layout. At 1/16 of the efSearch the top 2 of real questions are final in 88 % (of 64) to 96 %
-    (of 256) of the searches: `python -m ragorder.eval.staging --corpus pydocs`.
+    FAISS searches with at least k candidates: stages below that become one. It cannot resume a traversal, as RAGCache
+    does; starting anew costs at most 1/4 + 1/16 of the last stage for three stages.
 
     Raises TypeError for another index, ValueError for a schedule that does not grow.
     """
@@ -59,7 +54,6 @@ class StagedHNSW:
         self._ef_search, self._stages = ef_search, stages
 
     def search(self, queries: Any, k: int, *, selector: Any = None) -> Iterator[Stage]:
-        """See `StagedSearch.search`. `selector`, a faiss.IDSelector, says which ids may be found."""
         k, rows = read_k(k), read_queries(queries, self._core.outer.d)
         schedule = self._schedule
         if schedule is None:

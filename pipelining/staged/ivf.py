@@ -1,4 +1,4 @@
-"""IVF in stages: some of the clusters at a time, the nearest first."""
+"""Staged IVF search: some clusters at a time, the nearest first."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragorder.pipelining.staged._faiss import SearchResult, load_faiss, read_k, read_queries, unwrap
-from ragorder.pipelining.staged._merge import TopKMerge
 from ragorder.pipelining.staged.base import Stage
 
 __all__ = ["StagedIVF"]
 
-# What scans cluster after cluster into one heap, each code's distance depending on nothing but query, cluster and code.
+# Indexes that scan clusters into one heap, with distances that depend only on query, cluster and code.
 _EXACT = {
     "IndexIVFFlat",
     "IndexIVFFlatPanorama",
@@ -33,20 +32,22 @@ _EXACT = {
 
 
 class StagedIVF:
-    """Searches an IVF index stage by stage, each of which scans the next nearest clusters.
+    """Searches an IVF index in stages, each of which scans the next nearest clusters.
 
-    index: a FAISS IVF index, bare or in IndexIDMap, IndexIDMap2 or IndexPreTransform; any metric
-    stages: how many, at most one a cluster
-    growth: "equal" stages; "geometric" ones, each of which doubles the clusters scanned so far; or how many clusters
-        each stage scans, which makes `stages` and `nprobe` (their sum)
-    nprobe: clusters to scan in all; as FAISS does it, the index's own where None, and no more than there are
+        for stage in StagedIVF(index, stages=4).search(queries, k=5):
+            print(stage.number, stage.ids)
 
-    The last stage's ids and distances are those of `index.search` with the same nprobe, ties included. Where vectors
-    tie for the k-th place across stages such that it matters, the last stage scans that query's clusters once more.
-    The index and its nprobe are only read; as ever with FAISS, nobody may add to it during a search. A stage runs on
-    one core, and a batch, too: FAISS splits a batch over cores, at best.
+    - `index`: a FAISS IVF index, bare or in IndexIDMap, IndexIDMap2 or IndexPreTransform; any metric
+    - `stages`: at most one for each cluster
+    - `growth`: "equal" stages; "geometric" ones, each doubling the clusters scanned so far; or each stage's number of
+      clusters, which determines `stages` and `nprobe`
+    - `nprobe`: clusters to scan in all (default: the index's own)
 
-    Raises TypeError for an index that is not staged exactly, ValueError for settings that make no stages.
+    The last stage equals `index.search` with the same nprobe, ties included: if ties for the k-th place across stages
+    matter, it scans that query's clusters once more. The index must not be changed during a search. A stage runs on one
+    core.
+
+    Raises TypeError for an index that cannot be staged exactly, ValueError for settings that make no stages.
     """
 
     def __init__(
@@ -79,11 +80,9 @@ class StagedIVF:
         self._stages, self._growth, self._nprobe = stages, growth, nprobe
 
     def search(self, queries: Any, k: int, *, selector: Any = None) -> Iterator[Stage]:
-        """See `StagedSearch.search`. `selector`, a faiss.IDSelector, says which ids may be found.
-
-        Raises ValueError, too, if the index was set meanwhile to `max_codes` or a `parallel_mode` that stages cannot
-        keep to; FAISS's own RuntimeError, at the first stage, if it is not trained.
-        """
+        """See `StagedSearch.search`. `selector`, a faiss.IDSelector, restricts the ids. Also raises ValueError if
+        `max_codes` or `parallel_mode` of the index rule out stages, and at the first stage FAISS's RuntimeError if it
+        is not trained."""
         k, rows = read_k(k), read_queries(queries, self._core.outer.d)
         _check_settings(self._ivf)
         nprobe = min(self._ivf.nlist, self._ivf.nprobe if self._nprobe is None else self._nprobe)
@@ -130,7 +129,7 @@ class StagedIVF:
         distances = np.empty((len(queries), k), np.float32)
         ids = np.empty((len(queries), k), np.int64)
         chosen = {} if selector is None else {"sel": selector}
-        # FAISS's Python wrapper of it knows no parameters, and wants the index's nprobe changed instead.
+        # FAISS's Python wrapper takes no parameters, and would need the index's nprobe changed.
         self._ivf.search_preassigned_c(
             len(queries),
             faiss.swig_ptr(queries),
@@ -151,7 +150,7 @@ def _check_index(ivf: Any) -> None:
         if not isinstance(ivf, load_faiss().IndexIVF):
             advice = "StagedHNSW is for HNSW; of an IndexRefine, stage the base_index and refine what it finds"
         elif "FastScan" in name:
-            advice = "of its many ties other ones stay; use the index without fast scan"
+            advice = "it keeps others of its many ties; use the index without fast scan"
         else:
             advice = "its stages do not add up to its search; use IndexIVFFlat, IndexIVFPQ or IndexIVFScalarQuantizer"
         raise TypeError(f"StagedIVF cannot search {name} in stages exactly: {advice}, or search it without stages")
@@ -163,15 +162,68 @@ def _check_settings(ivf: Any) -> None:
         raise ValueError(f"{type(ivf).__name__} has max_codes={ivf.max_codes}, a limit across stages: set it to 0")
     if ivf.parallel_mode not in (0, 3):
         raise ValueError(
-            f"{type(ivf).__name__} has parallel_mode={ivf.parallel_mode}, whose ties go by chance: set it to 0 or 3"
+            f"{type(ivf).__name__} has parallel_mode={ivf.parallel_mode}, where ties are random: set it to 0 or 3"
         )
 
 
 def _cuts(nprobe: int, stages: int, growth: object, counts: Sequence[int] | None) -> list[int]:
-    """How many clusters were scanned before the first stage (none) and after each."""
     if counts is not None:
         return sorted({min(nprobe, int(total)) for total in np.cumsum((0, *counts))})
     stages = min(stages, nprobe)
     if growth == "geometric":
         return [0] + [max(number, nprobe >> (stages - number)) for number in range(1, stages + 1)]
     return [nprobe * number // stages for number in range(stages + 1)]
+
+
+class TopKMerge:
+    """The k best so far of each query, as FAISS's own heap would have kept them; `add` takes the k best of the next
+    part.
+
+    The heap admits only what is better than its worst, and evicts the largest id among equals first (for similarities
+    the smallest). So ties for the last places depend on the order of the scan, which two parts' results do not show if
+    ties of the later part do not all fit: `uncertain` has those queries.
+    """
+
+    def __init__(self, first: SearchResult, *, similarity: bool) -> None:
+        self.distances, self.ids = first
+        self._sign = np.float32(-1 if similarity else 1)
+        self._id_sign = -1 if similarity else 1
+        self._keys = self.distances * self._sign
+        self._doubt: NDArray[np.float32] | None = None
+
+    @property
+    def uncertain(self) -> NDArray[np.intp]:
+        if self._doubt is None:
+            return np.empty(0, np.intp)
+        return np.flatnonzero(self._doubt == self._keys[:, -1])
+
+    def add(self, part: SearchResult) -> None:
+        distances, ids = part
+        keys = distances * self._sign
+        if not (keys[:, 0] < self._keys[:, -1]).any():
+            return
+        k = keys.shape[1]
+        all_keys = np.concatenate((self._keys, keys), axis=1)
+        all_ids = np.concatenate((self.ids, ids), axis=1)
+        order = np.argsort(all_keys, axis=1, kind="stable")
+        rows = np.arange(len(keys))
+        edge = all_keys[rows, order[:, k - 1]]
+        beyond = order[:, k]
+        cut = (edge == all_keys[rows, beyond]) & (all_ids[rows, beyond] != -1)
+        # Had the parts before k vectors as good, none of this part's came in by a tie, and what they hold is in order.
+        if cut.any() and (cut := cut & (edge < self._keys[:, -1]) & (keys == edge[:, None]).any(axis=1)).any():
+            doubt = np.full(len(keys), np.nan, np.float32) if self._doubt is None else self._doubt
+            self._doubt = np.where(cut, edge, doubt)
+        order, rows = order[:, :k], rows[:, None]
+        new_keys, new_ids = all_keys[rows, order], all_ids[rows, order]
+        if (new_keys[:, 1:] == new_keys[:, :-1]).any():
+            again = np.lexsort((new_ids * self._id_sign, new_keys), axis=1)
+            new_keys, new_ids = new_keys[rows, again], new_ids[rows, again]
+        self._keys, self.ids = new_keys, new_ids
+        self.distances = new_keys * self._sign
+
+    def replace(self, rows: NDArray[np.intp], found: SearchResult) -> None:
+        self.distances, self.ids = self.distances.copy(), self.ids.copy()
+        self.distances[rows], self.ids[rows] = found
+        self._keys = self.distances * self._sign
+        self._doubt = None

@@ -1,4 +1,4 @@
-"""`ragorder doctor`: what keeps a server, and the prompts sent to it, from reusing its prefix cache."""
+"""The command `ragorder doctor`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ragorder.cli.options import Command, api_key, option, section
+
 if TYPE_CHECKING:
     from ragorder.adapters.doctor import Finding, PromptSample
 
@@ -21,62 +23,65 @@ __all__ = ["doctor"]
 _MARKS = {"good": ("✓", "green"), "warning": ("!", "yellow"), "bad": ("✗", "red"), "unknown": ("?", "cyan")}
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("url")
-@click.option("--model", metavar="NAME", help="Model to ask. [default: the first that the server lists]")
-@click.option(
-    "--api-key",
-    metavar="KEY",
-    envvar="RAGORDER_API_KEY",
-    show_envvar=True,
-    help="The server's key; other users of this machine can see it unless it comes from the environment.",
+@section(
+    "Server",
+    option("--model", metavar="NAME", help="Model to ask. [default: the first that the server lists]"),
+    api_key(),
+    option(
+        "--timeout",
+        "timeout_s",
+        type=click.FloatRange(min=0, min_open=True),
+        default=30.0,
+        show_default=True,
+        metavar="SECONDS",
+        help="Longest time for one request.",
+    ),
 )
-@click.option(
-    "--events-endpoint",
-    metavar="ENDPOINT",
-    envvar="RAGORDER_EVENTS_ENDPOINT",
-    show_envvar=True,
-    help="Where the server publishes KV events, such as tcp://HOST:5557.",
+@section(
+    "KV events",
+    option(
+        "--events-endpoint",
+        metavar="ENDPOINT",
+        envvar="RAGORDER_EVENTS_ENDPOINT",
+        show_envvar=True,
+        help="Where the server publishes KV events, such as tcp://HOST:5557.",
+    ),
+    option(
+        "--replay-endpoint",
+        metavar="ENDPOINT",
+        envvar="RAGORDER_REPLAY_ENDPOINT",
+        show_envvar=True,
+        help="Where it repeats them, such as tcp://HOST:5657.",
+    ),
+    option(
+        "--events-topic",
+        metavar="TOPIC",
+        envvar="RAGORDER_EVENTS_TOPIC",
+        show_envvar=True,
+        default="",
+        help="Their topic. [default: any]",
+    ),
 )
-@click.option(
-    "--replay-endpoint",
-    metavar="ENDPOINT",
-    envvar="RAGORDER_REPLAY_ENDPOINT",
-    show_envvar=True,
-    help="Where it repeats them, such as tcp://HOST:5657.",
+@section(
+    "Prompts",
+    option(
+        "--prompt",
+        "prompts",
+        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        multiple=True,
+        metavar="FILE",
+        help="A prompt as your application sends it: text, or a JSON list of chat messages. Give two of different "
+        "requests, preferably of different users and days.",
+    ),
+    option(
+        "--document-marker",
+        metavar="TEXT",
+        help="Text in front of the first document in both prompts, to tell the documents from what precedes them.",
+    ),
 )
-@click.option(
-    "--events-topic",
-    metavar="TOPIC",
-    envvar="RAGORDER_EVENTS_TOPIC",
-    show_envvar=True,
-    default="",
-    help="The topic that it publishes them under.",
-)
-@click.option(
-    "--prompt",
-    "prompts",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    multiple=True,
-    metavar="FILE",
-    help="A prompt as your application sends it: text, or a JSON list of chat messages. Give two of different "
-    "requests, best of different users and days.",
-)
-@click.option(
-    "--document-marker",
-    metavar="TEXT",
-    help="What stands in front of the first document in both prompts: tells the documents from what precedes them.",
-)
-@click.option(
-    "--timeout",
-    "timeout_s",
-    type=click.FloatRange(min=0, min_open=True),
-    default=30.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="How long one request may take.",
-)
-@click.option("--json", "as_json", is_flag=True, help="Write the findings as JSON.")
+@option("--json", "as_json", is_flag=True, help="Write the findings as JSON.")
 @click.pass_context
 def doctor(
     context: click.Context,

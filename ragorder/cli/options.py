@@ -1,21 +1,28 @@
-"""Types of option values."""
+"""Options of the commands: derived from pydantic models, in groups, with counts and sizes as people write them."""
 
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from types import NoneType
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin
 
 import click
+from pydantic import ValidationError
 
-__all__ = ["ParamType", "Size"]
-
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_UNITS |= {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
-_SPELLED = {unit.lower(): size for unit, size in _UNITS.items()}
+from ragorder.counts import parse_count
 
 if TYPE_CHECKING:
     from click import ParamType
+    from pydantic import BaseModel
+    from pydantic.fields import FieldInfo
+    from pydantic_core import ErrorDetails
+
+    _Choice = click.Choice[str]
 else:
+    _Choice = click.Choice
 
     class ParamType(click.ParamType):
         """click's base class, subscripted for type checkers only: at run time it is generic from click 8.4 on."""
@@ -24,16 +31,282 @@ else:
             return cls
 
 
+__all__ = [
+    "Choice",
+    "Command",
+    "Count",
+    "Decorator",
+    "Group",
+    "ParamType",
+    "Rate",
+    "Size",
+    "api_key",
+    "build",
+    "option",
+    "options_from",
+    "section",
+    "spelling",
+    "together",
+]
+
+M = TypeVar("M", bound="BaseModel")
+Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+_SPELLED = {unit.lower(): size for unit, size in _UNITS.items()}
+_UNSET = "; none: "
+
+
+class Choice(_Choice):
+    """One of several names; a misspelt one is answered with the nearest."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            return super().convert(value, param, ctx)
+        except click.BadParameter as error:
+            near = get_close_matches(str(value), self.choices, n=1)
+            meant = f" Did you mean {near[0]!r}?" if near else ""
+            self.fail(error.message.rstrip(".") + "." + meant, param, ctx)
+
+
+class Count(ParamType[Any]):
+    """A whole number: 100000, 10k (10,000) or 10K (10,240); or one of some `words`, which stay as they are."""
+
+    name = "integer"
+
+    def __init__(self, least: int | None = None, most: int | None = None, words: Collection[str] = ()) -> None:
+        self._least = least
+        self._most = most
+        self._words = words
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if isinstance(value, int) or value in self._words:
+            return value
+        try:
+            number = int(value) if re.fullmatch(r"-[0-9]+", value.strip()) else parse_count(value)
+        except ValueError:
+            words = "".join(f", or {word}" for word in self._words)
+            hint = f"write 100000, 25.6k or 16K (k is 1,000, K 1,024){words}"
+            self.fail(f"{value!r} is no whole number: {hint}", param, ctx)
+        if (self._least is not None and number < self._least) or (self._most is not None and number > self._most):
+            bounds = f"x>={self._least}" if self._most is None else f"{self._least or ''}<=x<={self._most}"
+            self.fail(f"{number} is not in the range {bounds}.", param, ctx)
+        return number
+
+
 class Size(ParamType[int]):
-    """Bytes: a number, with a unit or without."""
+    """Bytes: a number with a unit, or without one in units of `unit` bytes."""
 
     name = "size"
+
+    def __init__(self, least: int | None = None, unit: int = 1) -> None:
+        self._least = least
+        self._unit = unit
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         if isinstance(value, int):
             return value
         found = re.fullmatch(r"([0-9]+(?:_[0-9]+)*(?:\.[0-9]+)?) ?([A-Za-z]*)", value.strip())
-        size = _SPELLED.get(found[2].lower()) if found else None
-        if found is None or size is None:
+        unit = _SPELLED.get(found[2].lower()) if found else None
+        if found is None or unit is None:
             self.fail(f"{value!r} is no size: write 8GiB, 500MB or a number of bytes", param, ctx)
-        return round(float(found[1]) * size) if "." in found[1] else int(found[1]) * size
+        if not found[2]:
+            unit = self._unit
+        size = round(float(found[1]) * unit) if "." in found[1] else int(found[1]) * unit
+        if self._least is not None and size < self._least:
+            self.fail(f"{value} is less than {self._least} bytes", param, ctx)
+        return size
+
+
+class Rate(click.FloatRange):
+    """A number above 0, as it is or as a `Count` is written."""
+
+    def __init__(self) -> None:
+        super().__init__(min=0, min_open=True)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if isinstance(value, str) and value[-1:].isalpha():
+            value = Count().convert(value, param, ctx)
+        return super().convert(value, param, ctx)
+
+
+class Option(click.Option):
+    """click's option, under a heading of the help, with former spellings that are accepted and not shown."""
+
+    def __init__(self, *args: Any, formerly: Collection[str] = (), **attributes: Any) -> None:
+        super().__init__(*args, **attributes)
+        self.heading: str | None = None
+        self._formerly = list(formerly)
+
+    def add_to_parser(self, parser: Any, ctx: click.Context) -> None:
+        shown = self.opts
+        self.opts = [*shown, *self._formerly]
+        try:
+            super().add_to_parser(parser, ctx)
+        finally:
+            self.opts = shown
+
+
+class Command(click.Command):
+    """click's command, whose options stand under the headings of their sections."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx)
+            if record is not None and not isinstance(param, click.Argument):
+                sections.setdefault(getattr(param, "heading", None) or "Options", []).append(record)
+        for heading, records in sections.items():
+            with formatter.section(heading):
+                formatter.write_dl(records)
+
+
+class Group(click.Group):
+    """click's group, which shows the whole first sentence of each command's help."""
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, each.get_short_help_str(limit=1000)) for name, each in commands if each])
+
+
+def option(*declarations: str, formerly: Collection[str] = (), **attributes: Any) -> Decorator:
+    """`click.option`, which also accepts the spellings that an option had `formerly`."""
+    return click.option(*declarations, cls=Option, formerly=formerly, **attributes)
+
+
+def api_key(*variables: str) -> Decorator:
+    """--api-key, of the server that a command talks to; RAGORDER_API_KEY goes before the environment's `variables`."""
+    return option(
+        "--api-key",
+        metavar="KEY",
+        envvar=["RAGORDER_API_KEY", *variables],
+        show_envvar=True,
+        help="The server's key; other users of this machine can see it unless it comes from the environment.",
+    )
+
+
+def together(*options: Decorator) -> Decorator:
+    """Several options as one decorator; the help shows them in this order."""
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        for add in reversed(options):
+            command = add(command)
+        return command
+
+    return decorate
+
+
+def section(heading: str, *options: Decorator) -> Decorator:
+    """Options under a heading of the help, in this order."""
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        before = len(_params(command))
+        command = together(*options)(command)
+        for param in _params(command)[before:]:
+            if getattr(param, "heading", None) is None:
+                param.heading = heading
+        return command
+
+    return decorate
+
+
+def _params(command: Callable[..., Any]) -> list[Any]:
+    params: list[Any] = getattr(command, "__click_params__", [])
+    return params
+
+
+def options_from(model: type[BaseModel], *names: str, **changes: Mapping[str, Any]) -> Decorator:
+    """An option for each named field of a model: its spelling, type, bounds, choices, help, default and environment
+    variable are the field's. An option that is not given is None, so that the model sees only what was given.
+
+    `changes` are attributes of click's option by field; `default` there is the text that the help gives as the default.
+    A description that ends in "; none: TEXT." gives TEXT as the default. An enum in `json_schema_extra` gives choices.
+    """
+    return together(*(_option_of(model, name, **changes.get(name, {})) for name in names))
+
+
+def _option_of(
+    model: type[BaseModel], name: str, *, default: str | None = None, help: str | None = None, **attributes: Any
+) -> Decorator:
+    field = model.model_fields[name]
+    text, _, unset = (field.description or "").removesuffix(".").partition(_UNSET)
+    kind, metavar = _type_of(name, field)
+    facts = []
+    if prefix := model.model_config.get("env_prefix"):
+        facts.append(f"env var: {prefix}{name.upper()}")
+    if shown := default or unset or _shown(name, field):
+        facts.append(f"default: {shown}")
+    extra = f" [{'; '.join(facts)}]" if facts else ""
+    given = {"metavar": metavar, "type": kind, "required": field.is_required()} | attributes
+    flags = spelling(name)
+    if kind is bool:
+        flags = f"{flags}/{flags.replace('--', '--no-', 1)}"
+    return option(flags, name, default=None, help=f"{help or text}.{extra}".replace("..", "."), **given)
+
+
+def _type_of(name: str, field: FieldInfo) -> tuple[Any, str | None]:
+    """The type of the option and its metavar, None where click's own says more."""
+    annotation = field.annotation
+    choices = [str(each) for each in get_args(annotation)] if get_origin(annotation) is Literal else []
+    extra = field.json_schema_extra
+    if isinstance(extra, Mapping):
+        choices += [str(each) for each in extra.get("enum", ())]  # type: ignore[union-attr]
+    if choices:
+        return Choice(choices), None
+    kinds = [each for each in get_args(annotation) if each is not NoneType] or [annotation]
+    least, most = (
+        next((getattr(bound, end) for bound in field.metadata if hasattr(bound, end)), None) for end in ("ge", "le")
+    )
+    if kinds == [bool]:
+        return bool, None
+    if kinds == [int]:
+        if name.endswith("_bytes"):
+            return Size(least), "SIZE"
+        # A number that is set unless None is given needs a word for None.
+        optional = NoneType in get_args(annotation) and field.default is not None
+        return Count(least, most, ("unlimited", "none") if optional else ()), "TOKENS" if "tokens" in name else "N"
+    if kinds == [float]:
+        return click.FloatRange(least, most), "X"
+    if kinds == [Path]:
+        return click.Path(path_type=Path, file_okay=False), "FOLDER"
+    return str, "TEXT"
+
+
+def _shown(name: str, field: FieldInfo) -> str:
+    default = field.get_default()
+    if field.is_required() or default is None:
+        return ""
+    if isinstance(default, bool):
+        return "yes" if default else "no"
+    if name.endswith("_bytes"):
+        size, unit = max((size, unit) for unit, size in _UNITS.items() if default % size == 0)
+        return f"{default // size}{unit}"
+    return str(default)
+
+
+def spelling(name: str) -> str:
+    """The option of a field or parameter."""
+    return "--" + name.replace("_", "-")
+
+
+def build(model: type[M], options: Mapping[str, Any]) -> M:
+    """The model of the options that were given; where one is None, the model's default holds.
+
+    Raises click.UsageError in the words of the options.
+    """
+    try:
+        return model(**{name: value for name, value in options.items() if value is not None})
+    except ValidationError as error:
+        problems = error.errors(include_url=False, include_context=False)
+        raise click.UsageError("; ".join(_in_options(each, model) for each in problems)) from None
+
+
+def _in_options(problem: ErrorDetails, model: type[BaseModel]) -> str:
+    def option_of(found: re.Match[str]) -> str:
+        return spelling(found[0]) if found[0] in model.model_fields else found[0]
+
+    # Fields of one word are ordinary words, too.
+    message = re.sub(r"\b[a-z]+(?:_[a-z]+)+\b", option_of, problem["msg"].removeprefix("Value error, "))
+    return ": ".join([*(spelling(str(part)) for part in problem["loc"][:1]), message])

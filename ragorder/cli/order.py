@@ -1,4 +1,4 @@
-"""`ragorder order`: requests in, orders out, a JSON line each."""
+"""The command `ragorder order`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from math import isfinite
 from typing import IO, Any
 
 import click
-from pydantic import ValidationError
 
-from ragorder.cli.complaint import complaint
+from ragorder.cli.options import Command, Count, build, option, options_from, section
 from ragorder.cli.output import Stream
 from ragorder.document import Document
 from ragorder.orderer import Orderer
@@ -36,44 +35,52 @@ class _Request:
     echo: dict[str, Any]
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("requests", type=Stream("rb"), default="-")
-@click.option(
-    "-o", "--output", type=Stream("w", encoding="utf-8"), default="-", help="Where the orders go. [default: -]"
+@section(
+    "Engine and prompt",
+    options_from(Settings, "capacity_tokens", "block_size", "prefix_tokens", "suffix_tokens"),
+    option(
+        "--document-tokens",
+        type=Count(0),
+        default=256,
+        show_default=True,
+        metavar="TOKENS",
+        help="Length of a document that comes with neither text nor tokens.",
+    ),
 )
-@click.option(
-    "--capacity-tokens", help="Tokens that the engine's KV cache holds (10k is 10,000, 10K 10,240), or unlimited."
+@section(
+    "Order",
+    options_from(
+        Settings,
+        "search",
+        "tail",
+        "residency",
+        "keep_first",
+        "keep_last",
+        "max_displacement",
+        "keep_groups",
+    ),
+    option(
+        "--waiting", type=Count(0), default=0, show_default=True, metavar="N", help="Look ahead at the next N requests."
+    ),
 )
-@click.option("--block-size", type=int, help="Tokens in one KV block of the engine.")
-@click.option("--prefix-tokens", type=int, help="Tokens of the prompt in front of the first document.")
-@click.option("--suffix-tokens", type=int, help="Tokens of question and answer.")
-@click.option(
-    "--document-tokens",
-    type=click.IntRange(min=0),
-    default=256,
-    show_default=True,
-    help="Length of a document that comes with neither text nor tokens.",
+@section(
+    "Batches",
+    option(
+        "--batch",
+        is_flag=True,
+        help="Reorder the requests as well: read all of them, plan them together, and serve requests that share "
+        "documents one after another.",
+    ),
+    option(
+        "--max-wait",
+        type=Count(0),
+        metavar="PLACES",
+        help="With --batch: a request is served at most this many places late. [default: any number]",
+    ),
 )
-@click.option("--search", help="How the cached prefix is found: best or greedy.")
-@click.option("--tail", help="How the other documents are placed: auto, rank, frequency or queue.")
-@click.option("--residency", help="How evictions of the engine are followed: lru or none.")
-@click.option("--keep-first", type=int, help="So many top-ranked documents stay first.")
-@click.option("--keep-last", type=int, help="So many top-ranked documents stand last, rank 1 next to the question.")
-@click.option("--max-displacement", type=int, help="Positions by which a document may move from its rank.")
-@click.option("--keep-groups/--no-keep-groups", default=None, help='Keep documents of one metadata "source" in order.')
-@click.option(
-    "--waiting", type=click.IntRange(min=0), default=0, show_default=True, help="Look ahead at the next N requests."
-)
-@click.option(
-    "--batch",
-    is_flag=True,
-    help="Order the requests as well: read all, plan them together, serve what shares in a row.",
-)
-@click.option(
-    "--max-wait",
-    type=click.IntRange(min=0),
-    help="With --batch: places that a request may be served later than it came.",
-)
+@option("-o", "--output", type=Stream("w", encoding="utf-8"), default="-", help="File of the orders. [default: -]")
 def order(
     requests: IO[bytes],
     output: IO[str],
@@ -91,16 +98,11 @@ def order(
     retrieval ranks, from 0), "index" (the number of the request), "prefix_documents" and "cached_tokens" (what the
     engine is expected to hold of it).
 
-    What describes the engine, the prompt and the guards can also be given in the environment, as
-    RAGORDER_CAPACITY_TOKENS and so on. Every order counts as served.
+    Every order counts as served.
     """
     if max_wait is not None and not batch:
         raise click.UsageError("--max-wait goes with --batch")
-    try:
-        settings = Settings(**{name: value for name, value in options.items() if value is not None})
-    except ValidationError as error:
-        raise click.UsageError(complaint(error)) from None
-    orderer = Orderer(settings)
+    orderer = Orderer(build(Settings, options))
     read = _read(requests, document_tokens)
     ordered = _in_batches(orderer, read, max_wait) if batch else _one_by_one(orderer, read, waiting)
     for request, ordering in ordered:

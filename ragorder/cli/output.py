@@ -10,6 +10,8 @@ from typing import IO, TYPE_CHECKING, Any, Protocol
 
 import click
 
+from ragorder.cli.options import option
+
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
@@ -36,14 +38,14 @@ class Figures(Protocol):
 
 def watch_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """--watch (`interval_s`) and --json (`as_json`)."""
-    watch = click.option(
+    watch = option(
         "--watch",
         "interval_s",
         type=click.FloatRange(min=0.1),
         metavar="SECONDS",
         help="Repeat every so many seconds, until interrupted.",
     )
-    as_json = click.option(
+    as_json = option(
         "--json", "as_json", is_flag=True, help="Write the figures as JSON; with --watch a line each time."
     )
     return watch(as_json(command))

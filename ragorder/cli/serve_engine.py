@@ -8,13 +8,13 @@ from copy import deepcopy
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
-from pydantic import ValidationError
 
-from ragorder.cli.options import Size
+from ragorder.cli.options import build, option, options_from, spelling, together
+from ragorder.kernels.engine_settings import EngineSettings
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -26,80 +26,15 @@ if TYPE_CHECKING:
 
 __all__ = ["ENGINE_OPTIONS", "Behind", "check_engine", "embedded", "engine_options"]
 
-F = TypeVar("F", bound=Callable[..., Any])
-
 _MAX_WAITING = 1000
 _RANDOM = "random"
 # Nothing is looked up under this name, and nothing listens.
 _NOWHERE = "http://embedded"
 
-_OPTIONS = (
-    click.option(
-        "--model",
-        metavar="FOLDER|NAME|random",
-        help="With --engine torch: the causal language model, by folder or name on the Hub, safetensors and tokenizer; "
-        "random: one with random weights, made on the spot, to try the server without a download.",
-    ),
-    click.option(
-        "--device-tokens",
-        type=click.IntRange(min=1),
-        metavar="N",
-        help="With --engine torch: tokens of KV on the device. [default: what fits]",
-    ),
-    click.option(
-        "--host-bytes",
-        type=Size(),
-        metavar="SIZE",
-        help="With --engine torch: host memory for KV that left the device: 8GiB, 500MB or bytes; 0: none. "
-        "[default: 1GiB]",
-    ),
-    click.option(
-        "--disk",
-        type=click.Path(path_type=Path, file_okay=False),
-        metavar="FOLDER",
-        help="With --engine torch: where KV that left host memory is kept. One server at a time uses it. "
-        "[default: no disk]",
-    ),
-    click.option(
-        "--disk-bytes", type=Size(), metavar="SIZE", help="With --disk: what it may take there. [default: 16GiB]"
-    ),
-    click.option(
-        "--policy",
-        metavar="NAME",
-        help="With --engine torch: what goes first when a tier is full: pgdsf, gdsf, lru or lfu. [default: pgdsf]",
-    ),
-    click.option(
-        "--profile",
-        type=click.Path(path_type=Path, dir_okay=False, exists=True),
-        metavar="FILE",
-        help="With --engine torch: what prefill takes, as `ragorder profile` has measured it, for the policy.",
-    ),
-    click.option(
-        "--max-model-len",
-        type=click.IntRange(min=2),
-        metavar="N",
-        help="With --engine torch: tokens that prompt and answer may have. [default: what the model takes]",
-    ),
-    click.option(
-        "--max-requests",
-        type=click.IntRange(min=1),
-        metavar="N",
-        help="With --engine torch: requests that are computed side by side. [default: 64]",
-    ),
-    click.option(
-        "--dtype",
-        metavar="NAME",
-        help="With --engine torch: float32, bfloat16 or float16. [default: as the weights are stored]",
-    ),
-    click.option(
-        "--device", metavar="NAME", help="With --engine torch: cpu, cuda or cuda:N. [default: a GPU if there is one]"
-    ),
-)
-ENGINE_OPTIONS = (
-    "model",
+_SETTINGS = (
     "device_tokens",
     "host_bytes",
-    "disk",
+    "disk_path",
     "disk_bytes",
     "policy",
     "profile",
@@ -108,15 +43,24 @@ ENGINE_OPTIONS = (
     "dtype",
     "device",
 )
+ENGINE_OPTIONS = ("model", *_SETTINGS)
+engine_options = together(
+    option(
+        "--model",
+        metavar="FOLDER|NAME|random",
+        help="The causal language model, by folder or name on the Hub, safetensors and tokenizer; random: one with "
+        "random weights, made on the spot, to try the server without a download.",
+    ),
+    options_from(
+        EngineSettings,
+        *_SETTINGS,
+        disk_path={"formerly": ["--disk"]},
+        profile={"type": click.Path(path_type=Path, dir_okay=False, exists=True), "metavar": "FILE"},
+        dtype={"metavar": "NAME"},
+        device={"metavar": "NAME"},
+    ),
+)
 _UPSTREAM_OPTIONS: tuple[str, ...] = ("upstream", "upstream_api_key", "tokenizer", "tiers", "connect_timeout")
-_FIELDS = {"disk": "disk_path"}
-
-
-def engine_options(command: F) -> F:
-    """The options of a command that can run an engine."""
-    for option in reversed(_OPTIONS):
-        command = option(command)
-    return command
 
 
 def check_engine(context: click.Context) -> str:
@@ -132,11 +76,11 @@ def check_engine(context: click.Context) -> str:
     if engine == "upstream":
         needed, other, foreign = "upstream", "torch", ENGINE_OPTIONS
     if misplaced := [name for name in foreign if name in given]:
-        raise click.UsageError(f"{_option(misplaced[0])} goes with --engine {other}, not with {engine}")
+        raise click.UsageError(f"{spelling(misplaced[0])} goes with --engine {other}, not with {engine}")
     if params[needed] is None:
-        raise click.UsageError(f"--engine {engine} needs {_option(needed)}")
-    if params["disk_bytes"] is not None and params["disk"] is None:
-        raise click.UsageError("--disk-bytes goes with --disk")
+        raise click.UsageError(f"--engine {engine} needs {spelling(needed)}")
+    if params["disk_bytes"] is not None and params["disk_path"] is None:
+        raise click.UsageError("--disk-bytes goes with --disk-path")
     return engine
 
 
@@ -189,10 +133,10 @@ def embedded(
 
 
 def _load(options: Mapping[str, Any], settings: Settings) -> TieredEngine:
-    from ragorder.kernels.engine import EngineSettings, TieredEngine
+    from ragorder.kernels.engine import TieredEngine
     from ragorder.kernels.engine.loading import may_be_on_hub
 
-    given = {_FIELDS.get(name, name): value for name, value in options.items() if value is not None}
+    given = {name: value for name, value in options.items() if value is not None}
     model = given.pop("model")
     if model != _RANDOM and not Path(model).is_dir() and may_be_on_hub(model):
         click.echo(f"There is no folder {model}: it is looked for on the Hugging Face Hub.", err=True)
@@ -202,9 +146,7 @@ def _load(options: Mapping[str, Any], settings: Settings) -> TieredEngine:
         if model == _RANDOM:
             model, dtype = _random_model()
             given.setdefault("dtype", dtype)
-        return TieredEngine.load(model, EngineSettings(**given))
-    except ValidationError as error:
-        raise click.UsageError(_complaint(error)) from None
+        return TieredEngine.load(model, build(EngineSettings, given))
     except ImportError as error:
         raise click.ClickException(_missing(error)) from None
     except (OSError, ValueError, RuntimeError, MemoryError) as error:
@@ -232,18 +174,5 @@ def _with_sizes(settings: Settings, worker: EngineWorker) -> Settings:
     return settings.model_copy(update=known)
 
 
-def _complaint(error: ValidationError) -> str:
-    """What is wrong, in the names of the options."""
-    problem = error.errors(include_url=False, include_context=False)[0]
-    message = problem["msg"].removeprefix("Value error, ")
-    options = {field: name for name, field in _FIELDS.items()}
-    names = [str(part) for part in problem["loc"][:1]]
-    return ": ".join([*(_option(options.get(name, name)) for name in names), message])
-
-
 def _missing(error: ImportError) -> str:
     return f"the embedded engine needs {error.name or 'torch'}: pip install 'ragorder[torch,proxy]'"
-
-
-def _option(name: str) -> str:
-    return "--" + name.replace("_", "-")

@@ -1,4 +1,4 @@
-"""`ragorder stats`: what ordering saved, or in shadow mode would have saved."""
+"""The command `ragorder stats`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from ragorder.cli.options import Command, Rate, option
 from ragorder.cli.output import show_figures, watch_options
 
 if TYPE_CHECKING:
@@ -25,20 +26,20 @@ _PASSED = {
 }
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("url")
-@click.option(
+@option(
     "--api-key",
     metavar="KEY",
     envvar="RAGORDER_PROXY_API_KEY",
     show_envvar=True,
     help="The proxy's key; other users of this machine can see it unless it comes from the environment.",
 )
-@click.option(
+@option(
     "--prefill-rate",
-    type=click.FloatRange(min=0, min_open=True),
+    type=Rate(),
     metavar="TOKENS/S",
-    help="Prompt tokens that your engine computes a second: says the saving in seconds as well.",
+    help="Prompt tokens that your engine computes a second, to show the saving in seconds as well.",
 )
 @watch_options
 def stats(url: str, api_key: str | None, prefill_rate: float | None, interval_s: float | None, as_json: bool) -> None:
@@ -58,7 +59,7 @@ def stats(url: str, api_key: str | None, prefill_rate: float | None, interval_s:
 
 @dataclass(frozen=True, slots=True)
 class _Figures:
-    """What the proxy says now."""
+    """One reading of the proxy."""
 
     read: Stats
     prefill_rate: float | None

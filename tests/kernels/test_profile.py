@@ -198,11 +198,11 @@ class TestAFile:
     @pytest.mark.parametrize(
         ("content", "said"),
         [
-            (b"{", "this is no JSON"),
-            (b"\xff\xfe", "this is no JSON"),
-            (b"[" * 100_000, "this is no JSON"),
-            (b"[]", "no prefill profile"),
-            (changed(format="other"), "no prefill profile"),
+            (b"{", "this is not JSON"),
+            (b"\xff\xfe", "this is not JSON"),
+            (b"[" * 100_000, "this is not JSON"),
+            (b"[]", "not a prefill profile"),
+            (changed(format="other"), "not a prefill profile"),
             (changed(version=2), "of version 2, and this ragorder reads 1"),
             (changed(seconds=None), "a list of rows"),
             (changed(seconds=[1.0, 2.0]), "a list of rows"),
@@ -378,7 +378,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def far() -> Iterator[FarServer]:
-    pytest.importorskip("httpx")
+    pytest.importorskip("httpx2")
     pytest.importorskip("prometheus_client")
     with FarServer() as server:
         Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
@@ -556,7 +556,7 @@ class TestTheCommand:
         assert not path.exists()
 
     def test_says_that_nobody_answers(self, tmp_path: Path) -> None:
-        pytest.importorskip("httpx")
+        pytest.importorskip("httpx2")
         assert "cannot be reached" in refusal("--base-url", "http://127.0.0.1:9", "-o", tmp_path / "p.json")
 
     def test_says_that_a_prompt_is_too_long(self, far: FarServer, tmp_path: Path) -> None:

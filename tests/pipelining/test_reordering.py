@@ -297,7 +297,7 @@ class TestTheGate:
         stage = Stage(1, max_waiting=1)
         await stage.send("a")
         await stage.send("b")
-        with pytest.raises(QueueFullError, match="1 requests wait already"):
+        with pytest.raises(QueueFullError, match="1 requests are already waiting"):
             async with stage.gate.slot("c"):
                 pass
         await stage.end("a", "b")

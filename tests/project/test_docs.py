@@ -1,4 +1,4 @@
-"""What README and docs/ say can be followed: links, commands and figures."""
+"""README and docs/: links, commands and figures."""
 
 from __future__ import annotations
 
@@ -33,8 +33,9 @@ def test_commands_have_the_options_that_are_shown(page: Path) -> None:
         command: click.Command = main
         while isinstance(command, click.Group) and words:
             name = words.pop(0)
-            assert name in command.commands, name
-            command = command.commands[name]
+            found = command.get_command(click.Context(command), name)
+            assert found is not None, name
+            command = found
         known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
         shown = {word.partition("=")[0] for word in words if re.match(r"--?[a-z]", word)}
         assert shown <= known | {"--help", "-h"}, (command.name, shown - known)

@@ -13,7 +13,7 @@ TokenIds = Sequence[int]
 
 
 class RequestedDocuments(Protocol):
-    """The documents of a request that is about to be searched for, in rank order; `token_ids` are empty if unknown."""
+    """The documents about to be searched for, in rank order; `token_ids` may be empty."""
 
     @property
     def keys(self) -> Sequence[Key]: ...
@@ -28,9 +28,9 @@ class RequestedDocuments(Protocol):
 class Lease:
     """A request in flight since `stamp`.
 
-    Of the nodes in `path`, `cached_documents` documents and `cached_tokens` tokens, system prompt included, were held
-    when it started. After the documents it fills `suffix_blocks` whole blocks, and `partial_blocks` (0 or 1) in part.
-    `previous_stamp` is the previous use of the last held node (0: in use).
+    `cached_documents` and `cached_tokens` (system prompt included) of its `path` were held when it started. After the
+    documents it fills `suffix_blocks` whole blocks, and `partial_blocks` (0 or 1) in part. `previous_stamp` is the
+    previous use of the last held node (0: in use).
     """
 
     __slots__ = (
@@ -64,7 +64,6 @@ class Lease:
         self.open = True
 
     def copy(self, copies: Mapping[Node, Node]) -> Lease:
-        """The same lease on the copies of its nodes."""
         return Lease(
             [copies[node] for node in self.path],
             self.stamp,
@@ -77,19 +76,19 @@ class Lease:
 
 
 class Residency(Protocol):
-    """Marks on the tree's nodes what the engine holds, and removes from the tree what it evicted.
+    """Marks on the tree's nodes what the engine holds, and removes what it evicted.
 
-    The caller serialises all calls. Every lease ends with `release` or `cancel`; a forgotten one counts as served once
-    newer requests need its room. Ending a lease twice does nothing.
+    The caller serialises all calls. Every lease ends with `release` or `cancel`, once; a forgotten one counts as served
+    when its room is needed.
     """
 
     def refresh(self, requested: RequestedDocuments | None = None) -> None:
-        """Apply what was learnt of the engine since the last call, and find the requested documents in its cache.
-        Called before the tree is searched."""
+        """Apply what was learnt of the engine, and find the requested documents in its cache. Called before each
+        search."""
 
     def lease(self, path: Sequence[Node], suffix_tokens: int, token_ids: Sequence[TokenIds] = ()) -> Lease:
-        """A request with these documents starts; `suffix_tokens` (question and answer) follow them. What it computes
-        counts as held at once. `token_ids` are those of each document of the path, if known."""
+        """A request starts, with `suffix_tokens` (question and answer) after its documents. What it computes counts as
+        held at once. `token_ids` are each document's, if known."""
 
     def release(
         self,

@@ -29,8 +29,7 @@ def chain_root(salt: str | None = None) -> Content:
 
 
 def pack_tokens(token_ids: Sequence[int]) -> bytes:
-    """Token ids as the bytes of contents. Raises TypeError for no token id, OverflowError for one of more than 63
-    bits."""
+    """Token ids as bytes. Raises TypeError for no token id, OverflowError beyond 63 bits."""
     return array("q", token_ids).tobytes()
 
 
@@ -44,13 +43,12 @@ def _digest(parent: Content, tokens: bytes) -> Content:
 
 
 def _keyed(extra_keys: Iterable[Any] | None) -> Content:
-    """The root for what an engine hashes besides tokens: salt, adapter, images."""
     return repr(tuple(extra_keys)).encode("utf-8", "backslashreplace") if extra_keys else b""
 
 
 class PathContents:
-    """What the last part of a path fills: the contents of its `blocks`, the content of the `last` block before its end,
-    and the packed tokens after it, `rest`, whose block is shared with what follows."""
+    """Contents of the `blocks` that the last part of a path fills, of the `last` block before its end, and the packed
+    tokens after it, `rest`."""
 
     __slots__ = ("blocks", "last", "rest")
 
@@ -60,12 +58,11 @@ class PathContents:
         self.rest = rest
 
     def first_block(self, tokens: bytes, block_size: int) -> Content | None:
-        """The content of the first block that these tokens would fill after the path (None: they fill no block)."""
+        """The content of the first block that these tokens would fill after the path, if they fill one."""
         missing = block_size * _TOKEN_BYTES - len(self.rest)
         return _digest(self.last, self.rest + tokens[:missing]) if len(tokens) >= missing else None
 
     def extend(self, tokens: bytes, block_size: int) -> PathContents:
-        """The contents that these tokens fill after the path."""
         tokens = self.rest + tokens
         content, size = self.last, block_size * _TOKEN_BYTES
         blocks = []
@@ -76,8 +73,6 @@ class PathContents:
 
 
 class _Held(NamedTuple):
-    """The hash under which a block was stored last, and the tiers that hold it."""
-
     hash: Hashable
     media: tuple[Hashable, ...]
 
@@ -85,9 +80,9 @@ class _Held(NamedTuple):
 class EngineBlocks:
     """The blocks of one engine's cache. One thread writes, any thread reads.
 
-    `generation` changes when blocks may have gone without an event each, `epoch` when the engine is another one. At
-    most `max_blocks` blocks are remembered, held or not, oldest evicted first: choose some multiple of the engine's
-    capacity. `orphans` counts blocks whose parent was never seen.
+    `generation` changes when blocks may have gone without an event each, `epoch` with the engine. At most `max_blocks`
+    are remembered, held or not, oldest evicted first: choose a multiple of the engine's capacity. `orphans` counts
+    blocks with unknown parents.
     """
 
     def __init__(self, block_size: int, max_blocks: int = 1 << 18) -> None:
@@ -97,8 +92,8 @@ class EngineBlocks:
         self.epoch = 0
         self.orphans = 0
         self._lock = Lock()
-        # What an engine's hash stands for never changes: it is remembered beyond the block's own life.
-        # A dict whose oldest entries are deleted walks over all their gaps to find the next one.
+        # A hash always stands for the same content: it is remembered beyond the block's life.
+        # OrderedDict: a dict scans all deleted entries to find the oldest.
         self._contents: OrderedDict[Hashable, Content] = OrderedDict()
         self._held: dict[Content, _Held] = {}
         self._watchers: dict[Content, BlockWatcher] = {}
@@ -107,11 +102,10 @@ class EngineBlocks:
         return len(self._held)
 
     def holds(self, content: Content) -> bool:
-        """Whether the engine holds a block with this content."""
         return content in self._held
 
     def watch(self, content: Content, watcher: BlockWatcher) -> None:
-        """Notify the watcher when the block is stored or removed. A block has one watcher, the last one."""
+        """Notify the watcher of changes. A block has one watcher, the last one."""
         self._watchers[content] = watcher
 
     def unwatch(self, content: Content, watcher: BlockWatcher) -> None:
@@ -128,9 +122,8 @@ class EngineBlocks:
     ) -> None:
         """The engine filled consecutive blocks after the block `parent` (None: at the start of a prompt).
 
-        `token_ids` are those of all these blocks; `extra_keys` list for each what its hash covers besides tokens.
-        `medium` is the tier that holds them; a block is held as long as any tier holds it. Raises ValueError if the
-        tokens do not fill the blocks, TypeError or OverflowError for no token id.
+        `extra_keys` list for each what its hash covers besides tokens; a block is held as long as any `medium` (tier)
+        holds it. Raises ValueError if the tokens do not fill the blocks, TypeError or OverflowError for no token id.
         """
         size = self.block_size
         if len(token_ids) != size * len(hashes) or (extra_keys and len(extra_keys) != len(hashes)):
@@ -142,14 +135,14 @@ class EngineBlocks:
                     self.orphans += len(hashes)
                     return
                 above = content = self._contents[parent]
-            # All or nothing: an event that cannot be read leaves no half of itself.
+            # All or nothing: an unreadable event must not be half applied.
             stored: dict[Hashable, Content] = {}
             for number, block_hash in enumerate(hashes):
                 keys = _keyed(extra_keys[number]) if extra_keys else b""
                 content = block_content(content + keys, token_ids[number * size : (number + 1) * size])
                 stored[block_hash] = content
             if above:
-                # Nothing is computed behind a block that is not there: its removal was that of a duplicate.
+                # A block with children is held: its removal was that of a duplicate.
                 self._hold(above, parent, medium)
             for block_hash, content in stored.items():
                 known = self._contents.pop(block_hash, content)
@@ -173,13 +166,12 @@ class EngineBlocks:
                         self._drop(content)
 
     def clear(self) -> None:
-        """The engine emptied its cache."""
         with self._lock:
             self._held.clear()
             self.generation += 1
 
     def replace(self, other: EngineBlocks, *, same_engine: bool) -> None:
-        """Take over the state of `other`, which must not be used afterwards, in one step."""
+        """Take over the state of `other`, which must not be used afterwards."""
         with self._lock:
             self._contents, self._held = other._contents, other._held
             self.orphans += other.orphans
@@ -187,7 +179,7 @@ class EngineBlocks:
             self.epoch += not same_engine
 
     def make_successor(self, *, same_engine: bool) -> EngineBlocks:
-        """An empty object for `replace`; it keeps the hashes of blocks if the engine is the same."""
+        """An empty object for `replace`, with known hashes if the engine is the same."""
         successor = EngineBlocks(self.block_size, self.max_blocks)
         if same_engine:
             with self._lock:
@@ -195,7 +187,6 @@ class EngineBlocks:
         return successor
 
     def _forget_oldest(self) -> None:
-        """Spare held blocks, unless they are more than half."""
         while len(self._contents) > self.max_blocks:
             oldest, content = self._contents.popitem(last=False)
             held = self._held.get(content)

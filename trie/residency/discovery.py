@@ -15,8 +15,7 @@ _BUDGET = 256
 
 
 class ServedPath(NamedTuple):
-    """The ranks of documents, each after the one before, and what each fills; the engine holds the last at least in
-    part, and all others whole."""
+    """Ranks of consecutive documents, and what each fills; the engine holds all but the last whole."""
 
     ranks: tuple[int, ...] = ()
     contents: tuple[PathContents, ...] = ()
@@ -32,9 +31,9 @@ def discover(
     """The paths of a request's documents that the engine holds beyond those of the tree; `known` are the contents of
     the tree's nodes, `taken` their blocks.
 
-    After a path each document would fill a first block of its own content, and the engine's table tells whether it
-    holds that: at most `_BUDGET` lookups, depth first, in rank order. Only documents of the request are tried, and only
-    after the tree's own prefix and salt, so that nothing of another tenant can be found.
+    The first block of each document after a path has its own content, which is looked up in the engine's table: at most
+    `_BUDGET` times, depth first, in rank order. Only the request's documents and the scope's own prefix and salt are
+    tried: nothing of another tenant can be found.
     """
     top = known.get(tree.root)
     if top is None or (top.blocks and not blocks.holds(top.last)):
@@ -62,7 +61,7 @@ def discover(
                 continue
             budget -= 1
             first = end.first_block(head, size)
-            # Two documents of the same tokens are one to the engine, and the tree has it already.
+            # Documents of equal tokens are one to the engine, and the tree already has it.
             if first is not None and (first in taken or not blocks.holds(first)):
                 continue
             behind = end.extend(pack_tokens(requested.token_ids[rank]), size)

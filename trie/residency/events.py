@@ -18,7 +18,7 @@ _MAX_PENDING = 1024
 
 
 class _Pending(NamedTuple):
-    """What a request in flight will displace; `marker` is the content of a block that it will fill."""
+    """Expected evictions for a request in flight; `marker` is the content of a block that it will fill."""
 
     lease: Lease
     marker: Content | None
@@ -28,11 +28,9 @@ class _Pending(NamedTuple):
 class EventsResidency(LRUResidency):
     """The mirror of the block pool, corrected block by block by the engine's events.
 
-    Events come late: for requests that the engine has not begun, the mirror predicts what they will fill and displace.
-    Everything else follows the events, whoever else uses the engine.
-
-    `prefix_ids` are the tokens before the documents, `salt` is the `cache_salt` of the tenant's requests: blocks with
-    another salt have other contents. Documents with unknown tokens are followed by the mirror alone.
+    Events come late: the mirror predicts what requests that the engine has not begun will fill and displace. All else
+    follows the events. `prefix_ids` are the tokens before the documents, `salt` is the tenant's `cache_salt`. Documents
+    with unknown tokens are followed by the mirror alone.
     """
 
     def __init__(
@@ -81,7 +79,7 @@ class EventsResidency(LRUResidency):
         while changed:
             content, _ = changed.popitem()
             node = self._watched.get(content)
-            # What a request in flight has lost, it fills again; what is doomed has its own time.
+            # A request in flight fills again what it lost; doomed nodes are resolved separately.
             if node is not None and not node.leases and node not in self._doomed:
                 self._correct(node, content)
         self._resolve()
@@ -98,7 +96,7 @@ class EventsResidency(LRUResidency):
                 self.mark_held(node, self._held_blocks(node))
                 if node.missing:
                     break
-                # Nobody knows when it was used: a report about it says nothing about others.
+                # Its last use is unknown: a report about it says nothing about others.
                 node.stamp = -1
         if self._doomed:
             for node in path:
@@ -128,13 +126,12 @@ class EventsResidency(LRUResidency):
         path = lease.path
         super().cancel(lease)
         if self._events_seen:
-            # It does not fill what it had lost while it was in flight.
+            # What it lost while in flight is not filled again.
             for node in path:
                 if node in self._contents:
                     self.changed.update(dict.fromkeys(self._contents[node].blocks))
 
     def _expect_events(self, lease: Lease, marker: Content | None) -> None:
-        """Wait for the events that tell whether the engine evicted for a request what the mirror did."""
         if self._log and self._log[0].node.missing:
             self._displaced.append(self._log[0].node)
         displaced = [
@@ -161,12 +158,10 @@ class EventsResidency(LRUResidency):
         return super().correct(lease)
 
     def close(self) -> None:
-        """Stop watching the engine's blocks."""
         for content in self._watched:
             self._blocks.unwatch(content, self)
 
     def _learn(self, node: Node, contents: PathContents) -> None:
-        """Watch the blocks of a node."""
         self._contents[node] = contents
         for content in contents.blocks:
             self._watched[content] = node
@@ -188,18 +183,17 @@ class EventsResidency(LRUResidency):
             if end.missing:
                 break
         self._append(end, stamp, 0)
-        # What went while we looked, and is not there at all.
+        # Nodes evicted in the meantime.
         for node in reversed(path):
             if not (node.stamp or node.children):
                 self._remove(node)
-        # It stands where blocks had gone that were ours.
+        # It takes the room of evicted blocks of ours.
         room = self.capacity_blocks + self.used_blocks - used_blocks
         self.capacity_blocks = max(self.capacity_blocks, min(room, self._nominal_capacity_blocks))
         if self.tree.size > self.max_nodes:
             self._make_room()
 
     def _held_blocks(self, node: Node) -> int:
-        """How many leading blocks of the node the engine holds."""
         holds = self._blocks.holds
         count = 0
         for content in self._contents[node].blocks:
@@ -212,18 +206,18 @@ class EventsResidency(LRUResidency):
         if not self._blocks.holds(content):
             position = self._contents[node].blocks.index(content)
             if position < node.blocks - node.missing:
-                # Somebody else needed the room: there is less of it for us.
+                # Another client took the room: the capacity shrinks.
                 used_blocks = self.used_blocks
                 self.truncate(node, position)
                 self.capacity_blocks = max(0, self.capacity_blocks - used_blocks + self.used_blocks)
         elif node.missing and (node.parent is None or not node.parent.missing):
             self.mark_held(node, self._held_blocks(node))
             if node.parent is None:
-                # Whoever else computed the system prompt: it has a turn to go like anything else.
+                # Another client computed the system prompt: it ages like anything else.
                 self._append(node, node.stamp, 0)
 
     def _doom(self, node: Node) -> None:
-        """The mirror evicts a node. Whether the engine does is known once it has begun the request in flight."""
+        """Evict a node in the mirror. Whether the engine does is known once it has begun the request."""
         in_doubt = node.children or (node in self._contents and self._held_blocks(node))
         if in_doubt and self.tree.size <= self.max_nodes:
             self._doomed[node] = node.stamp
@@ -231,22 +225,21 @@ class EventsResidency(LRUResidency):
             node.missing = node.blocks
             node.stamp = 0
         else:
-            # Below it there are doomed nodes at most, which hold nothing.
+            # Only doomed nodes, which hold nothing, can be below it.
             for each in reversed(list(self.tree.walk(node))):
                 self._remove(each)
 
     def _overflow(self) -> bool:
         if self.used_blocks <= self._nominal_capacity_blocks and self.tree.size <= self.max_nodes:
-            # What others had taken they must have given back.
+            # Other clients must have given room back.
             self.capacity_blocks = self.used_blocks
             return True
         return super()._overflow()
 
     def _resolve(self) -> None:
-        """Check the expected displacements of requests that the engine has begun."""
         self._closed = False
         heard = [pending.marker is not None and self._blocks.holds(pending.marker) for pending in self._pending]
-        # An answer may be here before its events; the events of a request that began later came after them.
+        # An answer may precede its events; those of a request that began later follow them.
         last = len(heard) - heard[::-1].index(True) if any(heard) else 0
         waiting = []
         for number, pending in enumerate(self._pending):
@@ -262,7 +255,6 @@ class EventsResidency(LRUResidency):
         self._pending = waiting
 
     def _reconsider(self, node: Node) -> None:
-        """Put a doomed node back if the engine still holds it: it has more room than the mirror assumed."""
         if node not in self._contents or node.leases or (node.parent is not None and node.parent.missing):
             return
         held = self._held_blocks(node)
@@ -286,7 +278,6 @@ class EventsResidency(LRUResidency):
         self._pending.clear()
 
     def _resynchronise(self) -> None:
-        """Check every block: some may have gone without an event."""
         blocks = self._blocks
         self._generation = blocks.generation
         if self._epoch != blocks.epoch:
@@ -299,7 +290,7 @@ class EventsResidency(LRUResidency):
         while stack:
             node = stack.pop()
             stack += (node.children or {}).values()
-            # What a request in flight has lost, it fills again.
+            # A request in flight fills again what it lost.
             if node in self._contents and not node.leases:
                 held_blocks = self._held_blocks(node)
                 if held_blocks < node.blocks - node.missing:

@@ -19,12 +19,10 @@ _MAX_TOKENS = 1 << 32
 class FeedbackResidency:
     """Corrects another residency from the engine's reports.
 
-    An engine evicts in order of use: if a request found a block gone, everything used before it is gone as well. A
-    difference of less than a block says nothing, nor does a block that another request was about to fill; for estimated
-    lengths only a clear contradiction counts.
-
-    From the same reports `lengths` learns the lengths of prefix and documents, and the mirror follows. Several
-    residencies that share `lengths` (one for each order of the same requests) are corrected by the reports of one.
+    Engines evict in order of use: if a request found a block gone, everything used before it is gone as well.
+    Differences of less than a block are ignored, and for estimated lengths all but clear ones. `lengths` learns the
+    lengths of prefix and documents, which the mirror follows; residencies of different orders of the same requests may
+    share it.
     """
 
     def __init__(self, mirror: LRUResidency, lengths: ScopeLengths | None = None) -> None:
@@ -32,7 +30,7 @@ class FeedbackResidency:
         self.tree = mirror.tree
         self.corrections = 0
         self.lengths = LearnedLengths().of(None) if lengths is None else lengths
-        # Events know the lengths by the tokens themselves.
+        # With events the tokens themselves are known.
         self._learns = not isinstance(mirror, EventsResidency)
         self._ratio = self.lengths.ratio
         self._losses = self.lengths.losses
@@ -58,7 +56,6 @@ class FeedbackResidency:
             self.mirror.shrink_to(lengths.kept_blocks)
 
     def _pass_on(self) -> None:
-        """Share a change of capacity that the mirror learnt from events."""
         if self.mirror.capacity_blocks < self._capacity_blocks:
             self.lengths.learn_loss(self.mirror.used_blocks)
             self._losses = self.lengths.losses
@@ -92,10 +89,10 @@ class FeedbackResidency:
         if self._learns and certain and 0 <= cached_tokens < _MAX_TOKENS:
             lengths.learn_hit(root.end, last.end - root.end, cached_tokens, size)
         likely_tokens = cached_tokens * (_ESTIMATES_EXCEED if lengths.estimated else 1)
-        # A prefix that was learnt may be wrong by some tokens, and these by a block.
+        # A learnt prefix may be wrong by some tokens, hence by a block.
         if likely_tokens > lease.cached_tokens - (size if lengths.prefix_tokens is None else 2 * size):
             return
-        # Every request uses the prefix: less of it is a shorter one, and not a loss.
+        # Every request uses the prefix: a smaller report means a shorter prefix, not a loss.
         if (last is root and cached_tokens > 0) or lengths.prefix_tokens not in (None, root.end):
             return
         self.corrections += 1

@@ -1,20 +1,12 @@
-"""Prompt lengths learnt from the engine's reports: the prefix, and tokens per estimated token.
+"""Prompt lengths learnt from the engine's reports.
 
-Of a request the length of its documents is known (counted, or estimated), where the held part is expected to end, and,
-from its answer, the reused tokens and the prompt's. It follows:
-
-- The prefix. If `x` tokens of documents are held whole and the next document is not held at all, the engine reuses
-  `floor((prefix + x) / block) * block = cached` tokens, so `cached - x <= prefix < cached - x + block`. Each report is
-  an interval; evictions and other clients give wrong ones, which differ among themselves. The prefix lies where more
-  than half of the latest intervals meet. For estimated documents only `x = 0` counts: a prefix that compensated for
-  wrong lengths would be right for that many documents only.
-- Tokens per estimated token, over all scopes (an engine has one tokenizer). Either the median of `(cached - prefix) /
-  x` over requests with `x > 0`, wrong where the mirror is, and usable only where reports with `x = 0` confirm the
-  prefix; or the least-squares slope of prompt tokens over estimated document tokens, which needs no cache: the varying
-  suffix is its noise, the prefix its intercept. The one with the smaller standard error counts, and changes the ratio
-  by twice that error or more.
-
-The suffix needs no learning: it is the reported total less the documents' end.
+- Prefix. If `x` tokens of documents are held whole and the next document not at all, the engine reuses `cached =
+  floor((prefix + x) / block) * block` tokens, so `cached - x <= prefix < cached - x + block`. Wrong intervals
+  (evictions, other clients) differ among themselves: the prefix lies where more than half of the latest meet. For
+  estimated documents only `x = 0` counts.
+- Tokens per estimated token, over all scopes: the median of `(cached - prefix) / x` where reports with `x = 0` confirm
+  the prefix, or the least-squares slope of prompt tokens over estimated document tokens, which needs no cache. The one
+  with the smaller standard error counts, and changes the ratio by twice that error or more.
 """
 
 from __future__ import annotations
@@ -36,7 +28,7 @@ _RATIOS = (0.2, 8.0)
 
 
 class LearnedLengths:
-    """What was learnt of one engine's prompts, for all orderers that follow it. `ratio`: tokens per estimated token."""
+    """What was learnt of one engine's prompts. `ratio`: tokens per estimated token."""
 
     def __init__(self) -> None:
         self.ratio = 1.0
@@ -47,27 +39,23 @@ class LearnedLengths:
         self._seen = 0
 
     def of(self, scope: Hashable) -> ScopeLengths:
-        """The lengths of a scope, which live as long as they are referenced."""
         return self._scopes.setdefault(scope, ScopeLengths(self))
 
     def hit(self, estimated_tokens: float, tokens: float) -> None:
-        """Held documents of `estimated_tokens` had `tokens`."""
         self._hits.append(tokens / estimated_tokens)
         self._look()
 
     def prompt(self, estimated_tokens: int, prompt_tokens: float) -> None:
-        """A prompt with documents of `estimated_tokens` has `prompt_tokens` in all."""
         self._prompts.append((estimated_tokens, prompt_tokens))
         self._look()
 
     def _look(self) -> None:
-        """Estimate again, ever more rarely: trees have to follow a change."""
         self._seen += 1
         if self._seen < self._next_look:
             return
         self._next_look = min(self._seen + self._seen // 2, self._seen + 2 * _SAMPLES)
         error, ratio = min(_median(self._hits), _slope(self._prompts))
-        # A difference within the error is none.
+        # Differences within the error are ignored.
         if error <= _MAX_ERROR and abs(ratio - self.ratio) > 2 * error and _RATIOS[0] <= ratio <= _RATIOS[1]:
             self.ratio = ratio
             for scope in list(self._scopes.values()):
@@ -77,9 +65,8 @@ class LearnedLengths:
 class ScopeLengths:
     """What was learnt of one scope's prompts.
 
-    `prefix_tokens` is the length before the documents (None: nothing contradicts the settings). `estimated`: the
-    documents' lengths are estimates. `losses` counts evictions by other clients, `kept_blocks` is what the last one
-    left. `version` changes with each of these.
+    `prefix_tokens` is None while nothing contradicts the settings. `losses` counts evictions by other clients,
+    `kept_blocks` is what the last one left. `version` changes with any of these.
     """
 
     def __init__(self, lengths: LearnedLengths) -> None:
@@ -93,13 +80,11 @@ class ScopeLengths:
 
     @property
     def ratio(self) -> float:
-        """Tokens per given token of the documents."""
         return self._lengths.ratio if self.estimated else 1.0
 
     def scale(self, tokens: Sequence[int]) -> Sequence[int]:
-        """Estimated lengths, corrected by the ratio."""
         if not self.estimated:
-            # The trees of this scope follow from the next request on, and with them what this one puts there.
+            # The scope's trees follow from the next request on, this one's nodes included.
             self.estimated = True
             self.version += 1
             return tokens
@@ -125,13 +110,11 @@ class ScopeLengths:
             self._elect(prefix_tokens, block_size)
 
     def learn_prompt(self, documents_tokens: int, prompt_tokens: float) -> None:
-        """The documents were assumed to have `documents_tokens`; the prompt has `prompt_tokens`."""
         if self.estimated:
             self._lengths.prompt(round(documents_tokens / self.ratio), prompt_tokens)
 
     def _elect(self, prefix_tokens: int, block_size: int) -> None:
-        """Take the middle of where most of the latest reports agree, if those are more than half. A prefix that agrees
-        with them stays."""
+        """Take the middle of where more than half of the latest reports agree. A prefix that agrees with them stays."""
         votes = sorted(self._votes)
         first = best_first = best_last = 0
         for last, vote in enumerate(votes):
@@ -147,7 +130,6 @@ class ScopeLengths:
 
 
 def _median(values: Sequence[float]) -> tuple[float, float]:
-    """(standard error, median)."""
     if len(values) < _MIN_SAMPLES:
         return inf, 1.0
     middle = sorted(values)[len(values) // 2]
@@ -157,7 +139,6 @@ def _median(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _slope(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """(standard error, slope) of a line through points, by least squares."""
     count = len(points)
     if count < _MIN_SAMPLES:
         return inf, 1.0

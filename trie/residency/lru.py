@@ -18,7 +18,7 @@ _MAX_TOKENS = 1 << 32
 
 
 class UseEntry:
-    """A served request in the log of use: its deepest node, and the blocks after it that are still held."""
+    """A served request in the log: its deepest node, and the blocks after it still held."""
 
     __slots__ = ("node", "stamp", "suffix_blocks")
 
@@ -28,7 +28,6 @@ class UseEntry:
         self.suffix_blocks = suffix_blocks
 
     def skip_evicted(self) -> Self:
-        """Move up to the deepest node that is still in the tree."""
         while not self.node.stamp and self.node.parent is not None:
             self.node = self.node.parent
         return self
@@ -37,13 +36,12 @@ class UseEntry:
 class LRUResidency:
     """Least recently used first, a request's tail before its head, block by block, as vLLM frees them.
 
-    `capacity_tokens` is the engine's capacity (None: unlimited); `max_nodes` bounds the tree's memory regardless.
-    Blocks of requests in flight are not evicted, and shared blocks count once. A block that a request did not fill
-    cannot be shared: with `partial_blocks_first` it is evicted before any other (vLLM 0.32), else in its turn (earlier
-    versions).
+    `capacity_tokens` is the engine's (None: unlimited); `max_nodes` bounds the tree regardless. Blocks of requests in
+    flight are not evicted. Partly filled blocks cannot be shared: with `partial_blocks_first` they are evicted first
+    (vLLM 0.32), else in their turn (earlier versions).
 
     The order of use is a log with one entry for each served request, oldest first. A node used again since has a newer
-    stamp than the entry, and is skipped. Stamps come from `clock`, which mirrors of one engine share.
+    stamp than the entry, and is skipped. Mirrors of one engine share the `clock` of stamps.
     """
 
     def __init__(
@@ -67,12 +65,11 @@ class LRUResidency:
         self._in_flight: deque[Lease] = deque()
 
     def copy(self) -> LRUResidency:
-        """An independent mirror with its own tree that continues from here: for trying out a plan."""
         tree, copies = self.tree.copy()
         mirror = LRUResidency(tree, None, self.max_nodes, self.partial_blocks_first)
         mirror.capacity_blocks, mirror.used_blocks = self.capacity_blocks, self.used_blocks
         mirror._clock = self._clock
-        # A node that has left the tree has no copy: of its request only the suffix is held.
+        # A node outside the tree has no copy: only its request's suffix is held.
         mirror._log = deque(
             UseEntry(copies.get(use.skip_evicted().node, tree.root), use.stamp, use.suffix_blocks) for use in self._log
         )
@@ -150,7 +147,6 @@ class LRUResidency:
         lease.path = ()
 
     def _correct_suffix(self, lease: Lease, total_tokens: float) -> None:
-        """Count the true blocks after the documents. An answer's last token is not computed on."""
         block_size = self.tree.block_size
         kept_tokens = max(lease.path[-1].end, min(int(total_tokens), _MAX_TOKENS) - 1)
         suffix_blocks = kept_tokens // block_size - lease.path[-1].end // block_size
@@ -181,11 +177,8 @@ class LRUResidency:
         return not node.blocks or (bool(node.stamp) and not node.missing)
 
     def correct(self, lease: Lease) -> int | None:
-        """The request found less than was predicted: others have used the engine. Returns the blocks that remain.
-
-        Everything used before the missing blocks is gone as well. Its room now holds others' blocks, which age like
-        ours.
-        """
+        """The request found less than predicted, since others use the engine; returns the remaining blocks. Everything
+        used before the missing blocks is gone as well, and others' blocks, as young as new ones, have its room."""
         used_blocks = self.used_blocks
         while self._log and self._log[0].stamp <= lease.previous_stamp:
             self._evict_oldest(maxsize)
@@ -194,7 +187,6 @@ class LRUResidency:
         return kept_blocks
 
     def shrink_to(self, blocks: int) -> None:
-        """Others have just used all room but `blocks`."""
         used_blocks = self.used_blocks
         while self._log and self.used_blocks > blocks:
             self._evict_oldest(self.used_blocks - blocks)
@@ -206,8 +198,8 @@ class LRUResidency:
             self.used_blocks += blocks
 
     def resize(self, prefix_tokens: int, ratio: float) -> None:
-        """The prefix has `prefix_tokens`, and every document `ratio` times as many tokens as was assumed. Nodes held
-        whole stay whole, others keep their held blocks."""
+        """The prefix has `prefix_tokens`, every document `ratio` times the assumed tokens. Whole nodes stay whole,
+        others keep their held blocks."""
         size, root = self.tree.block_size, self.tree.root
         ends = {node: node.end for node in self.tree.walk()}
         held_ends = [(lease, ends[lease.path[lease.cached_documents]]) for lease in self._in_flight if lease.open]
@@ -228,25 +220,24 @@ class LRUResidency:
         if self.used_blocks > self.capacity_blocks:
             self._make_room()
         if (excess := self.used_blocks - self.capacity_blocks) > 0 and not root.leases:
-            # A prefix that had filled no block may be left without a use by which it could be evicted.
+            # A prefix that had filled no block may have no log entry by which it could be evicted.
             self._mark_missing(root, min(excess, root.blocks - root.missing))
 
     def truncate(self, node: Node, kept_blocks: int) -> None:
-        """The engine holds only the first `kept_blocks` of a node that no request uses, and nothing below it."""
+        """The engine holds only the first `kept_blocks` of an unused node, and nothing below it."""
         below = list(self.tree.walk(node))
         for each in reversed(below[1:]):
             self._mark_missing(each, each.blocks - each.missing)
         self._mark_missing(node, max(0, node.blocks - node.missing - kept_blocks))
 
     def mark_held(self, node: Node, held_blocks: int) -> None:
-        """The engine holds the first `held_blocks` of a node, and all above it."""
         found = held_blocks - node.blocks + node.missing
         if found > 0:
             self.used_blocks += found
             node.missing -= found
 
     def _mark_missing(self, node: Node, blocks: int) -> None:
-        """Mark a node's last blocks as not held. A leaf without held blocks leaves the tree; its stamp becomes 0."""
+        """Mark a node's last blocks as not held. A leaf without held blocks leaves the tree."""
         self.used_blocks -= blocks
         node.missing += blocks
         if node.missing == node.blocks and node.parent is not None and not node.children:
@@ -254,7 +245,7 @@ class LRUResidency:
             node.stamp = 0
 
     def _take_back(self, node: Node) -> bool:
-        """Mark as missing what only failed requests would have filled; whether nothing of the node is left."""
+        """Mark missing what only failed requests would have filled; True if nothing is left."""
         if node.leases or node.children or (node.blocks and not node.provisional):
             return False
         self.used_blocks -= node.provisional
@@ -273,15 +264,13 @@ class LRUResidency:
 
     @property
     def oldest(self) -> int | None:
-        """The time of use of the least recently used evictable entry."""
         return self._log[0].stamp if self._log else None
 
     def evict(self, blocks: int) -> None:
-        """The engine needed room for others: evict at most `blocks` of the least recently used request."""
+        """Evict at most `blocks` of the least recently used request, for others."""
         self._evict_oldest(blocks)
 
     def _evict_oldest(self, blocks: int) -> None:
-        """Evict at most `blocks` of the least recently used request, from its tail."""
         use = self._log[0].skip_evicted()
         left = blocks - use.suffix_blocks
         if left < 0:

@@ -22,7 +22,6 @@ class PrefixSearch(Protocol):
 
 
 def ranks_on_path(node: Node, ranks: Mapping[Key, int]) -> list[int]:
-    """The retrieval ranks of the documents from the root to the node."""
     path = []
     while node.parent is not None:
         path.append(ranks[node.key])

@@ -13,11 +13,8 @@ __all__ = ["AutoTail"]
 
 
 class _PopularityClassTail(FrequencyTail):
-    """Documents an order of magnitude (8 times) more popular first; within a class, rank order.
-
-    Exact frequency order gains on skewed popularity and loses on bursts: within a burst all documents are about as
-    frequent, and their small differences only tear apart what rank order keeps together.
-    """
+    """Documents an order of magnitude (8 times) more popular first; within a class, rank order. Exact frequency order
+    loses on bursts: small differences tear apart what rank order keeps together."""
 
     def arrange(self, keys: Sequence[Key], prefix: Sequence[int], rest: list[int], waiting: Waiting) -> list[int]:
         count, weight = self._counts.get, self._weight

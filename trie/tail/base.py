@@ -20,8 +20,7 @@ class Tail(Protocol):
     All of a request's documents are given by key in rank order; a document is named by its rank.
     """
 
-    def observe(self, keys: Sequence[Key]) -> None:
-        """A request for these documents arrived; called once, before `arrange`."""
+    def observe(self, keys: Sequence[Key]) -> None: ...
 
     def observing(self, keys: Sequence[Key]) -> AbstractContextManager[None]:
         """A block in which the request counts as observed, and after which it does not."""

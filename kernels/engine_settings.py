@@ -1,4 +1,4 @@
-"""The settings of the embedded engine."""
+"""Settings of the embedded engine, readable without torch."""
 
 from __future__ import annotations
 
@@ -22,50 +22,50 @@ class EngineSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    block_size: int = Field(default=16, ge=1, le=1024, description="Tokens of a KV block.")
-    device_tokens: int | None = Field(default=None, ge=1, description="Tokens of KV on the device; none: what fits.")
+    block_size: int = Field(default=16, ge=1, le=1024, description="Tokens in one KV block.")
+    device_tokens: int | None = Field(
+        default=None, ge=1, description="Tokens of KV on the device; none: as many as fit."
+    )
     device_share: float = Field(
-        default=0.8, gt=0, le=1, description="Without device_tokens: how much of a GPU's free memory."
+        default=0.8, gt=0, le=1, description="Share of a GPU's free memory for KV, without device_tokens."
     )
     host_bytes: int = Field(
-        default=1 << 30, ge=0, description="Bytes of host memory for KV that left the device; 0: no tier."
+        default=1 << 30, ge=0, description="Host memory for KV evicted from the device; 0: no tier."
     )
     disk_path: Path | None = Field(
-        default=None, description="Folder of the disk tier, for one engine alone; none: no disk."
+        default=None, description="Folder of the disk tier, used by one engine at a time; none: no disk."
     )
-    disk_bytes: int = Field(default=16 << 30, ge=1, description="Bytes that the disk tier may take.")
-    policy: str = Field(default="pgdsf", description=f"What goes first when a tier is full: {', '.join(POLICIES)}.")
+    disk_bytes: int = Field(default=16 << 30, ge=1, description="Space that the disk tier may take.")
+    policy: str = Field(
+        default="pgdsf", description="Replacement policy of the tiers.", json_schema_extra={"enum": list(POLICIES)}
+    )
     history: int = Field(
-        default=65536, ge=0, description="Nodes that a tier remembers the use of after they went; 0: none."
+        default=65536, ge=0, description="Evicted nodes whose use a tier remembers; 0: none remembered."
     )
     replicate_nodes: int = Field(
         default=0,
         ge=0,
-        description="Of so many nodes, the most used ones, the host has a copy before they leave the device.",
+        description="Number of most used nodes that are copied to the host before they leave the device.",
     )
     profile: Path | None = Field(
         default=None,
-        description="What a prefill takes on this engine (`ragorder profile`); none: the same for each token.",
+        description="Prefill times on this engine, from `ragorder profile`; none: the same time for each token.",
     )
     max_batch_tokens: int = Field(
-        default=8192, ge=1, description="Tokens that one step computes at most, of all requests."
+        default=8192, ge=1, description="Most tokens that one step computes for all requests."
     )
-    max_requests: int = Field(default=64, ge=1, description="Requests that are computed side by side at most.")
+    max_requests: int = Field(default=64, ge=1, description="Most requests computed at the same time.")
     max_model_len: int | None = Field(
-        default=None, ge=2, description="Tokens of prompt and answer at most; none: the model's."
+        default=None, ge=2, description="Most tokens of prompt and answer; none: the model's limit."
     )
     device: str | None = Field(
         default=None, description="cpu, cuda or cuda:N; none: the model's, or a GPU if there is one."
     )
-    dtype: str | None = Field(
-        default=None, description=f"{', '.join(_DTYPES)}; none: the one that the weights are stored in."
-    )
+    dtype: str | None = Field(default=None, description=f"{', '.join(_DTYPES)}; none: as the weights are stored.")
     chunk_tokens: int = Field(
-        default=256, ge=1, description="Tokens of a node where a prompt's documents are not told."
+        default=256, ge=1, description="Tokens of a node in prompts whose documents are not marked."
     )
-    verify: bool = Field(
-        default=True, description="Whether a new engine holds itself against transformers' own attention."
-    )
+    verify: bool = Field(default=True, description="Compare a new engine with transformers' own attention.")
 
     @field_validator("policy")
     @classmethod

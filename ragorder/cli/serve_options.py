@@ -1,0 +1,241 @@
+"""Options of `ragorder serve`."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import click
+from click.core import ParameterSource
+
+from ragorder.cli.options import Choice, Count, ParamType, Size, option, options_from, section, spelling, together
+from ragorder.cli.serve_engine import engine_options
+from ragorder.settings import Settings
+
+__all__ = ["check_keys", "serve_options"]
+
+_KEYS = ("api_key", "upstream_api_key")
+_SECONDS = click.FloatRange(min=0, min_open=True)
+_ESCAPES = {"n": "\n", "t": "\t", "\\": "\\"}
+
+
+class _Text(ParamType[str]):
+    """A text in which \\n, \\t and \\\\ are escapes, or the content of a file."""
+
+    name = "TEXT|@FILE"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not value.startswith("@"):
+            return re.sub(r"\\([nt\\])", lambda escape: _ESCAPES[escape[1]], value)
+        try:
+            return Path(value[1:]).read_text("utf-8")
+        except OSError as error:
+            self.fail(f"{value[1:]}: {error.strerror}", param, ctx)
+        except UnicodeDecodeError:
+            self.fail(f"{value[1:]}: it is not UTF-8", param, ctx)
+
+
+serve_options = together(
+    section(
+        "Server",
+        option(
+            "--upstream",
+            formerly=["--base-url"],
+            metavar="URL",
+            help="The OpenAI-compatible server behind the proxy, such as http://HOST:8000.",
+        ),
+        option(
+            "--upstream-api-key",
+            metavar="KEY",
+            envvar="RAGORDER_UPSTREAM_API_KEY",
+            show_envvar=True,
+            help="Send this key to the server. [default: the client's own, if this proxy requires none]",
+        ),
+        option(
+            "--tokenizer",
+            metavar="FOLDER|NAME",
+            help="The served model's tokenizer, by folder or name on the Hub, to count tokens. [default: estimated]",
+        ),
+        option(
+            "--tiers",
+            is_flag=True,
+            help="The server is a vLLM with ragorder tiers: send it the document boundaries (with --tokenizer) and a "
+            "digest of the tenant. Other servers may refuse such requests.",
+        ),
+        option(
+            "--max-in-flight",
+            type=Count(1),
+            metavar="N",
+            help="Send at most N requests at a time to the server; waiting requests with the largest cached share go "
+            "first. [default: all at once]",
+        ),
+        option(
+            "--reorder-window",
+            type=Count(0),
+            metavar="N",
+            help="With --max-in-flight: no request is overtaken by more than N later ones. [default: 32]",
+        ),
+        option(
+            "--max-waiting",
+            type=Count(0),
+            metavar="N",
+            help="With --max-in-flight or --engine torch: the number of requests that may wait; the next one is "
+            "answered with 503. [default: 1000]",
+        ),
+        option(
+            "--connect-timeout",
+            type=_SECONDS,
+            default=10.0,
+            show_default=True,
+            metavar="SECONDS",
+            help="Longest time until the server accepts a connection.",
+        ),
+        option(
+            "--read-timeout",
+            type=_SECONDS,
+            default=600.0,
+            show_default=True,
+            metavar="SECONDS",
+            help="Longest time from one byte of an answer to the next.",
+        ),
+    ),
+    section(
+        "Embedded engine, in the place of a server",
+        option(
+            "--engine",
+            type=Choice(["upstream", "torch"]),
+            help="What answers: the server at --upstream, or --model in this process. [default: upstream if that is "
+            "given]",
+        ),
+        engine_options,
+    ),
+    section(
+        "Documents and prompts",
+        option(
+            "--template",
+            type=_Text(),
+            help="The form of one document in a message that is not tagged, with {text} and optionally {id} and "
+            "{title}, such as '<document id=\"{id}\">\\n{text}\\n</document>': the first message with two or more in "
+            "a row is ordered.",
+        ),
+        option(
+            "--number-by-place",
+            is_flag=True,
+            help="Replace a document's {id} by its place in the prompt, from 1: for ids that are ranks, which would "
+            "never be found in the cache. The answer's header x-ragorder-permutation says which document that is.",
+        ),
+        option(
+            "--document-template",
+            type=_Text(),
+            help="The form of a tagged document in the prompt, with {id}, {text} and optionally {title}. "
+            r"[default: '[{id}]\n{text}\n\n']",
+        ),
+        option(
+            "--question-template",
+            type=_Text(),
+            help="The form of the query in the prompt, after tagged documents. [default: 'Question: {query}']",
+        ),
+    ),
+    section(
+        "Order",
+        options_from(
+            Settings,
+            "capacity_tokens",
+            "block_size",
+            "keep_first",
+            "keep_last",
+            "max_displacement",
+            capacity_tokens={"default": "the server's /metrics; with --engine torch what device and host memory hold"},
+            block_size={"default": "the server's /metrics; with --engine torch 16"},
+        ),
+        option(
+            "--shadow",
+            is_flag=True,
+            help="Serve documents in retrieval order; compute and score ragorder's order, to see what it would save.",
+        ),
+    ),
+    section(
+        "Clients",
+        option("--host", default="127.0.0.1", show_default=True, metavar="ADDRESS", help="Address to listen on."),
+        option(
+            "--port",
+            type=click.IntRange(0, 65535),
+            default=8100,
+            show_default=True,
+            metavar="N",
+            help="Port to listen on; 0: a free one.",
+        ),
+        option(
+            "--api-key",
+            metavar="KEY",
+            envvar="RAGORDER_PROXY_API_KEY",
+            show_envvar=True,
+            help="Require this key from clients. Other users of this machine can see it unless it comes from the "
+            "environment.",
+        ),
+        option(
+            "--allow-host",
+            metavar="NAME",
+            multiple=True,
+            help="Without --api-key: another host name under which the proxy may be called, and whose web pages may "
+            "call it. Repeatable. [default: on a loopback --host this machine's names only, otherwise all]",
+        ),
+        option(
+            "--body-limit",
+            type=Size(1, unit=1 << 20),
+            default="32MiB",
+            show_default=True,
+            metavar="SIZE",
+            help="Longest body of a request; a plain number is in MiB.",
+        ),
+        option(
+            "--bodies-limit",
+            type=Size(1, unit=1 << 20),
+            default="256MiB",
+            show_default=True,
+            metavar="SIZE",
+            help="Memory for the bodies of all requests together; a request that exceeds it is answered with 503.",
+        ),
+        option(
+            "--client-timeout",
+            type=_SECONDS,
+            default=30.0,
+            show_default=True,
+            metavar="SECONDS",
+            help="Longest time for a client to send its headers, to send 256 KiB of a body, and to take a piece of the "
+            "answer.",
+        ),
+        option(
+            "--max-connections",
+            type=Count(1),
+            default=1024,
+            show_default=True,
+            metavar="N",
+            help="Most connections of clients at a time; a new one takes the place of an idle one.",
+        ),
+        option(
+            "--grace",
+            type=click.IntRange(min=0),
+            default=30,
+            show_default=True,
+            metavar="SECONDS",
+            help="Time for requests in flight to end when the proxy is stopped (SIGTERM, SIGINT).",
+        ),
+    ),
+)
+
+
+def check_keys(context: click.Context) -> None:
+    """Raises click.UsageError for a key that is empty: it would be no key at all. click takes an empty variable for one
+    that is not set, but a secret that is missing is passed on as just that."""
+    for param in context.command.params:
+        if param.name not in _KEYS:
+            continue
+        name, value = spelling(param.name), context.params[param.name]
+        if context.get_parameter_source(param.name) is not ParameterSource.COMMANDLINE:
+            name = str(param.envvar)
+            value = os.environ.get(name)
+        if value is not None and not value.strip():
+            raise click.UsageError(f"{name}: the key is empty: give one, or leave the setting out")

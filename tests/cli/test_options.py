@@ -1,0 +1,191 @@
+"""Options of the commands: derived from models, in groups, with counts, sizes and former spellings."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+from pydantic import BaseModel, Field, model_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from ragorder import Settings
+from ragorder.adapters.vllm_tiers import TierSettings
+from ragorder.cli import main
+from ragorder.cli.options import Choice, Command, Count, Rate, Size, build, option, options_from, section
+from ragorder.kernels.engine_settings import EngineSettings
+
+
+class Oven(BaseModel):
+    heat: int = Field(180, ge=30, le=300, description="Degrees.")
+    mode: Literal["top", "bottom"] = Field("top", description="Which element heats.")
+    fan: bool = Field(True, description="Use the fan.")
+    timer_s: float | None = Field(None, gt=0, description="Seconds; none: no timer.")
+    tray_bytes: int = Field(1 << 30, ge=1, description="Size of the tray.")
+    spice: str = Field("salt", description="Spice.", json_schema_extra={"enum": ["salt", "pepper"]})
+    recipe_path: Path | None = Field(None, description="Folder of recipes.")
+
+    @model_validator(mode="after")
+    def _fits(self) -> Oven:
+        if self.timer_s is not None and self.tray_bytes == 1:
+            raise ValueError("timer_s and tray_bytes exclude each other")
+        return self
+
+
+class Kitchen(BaseSettings):
+    model_config = SettingsConfigDict(env_prefix="KITCHEN_")
+
+    plates: int | None = Field(4, ge=1, description="Plates, or unlimited.")
+
+
+@click.command(cls=Command)
+@section("Oven", options_from(Oven, *Oven.model_fields, recipe_path={"formerly": ["--recipes"]}))
+@section("Kitchen", options_from(Kitchen, "plates", plates={"default": "what the cupboard holds"}))
+@option("--plain", is_flag=True, help="Without a heading.")
+def bake(plates: Any, plain: bool, **options: Any) -> None:
+    """Bake."""
+    oven = build(Oven, options)
+    click.echo(json.dumps({**oven.model_dump(mode="json"), "given": sorted(oven.model_fields_set), "plates": plates}))
+
+
+def invoke(*arguments: str) -> Result:
+    return CliRunner().invoke(bake, arguments, env={"COLUMNS": "80"})
+
+
+def baked(*arguments: str) -> dict[str, Any]:
+    done = invoke(*arguments)
+    assert done.exit_code == 0, done.output
+    values: dict[str, Any] = json.loads(done.stdout)
+    return values
+
+
+class TestOptionsFromAModel:
+    def test_the_model_sees_only_what_was_given(self) -> None:
+        assert baked()["given"] == []
+        assert baked("--heat", "180", "--no-fan")["given"] == ["fan", "heat"]
+
+    def test_values_have_the_fields_types(self) -> None:
+        options = ["--heat", "200", "--mode", "bottom", "--no-fan", "--timer-s", "1.5", "--tray-bytes", "2KiB"]
+        values = baked(*options, "--spice", "pepper", "--recipe-path", "there", "--plates", "1k")
+        expected = {"heat": 200, "mode": "bottom", "fan": False, "timer_s": 1.5, "tray_bytes": 2048, "spice": "pepper"}
+        assert {**expected, "recipe_path": "there", "plates": 1000}.items() <= values.items()
+
+    def test_help_is_the_fields(self) -> None:
+        said = " ".join(invoke("--help").output.split())
+        for part in (
+            "--heat N Degrees. [default: 180]",
+            "--mode [top|bottom] Which element heats. [default: top]",
+            "--fan / --no-fan Use the fan. [default: yes]",
+            "Seconds. [default: no timer]",
+            "--tray-bytes SIZE Size of the tray. [default: 1GiB]",
+            "--spice [salt|pepper] Spice. [default: salt]",
+            "--recipe-path FOLDER Folder of recipes.",
+            "Plates, or unlimited. [env var: KITCHEN_PLATES; default: what the cupboard holds]",
+        ):
+            assert part in said
+
+    def test_options_stand_under_their_headings(self) -> None:
+        said = invoke("--help").output
+        places = [said.index(part) for part in ("Oven:", "--heat", "Kitchen:", "--plates", "Options:", "--plain")]
+        assert places == sorted(places)
+
+    def test_a_former_spelling_is_accepted_and_hidden(self) -> None:
+        assert baked("--recipes", "old")["recipe_path"] == "old"
+        assert "--recipes" not in invoke("--help").output
+
+    @pytest.mark.parametrize(
+        ("arguments", "said"),
+        [
+            (["--heat", "20"], "'--heat': 20 is not in the range 30<=x<=300."),
+            (["--heat", "warm"], "'--heat': 'warm' is no whole number"),
+            (["--mode", "botom"], "Did you mean 'bottom'?"),
+            (["--spice", "peper"], "'peper' is not one of 'salt', 'pepper'. Did you mean 'pepper'?"),
+            (["--timer-s", "1", "--tray-bytes", "1"], "--timer-s and --tray-bytes exclude each other"),
+            (["--timer-s", "-1"], "--timer-s"),
+        ],
+    )
+    def test_errors_name_the_option(self, arguments: list[str], said: str) -> None:
+        done = invoke(*arguments)
+        assert done.exit_code == 2
+        assert said in " ".join(done.output.split())
+        assert "Value error" not in done.output
+
+    def test_none_has_a_word_where_it_is_not_the_default(self) -> None:
+        assert baked("--plates", "unlimited")["plates"] == "unlimited"
+
+
+class TestTypes:
+    @pytest.mark.parametrize(("text", "count"), [("7", 7), ("10k", 10_000), ("16K", 16_384), ("-3", -3)])
+    def test_a_count(self, text: str, count: int) -> None:
+        assert Count().convert(text, None, None) == count
+
+    @pytest.mark.parametrize(("text", "size"), [("8", 8 << 20), ("0.5", 1 << 19), ("8KiB", 8192), ("1GB", 10**9)])
+    def test_a_size_in_mebibytes_unless_it_has_a_unit(self, text: str, size: int) -> None:
+        assert Size(unit=1 << 20).convert(text, None, None) == size
+
+    @pytest.mark.parametrize(("text", "rate"), [("0.5", 0.5), ("20000", 20_000.0), ("20k", 20_000.0)])
+    def test_a_rate(self, text: str, rate: float) -> None:
+        assert Rate().convert(text, None, None) == rate
+
+    @pytest.mark.parametrize("kind", [Count(1), Size(1), Rate()])
+    @pytest.mark.parametrize("text", ["0", "", "x", "1.2.3k"])
+    def test_others_are_refused(self, kind: Any, text: str) -> None:
+        with pytest.raises(click.BadParameter):
+            kind.convert(text, None, None)
+
+    def test_a_choice_that_is_near_none_gets_the_choices_alone(self) -> None:
+        with pytest.raises(click.BadParameter) as caught:
+            Choice(["auto", "best"]).convert("zzz", None, None)
+        assert "mean" not in caught.value.message
+
+
+def every_command(group: click.Group = main, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    paths = [path]
+    for name in group.list_commands(click.Context(group)):
+        command = group.get_command(click.Context(group), name)
+        paths += every_command(command, (*path, name)) if isinstance(command, click.Group) else [(*path, name)]
+    return paths
+
+
+class TestHelpOfEveryCommand:
+    @pytest.mark.parametrize("path", every_command(), ids=" ".join)
+    def test_fits_a_narrow_terminal_and_is_not_cut(self, path: tuple[str, ...]) -> None:
+        said = CliRunner().invoke(main, [*path, "--help"], terminal_width=80).output
+        assert [line for line in said.splitlines() if len(line) > 80] == []
+        assert "..." not in said.replace("SUITE...", "").replace("[ARGS]...", "").replace(",...", "")
+
+    @pytest.mark.parametrize(
+        ("path", "model", "names"),
+        [
+            (("order",), Settings, ("capacity_tokens", "search", "keep_groups")),
+            (("serve",), Settings, ("capacity_tokens", "block_size", "keep_first")),
+            (("serve",), EngineSettings, ("device_tokens", "disk_path", "max_requests")),
+            (("tiers", "config"), TierSettings, tuple(TierSettings.model_fields)),
+        ],
+        ids=str,
+    )
+    def test_is_that_of_the_model(self, path: tuple[str, ...], model: type[BaseModel], names: tuple[str, ...]) -> None:
+        said = " ".join(CliRunner().invoke(main, [*path, "--help"], terminal_width=80).output.split())
+        for name in names:
+            description = model.model_fields[name].description
+            assert description is not None
+            assert description.removesuffix(".").partition("; none: ")[0] in said
+
+    @pytest.mark.parametrize(
+        ("path", "former", "now"),
+        [
+            (("serve",), "--disk", "--disk-path"),
+            (("serve",), "--base-url", "--upstream"),
+            (("tiers", "config"), "--disk", "--disk-path"),
+            (("tiers", "stats"), "--disk", "--disk-path"),
+        ],
+        ids=str,
+    )
+    def test_hides_former_spellings(self, path: tuple[str, ...], former: str, now: str) -> None:
+        words = CliRunner().invoke(main, [*path, "--help"], terminal_width=80).output.split()
+        assert now in words
+        assert former not in words
+        assert "No such option" not in CliRunner().invoke(main, [*path, former, "x"]).output
