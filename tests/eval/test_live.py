@@ -13,7 +13,6 @@ from statistics import fmean
 from typing import Any
 
 import pytest
-from support.rings import ALL
 
 from ragorder import Document, Orderer, PromptBuilder
 from ragorder.adapters.openai import Answer, AsyncOrderedClient, OrderedClient
@@ -21,7 +20,7 @@ from ragorder.adapters.openai import Answer, AsyncOrderedClient, OrderedClient
 pytestmark = pytest.mark.vllm
 
 BLOCK = 32
-REQUESTS = 300 if ALL else 100
+REQUESTS = 300
 IN_FLIGHT = 8
 TOP_K = 4
 
