@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ragorder.adapters.tokenizer import load_tokenizer
+from ragorder.adapters.openai.tokenizer import load_tokenizer
 from ragorder.eval.cache import cache_folder
 from ragorder.eval.corpora import load_pydocs
 from ragorder.eval.engines.vllm import has_fast_bfloat16
