@@ -4,17 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-<<<<<<< HEAD:eval/serving.py
 from ragorder.adapters.openai.tokenizer import load_tokenizer
-from ragorder.eval.cache import cache_folder
-from ragorder.eval.corpora import load_pydocs
-=======
-from ragorder.adapters.tokenizer import load_tokenizer
 from ragorder.eval.data.cache import cache_folder
 from ragorder.eval.data.corpora import load_pydocs
 from ragorder.eval.engines.prompts import SYSTEM_PROMPT, BuiltPrompts
 from ragorder.eval.engines.tiny_model import make_model
->>>>>>> main:eval/engines/models.py
 from ragorder.eval.engines.vllm import has_fast_bfloat16
 from ragorder.prompt import PromptBuilder
 
