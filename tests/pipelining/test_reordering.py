@@ -62,7 +62,7 @@ class TestWhoIsNext:
             queue.enter(number, priority(number))
         assert drain(queue) == list(range(9))
 
-    def test_who_has_no_lengths_or_bad_ones_counts_as_not_cached(self, caplog: pytest.LogCaptureFixture) -> None:
+    def test_items_with_missing_or_failing_lengths_count_as_not_cached(self, caplog: pytest.LogCaptureFixture) -> None:
         queue: CacheAwareQueue[str] = CacheAwareQueue()
         queue.enter("plain")
         queue.enter("broken", lambda: CachedLengths(1, 1 // 0))
@@ -70,7 +70,7 @@ class TestWhoIsNext:
         queue.enter("cached", priority(1))
         assert drain(queue) == ["cached", "plain", "broken", "broken, too"]
         assert [record.getMessage() for record in caplog.records] == [
-            "a request counts as not cached: ZeroDivisionError; later ones are not told"
+            "a request counts as not cached: ZeroDivisionError; later ones are not logged"
         ]
 
     def test_choosing_costs_no_more_however_many_wait(self) -> None:
