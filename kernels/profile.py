@@ -129,7 +129,6 @@ class PrefillProfile:
         return cls(tuple(cached_tokens), tuple(new_tokens), tuple(pooled), {**(facts or {}), "pooled": size})
 
     def as_json(self) -> dict[str, Any]:
-        """JSON values for `from_json`."""
         return {
             "format": _FORMAT,
             "version": _VERSION,
@@ -175,7 +174,6 @@ class PrefillProfile:
             raise ValueError(f"{path}: {error}") from None
 
     def to_file(self, path: str | Path) -> None:
-        """Write the profile as JSON. Raises OSError."""
         Path(path).write_text(json.dumps(self.as_json(), indent=1) + "\n", "utf-8")
 
 
@@ -201,7 +199,7 @@ def _slopes(axis: Sequence[int], values: Sequence[float]) -> list[float]:
 
 
 def _pool(values: Sequence[float]) -> list[float]:
-    """The nearest ascending values, by least squares."""
+    # The nearest ascending values, by least squares.
     pools: list[tuple[float, int]] = []
     for value in values:
         mean, count = value, 1

@@ -87,7 +87,7 @@ class PackedBatch:
 
     @property
     def spans(self) -> list[Span]:
-        """One for each request. Waits for the device once, unless `pack` made the batch."""
+        # One for each request. Waits for the device once, unless `pack` made the batch.
         return self.memo("spans", self._read_spans)
 
     def memo(self, key: Hashable, make: Callable[[], T]) -> T:

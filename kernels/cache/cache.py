@@ -182,7 +182,6 @@ class KnowledgeCache:
             self._unpin(copy)
 
     def poll(self) -> None:
-        """Handle loads and copies that have ended. Other calls do so, too."""
         self._tiers.poll()
 
     def forget_device(self) -> None:
@@ -246,7 +245,7 @@ class KnowledgeCache:
         return max(0, missing) + self._must_copy(lease)
 
     def _must_copy(self, lease: KVLease) -> bool:
-        """Whether the next block to write holds others' tokens behind those of the lease."""
+        # Whether the next block to write holds others' tokens behind those of the lease.
         place = lease.tokens // self.shape.block_size
         if place >= lease.writable_from:
             return False
@@ -260,7 +259,6 @@ class KnowledgeCache:
         return self.pool.references(block) > ours
 
     def _make_writable(self, lease: KVLease) -> None:
-        """Copy the block behind the lease's tokens on write, unless the lease alone uses it."""
         place = lease.tokens // self.shape.block_size
         if self._must_copy(lease):
             (block,) = self.pool.allocate(1)
@@ -279,7 +277,6 @@ class KnowledgeCache:
                 tier.hit_tokens += tokens
 
     def _completed(self, lease: KVLease, tokens: int) -> Iterator[Segment]:
-        """The unpinned nodes of the path that end within the first `tokens` tokens."""
         while len(lease.pinned) < len(lease.path):
             segment = lease.path[len(lease.pinned)]
             if lease.committed + segment.tokens > tokens:
@@ -304,7 +301,7 @@ class KnowledgeCache:
         return copy
 
     def _count(self, found: list[bytes], new: list[bytes], cached: int, tokens: int) -> None:
-        """Count a use of these nodes: each new token costs its share of the request's prefill."""
+        # Count a use of these nodes: each new token costs its share of the request's prefill.
         path = found + new
         if not path:
             return
@@ -317,7 +314,6 @@ class KnowledgeCache:
             self._disk.use(path, cost, computed)
 
     def _map_blocks(self, lease: KVLease, pinned: list[DeviceCopy]) -> None:
-        """Fill the block table of a lease that has not started from the usable part of these nodes."""
         kept, tokens = self._usable(pinned)
         for copy in pinned[len(kept) :]:
             self._unpin(copy)
@@ -340,8 +336,8 @@ class KnowledgeCache:
         lease.committed = kept[-1].node.end if kept else 0
 
     def _usable(self, pinned: list[DeviceCopy]) -> tuple[list[DeviceCopy], int]:
-        """The nodes that can be used, and how many tokens of them: the last block, if only partly filled, will be
-        copied or written to, and a PENDING node's block cannot be copied yet."""
+        # The nodes that can be used, and how many tokens of them: the last block, if only partly filled, will be copied
+        # or written to, and a PENDING node's block cannot be copied yet.
         end = pinned[-1].node.end if pinned else 0
         whole = end - end % self.shape.block_size
         if end == whole:
@@ -354,7 +350,7 @@ class KnowledgeCache:
         return pinned, end
 
     def _withdraw(self, gone: DeviceCopy) -> None:
-        """Shorten the leases that have found a node whose load or step has failed."""
+        # Shorten the leases that have found a node whose load or step has failed.
         for lease in self._leases.values():
             if not lease.started and gone in lease.pinned:
                 place = lease.pinned.index(gone)
@@ -387,8 +383,6 @@ class KnowledgeCache:
 
 
 class _Prefetched:
-    """The keys of prefetched nodes, as a container."""
-
     def __init__(self, tiers: Hierarchy) -> None:
         self._nodes = tiers.nodes
 

@@ -72,7 +72,6 @@ class Copies:
         target_blocks: Sequence[int],
         then: Callable[[bool], None] | None = None,
     ) -> Copy:
-        """Begin a copy. `poll` calls `then(succeeded)` when it has ended."""
         copy = Copy(self._transfers, source, source_blocks, target, target_blocks, then)
         self._running.append(copy)
         return copy
@@ -104,7 +103,6 @@ class Copies:
         return [copy for copy in self._running if copy.source is pool and copy.leaving and copy.holds_source]
 
     def wait(self) -> None:
-        """Wait for all copies, including those that begin meanwhile."""
         while self._running:
             self._running[0].transfer.wait()
             self.poll()

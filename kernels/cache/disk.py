@@ -40,8 +40,6 @@ class DiskSettings:
 
 
 class _Write:
-    """A node on its way to the disk, by way of blocks of its own."""
-
     __slots__ = ("blocks", "copy", "future")
 
     def __init__(self, blocks: BlockPool, copy: Copy) -> None:
@@ -105,7 +103,6 @@ class DiskTier:
             self._store.unpin((key,))
 
     def use(self, path: Sequence[bytes], cost: float, computed: Container[bytes]) -> None:
-        """Count a request along this path; see `Tier.use`."""
         if self._store is not None:
             self._store.use(path, cost=cost, computed=computed)
 
@@ -140,7 +137,6 @@ class DiskTier:
         return write.copy
 
     def copying(self, key: bytes) -> Copy | None:
-        """The copy into the backlog of a node that is being written."""
         write = self._backlog.get(key)
         return write.copy if write is not None else None
 
@@ -150,7 +146,6 @@ class DiskTier:
         return self._readers.submit(self._read_backlog if waiting else self._read_store, key, blocks, waiting)
 
     def poll(self) -> None:
-        """Drop writes that have ended from the backlog."""
         if not self._backlog:
             return
         for key, write in list(self._backlog.items()):
@@ -160,7 +155,6 @@ class DiskTier:
                 self.received += _written(write.future)
 
     def wait(self) -> None:
-        """Wait until the backlog is written."""
         while self._backlog:
             for write in list(self._backlog.values()):
                 if write.future is not None:
@@ -169,7 +163,6 @@ class DiskTier:
             self.poll()
 
     def clear(self) -> None:
-        """Remove all chunks. Nothing may be being read."""
         self.wait()
         if self._store is None:
             return

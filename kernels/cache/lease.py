@@ -54,7 +54,6 @@ class KVLease:
         return all(copy.load is None for copy in self.pinned)
 
     def wait(self) -> None:
-        """Wait until the lease is ready."""
         while not self.ready:
             for copy in self.pinned:
                 if copy.load is not None:

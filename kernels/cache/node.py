@@ -119,7 +119,6 @@ class DeviceLoad:
         self._copying: Copy | None = None
 
     def advance(self, copies: Copies, host: MemoryTier, device: MemoryTier) -> None:
-        """Begin the next part if the one before has ended."""
         if self._copying is not None or self.succeeded is not None:
             return
         if self.reading is None:
@@ -137,7 +136,6 @@ class DeviceLoad:
                 self._begin(copies, staged, range(staged.blocks), device)
 
     def wait(self) -> None:
-        """Wait for the part under way."""
         if self._copying is not None:
             self._copying.transfer.wait()
         elif self.reading is not None:

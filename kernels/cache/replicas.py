@@ -23,7 +23,6 @@ class Replicas:
         return len(self._nodes)
 
     def offer(self, path: Iterable[DeviceCopy]) -> None:
-        """Consider the nodes that a request has used, root first."""
         if not self._count:
             return
         for copy in path:

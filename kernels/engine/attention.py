@@ -168,5 +168,4 @@ def _is_empty(given: object) -> bool:
 
 
 def register() -> None:
-    """Register the attention with transformers; may be called again."""
     AttentionInterface.register(IMPLEMENTATION, _attention)

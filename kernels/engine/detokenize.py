@@ -103,14 +103,12 @@ class TextStream:
         return emitted
 
     def _beginning_of_a_stop(self, text: str) -> int:
-        """Characters at the end of the text that may begin a stop string."""
         longest = min(self._longest - 1, len(text))
         fits = (n for n in range(longest, 0, -1) if any(stop.startswith(text[-n:]) for stop in self._stop))
         return next(fits, 0)
 
 
 def _common(one: str, other: str) -> int:
-    """The length of the common prefix."""
     if other.startswith(one):
         return len(one)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))

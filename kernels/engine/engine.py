@@ -110,7 +110,6 @@ class TieredEngine:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether `step` has something to compute or to return."""
         return bool(self._sequences or self._updates)
 
     def add(self, request: Request) -> int:
@@ -185,7 +184,6 @@ class TieredEngine:
             )
 
     def clear_cache(self) -> None:
-        """Empty all tiers, but for blocks of requests under way."""
         with self._lock:
             self._cache.clear()
 
@@ -295,7 +293,6 @@ class TieredEngine:
             return request_id
 
     def _next_updates(self, request_id: int) -> list[Update]:
-        """A subscribed request's updates, after a step if there are none."""
         with self._lock:
             updates = self._updates.take_for(request_id)
             if not updates:
@@ -317,7 +314,6 @@ class UpdateQueues:
         self._subscribed: dict[int, list[Update]] = {}
 
     def __bool__(self) -> bool:
-        """Whether `take` has updates."""
         return bool(self._others)
 
     def put(self, updates: Iterable[Update]) -> None:
@@ -340,15 +336,12 @@ class UpdateQueues:
 
 
 class _Runner:
-    """One packed forward a step over the pool of `layers`, and the choice of next tokens."""
-
     def __init__(self, forward: Forward, layers: PagedLayers, device: torch.device) -> None:
         self.forward = forward
         self._layers = layers
         self._device = device
 
     def compute(self, chunks: list[ScheduledChunk]) -> tuple[torch.Tensor, list[Choice]]:
-        """Logits (N, vocabulary) and next tokens of the sequences that get one, in the order of chunks."""
         step = pack([self._piece(chunk) for chunk in chunks], self._layers, self._device)
         logits = self.forward(step.token_ids, step.positions, step.kept, step.attention)
         chosen = [chunk.sequence for chunk in chunks if chunk.last]

@@ -61,7 +61,6 @@ class PatchedModel:
         self.shape = KVShape(facts.layers, facts.kv_heads, facts.head_dim, settings.block_size, facts.dtype)
 
     def end_tokens(self, tokenizer: Any | None) -> frozenset[int]:
-        """The model's end-of-text tokens."""
         ends: set[int] = set()
         generation = getattr(self.model, "generation_config", None)
         for ids in (getattr(generation, "eos_token_id", None), getattr(tokenizer, "eos_token_id", None)):

@@ -39,8 +39,6 @@ class AttentionFacts:
 
 
 class _Observer:
-    """Plain attention that records what each layer asks for."""
-
     def __init__(self) -> None:
         self.shapes: dict[int, tuple[int, int, int, int, torch.dtype]] = {}
         self.windows: dict[int, int | None] = {}
@@ -154,7 +152,6 @@ def verify(model: Any, forward: Forward, facts: AttentionFacts, block_size: int,
 
 
 def _tokens(model: Any, count: int) -> torch.Tensor:
-    """int64 (count,): random tokens, the same at every call."""
     embedding = model.get_input_embeddings().weight
     drawn = torch.randint(0, embedding.shape[0], (count,), generator=torch.Generator().manual_seed(count))
     return drawn.to(embedding.device)

@@ -45,7 +45,6 @@ class Scheduler:
 
     @property
     def loading(self) -> list[Sequence]:
-        """Waiting sequences whose prefix is being loaded."""
         return [sequence for sequence in self.waiting if sequence.lease is not None and not sequence.lease.ready]
 
     def add(self, sequence: Sequence) -> None:
@@ -74,7 +73,6 @@ class Scheduler:
             self._cache.mark_computed(chunk.sequence.lease)
 
     def finish(self, sequence: Sequence) -> None:
-        """Remove a sequence that has ended, wherever it is."""
         if sequence in self.running:
             self.running.remove(sequence)
         elif sequence in self.waiting:
@@ -107,7 +105,6 @@ class Scheduler:
         return tokens
 
     def _make_room(self, sequence: Sequence) -> bool:
-        """Whether there are blocks for a running sequence, after preempting later ones if necessary."""
         assert sequence.lease is not None
         if len(sequence.tokens) <= len(sequence.lease.block_table) * self._block_size:
             return True
@@ -121,7 +118,6 @@ class Scheduler:
                 return True
 
     def _preempt_for(self, sequence: Sequence) -> bool:
-        """Take the blocks of the latest waiting sequence, or else of a running one later than `sequence`."""
         holder = next((other for other in reversed(self.waiting) if other.lease is not None), None)
         if holder is not None:
             self._release(holder)
@@ -167,7 +163,7 @@ class Scheduler:
         return self._schedule(sequence, left, chunks)
 
     def _admit_alone(self, chunks: list[ScheduledChunk]) -> None:
-        """Waiting sequences hold the blocks that each other needs: give the first one the whole pool."""
+        # Waiting sequences hold the blocks that each other needs: give the first one the whole pool.
         if self.running:
             raise OutOfBlocksError("the pool has no room for the only running sequence")
         first, *others = self.waiting

@@ -62,7 +62,7 @@ class Sequence:
 
     @property
     def most_tokens(self) -> int:
-        """Tokens whose KV it needs in the end: all but the last."""
+        # Tokens whose KV it needs in the end: all but the last.
         return self.prompt_tokens + self.request.sampling.max_tokens - 1
 
     @property
@@ -70,7 +70,6 @@ class Sequence:
         return None if self._first is None else self._first - self._added
 
     def begin(self) -> None:
-        """Start computing behind what the lease has found cached."""
         assert self.lease is not None
         self.computed = self.lease.cached_tokens
         self._table = np.empty(0, dtype=np.int32)
@@ -110,7 +109,6 @@ class Sequence:
         return Update(self.request_id, (token_id,), text, self.completion(reason), new_logprobs)
 
     def end(self, reason: FinishReason, error: str | None = None) -> Update:
-        """End without another token."""
         text = "" if reason == "error" else self._text.finish()
         return Update(self.request_id, (), text, self.completion(reason, error))
 

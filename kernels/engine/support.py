@@ -30,7 +30,6 @@ class UnsupportedModelError(ValueError):
 
 
 def text_config(model: Any) -> Any:
-    """The language model's part of the configuration."""
     return model.config.get_text_config()
 
 
@@ -80,7 +79,6 @@ def _reasons(model: Any) -> Iterator[str]:
 
 
 def _ropes(config: Any) -> Iterator[Mapping[str, Any]]:
-    """Rotary settings: one for all layers, or one for each type of layer."""
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
     if not isinstance(rope, Mapping):
         return

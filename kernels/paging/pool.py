@@ -93,7 +93,6 @@ class BlockPool:
         return taken
 
     def retain(self, blocks: Iterable[int]) -> None:
-        """Add a reference to each. Raises ValueError for a free block."""
         references = self._references
         for block in blocks:
             if not references[block]:
@@ -101,7 +100,6 @@ class BlockPool:
             references[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Drop a reference of each. Raises ValueError for a free block."""
         references, free = self._references, self._free
         # Reversed, so that adjacent blocks are allocated together again, and copied in one piece.
         for block in reversed(blocks):
@@ -112,5 +110,4 @@ class BlockPool:
                 free.append(block)
 
     def copy(self, source: int, target: int) -> None:
-        """Copy a block's content, in the order of the device's computations."""
         self.kv[target].copy_(self.kv[source])

@@ -43,7 +43,6 @@ class NodeHeap:
         self._sift((other.priority, other.order, other), place)
 
     def update(self, node: TierNode) -> None:
-        """Restore the heap after a node's priority or order has changed."""
         self._sift((node.priority, node.order, node), node.place)
 
     def _sift(self, entry: Entry, place: int) -> None:

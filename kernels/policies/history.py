@@ -34,7 +34,6 @@ class History:
         return key in self._nodes
 
     def keep(self, node: TierNode) -> None:
-        """Remember a node that is neither in the tier nor here."""
         # Equal priorities: the heap keeps the order of use.
         node.priority = 0.0
         self._nodes[node.key] = node
@@ -45,7 +44,6 @@ class History:
             del self._nodes[oldest.key]
 
     def take(self, key: Key) -> TierNode | None:
-        """Remove and return a node's record; None if it is not remembered."""
         node = self._nodes.pop(key, None)
         if node is not None:
             self._by_use.remove(node)

@@ -54,7 +54,6 @@ class Tier:
         return key in self._nodes
 
     def get(self, key: Key) -> TierNode | None:
-        """The record of a node in the tier, to be read only."""
         return self._nodes.get(key)
 
     def use(self, path: Sequence[Key], *, cost: float | None = None, computed: Container[Key] = ()) -> None:
@@ -150,7 +149,6 @@ class Tier:
         return (node.key for node in self._in_order())
 
     def clear(self) -> None:
-        """Remove all nodes and pins, and clear the history."""
         self._nodes.clear()
         self._absent_parents.clear()
         self._candidates = NodeHeap()
@@ -177,7 +175,6 @@ class Tier:
             self._candidates.update(node)
 
     def _change_candidates(self, before: TierNode | None, now: TierNode | None) -> None:
-        """Take `before` out of the candidates, and add `now` if it is evictable."""
         if now is not None and (now.children or now.pins):
             now = None
         if before is None or before.place < 0:
@@ -208,7 +205,7 @@ class Tier:
             self._history.keep(node)
 
     def _in_order(self, protected: Container[Key] = (), also_protected: Container[Key] = ()) -> Iterator[TierNode]:
-        """Nodes in the order of eviction. Looks no further into the heap than needed."""
+        # Nodes in the order of eviction. Looks no further into the heap than needed.
         entries = self._candidates.entries
         frontier: list[tuple[Entry, int]] = [(entries[0], 0)] if entries else []
         children: dict[Key, int] = {}

@@ -67,16 +67,14 @@ class ChunkFolder:
             raise
 
     def close(self) -> None:
-        """Release the folder. Nothing may be read or written any more."""
         while self._descriptors:
             os.close(self._descriptors.pop())
 
     def size_on_disk(self, file_bytes: int) -> int:
-        """Bytes that a file takes: whole blocks of the file system."""
+        # Bytes that a file takes: whole blocks of the file system.
         return -(-file_bytes // self._block_bytes) * self._block_bytes
 
     def names(self) -> Iterator[tuple[ChunkName, bool]]:
-        """All files with names of chunks, and whether each is a regular file."""
         with os.scandir(self._chunks) as subfolders:
             found = sorted(entry.name for entry in subfolders if SUBFOLDER.fullmatch(entry.name))
         for subfolder in found:
@@ -170,7 +168,7 @@ class ChunkFolder:
             os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
 
     def _check_identity(self, root: int) -> None:
-        """The note identifies the folder; every chunk has the identity too, so that a lost note does no harm."""
+        # The note identifies the folder; every chunk has the identity too, so that a lost note does no harm.
         found = read_identity(root)
         ours = {"format": VERSION, "identity": self.identity.hex()}
         if found is None:
@@ -202,7 +200,6 @@ def _locked(lock: int) -> bool:
 
 
 def read_identity(root: int) -> dict[str, object] | None:
-    """The folder's note; None if it is missing or unreadable."""
     try:
         descriptor = os.open(IDENTITY, os.O_RDONLY | os.O_NONBLOCK | _OPEN, dir_fd=root)
     except OSError:

@@ -58,12 +58,10 @@ class BadHeaderError(Exception):
 
 
 def digest(data: bytes) -> bytes:
-    """16 bytes that identify a key or an identity."""
     return sha256(data).digest()[:_DIGEST_BYTES]
 
 
 def checksum(data: bytes | memoryview) -> bytes:
-    """16 bytes that change whenever the data does."""
     return xxh3_128_digest(data)
 
 
@@ -144,7 +142,6 @@ class ChunkName(NamedTuple):
 
     @property
     def temporary(self) -> ChunkName:
-        """The name while the file is written."""
         return self._replace(finished=False)
 
     def is_of(self, key: bytes) -> bool:

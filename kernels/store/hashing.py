@@ -16,7 +16,7 @@ _MOST_THREADS = 16
 
 
 def digest_threads() -> ThreadPoolExecutor:
-    """Threads for `digest_in_pieces`: hashlib releases Python's lock."""
+    # Threads for `digest_in_pieces`: hashlib releases Python's lock.
     return ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1), "ragorder-digest")
 
 

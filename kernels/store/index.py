@@ -50,13 +50,13 @@ class ChunkIndex:
         self.tier.insert(key, chunk.bytes_on_disk, parent, known=known)
 
     def insert(self, key: bytes, chunk: StoredChunk, parent: bytes | None) -> None:
-        """Insert a chunk whose room `make_room` has reserved."""
+        # Insert a chunk whose room `make_room` has reserved.
         self.other_bytes -= chunk.bytes_on_disk
         self.chunks[key] = chunk
         self.tier.insert(key, chunk.bytes_on_disk, parent)
 
     def remove(self, key: bytes) -> StoredChunk:
-        """Drop the chunk; its file still counts in `other_bytes`."""
+        # Drop the chunk; its file still counts in `other_bytes`.
         chunk = self.chunks.pop(key)
         self.tier.remove(key)
         self.other_bytes += chunk.bytes_on_disk
@@ -82,7 +82,6 @@ class ChunkIndex:
         return evicted
 
     def shrink(self) -> dict[bytes, StoredChunk]:
-        """Evict what exceeds the capacity, as far as possible."""
         return self.evict(min(self.used_bytes - self.capacity_bytes, self.tier.used))
 
     def pin(self, keys: Iterable[bytes]) -> None:

@@ -71,7 +71,6 @@ def scan(folder: ChunkFolder, counters: StoreCounters) -> Scan:
 
 
 def check(folder: ChunkFolder, name: ChunkName, head: bytes, size: int) -> Header:
-    """The header of a file with this beginning and size. Raises BadHeaderError."""
     header = Header.unpack(head)
     if header.identity != folder.identity:
         raise BadHeaderError("identity")

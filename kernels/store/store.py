@@ -93,7 +93,6 @@ class ChunkStore:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes that the store takes on the disk."""
         with self._lock:
             return self._index.used_bytes
 
@@ -105,7 +104,6 @@ class ChunkStore:
 
     @property
     def pausing(self) -> bool:
-        """Whether writing pauses after failures."""
         with self._lock:
             return self._breaker.open
 
@@ -155,7 +153,6 @@ class ChunkStore:
             return self._write(key, payload, parent, cost, used, protected)
 
     def use(self, path: Sequence[bytes], *, cost: float | None = None, computed: Container[bytes] = ()) -> None:
-        """Count a request along this path, root first; see `Tier.use`."""
         with self._lock:
             if not self._closed:
                 self._index.tier.use(path, cost=cost, computed=computed)
@@ -191,7 +188,6 @@ class ChunkStore:
         return found.serial
 
     def _fill(self, key: bytes, chunk: StoredChunk, into: bytearray | memoryview) -> None:
-        """Read and verify a chunk. Raises OSError or BadHeaderError."""
         with memoryview(into).cast("B") as payload:
             if len(payload) != chunk.payload_bytes:
                 raise BadHeaderError("size")
@@ -206,7 +202,6 @@ class ChunkStore:
                 raise BadHeaderError("checksum")
 
     def _after_reading(self, key: bytes, chunk: StoredChunk, failed: OSError | BadHeaderError | None) -> bool:
-        """Count the read; whether the chunk has left the index and its file must go."""
         with self._lock:
             if failed is None:
                 self.counters.hits += 1
@@ -264,7 +259,6 @@ class ChunkStore:
         return failed is None
 
     def _reserve(self, key: bytes, size: int, protected: Container[bytes]) -> dict[bytes, StoredChunk] | None:
-        """The chunks evicted for this one, None if it is not to be written now."""
         if self._closed or key in self._writing:
             return None
         if self._breaker.open:
@@ -280,7 +274,6 @@ class ChunkStore:
         return evicted
 
     def _remove_evicted(self, evicted: dict[bytes, StoredChunk], size: int) -> None:
-        """Remove the files of evicted chunks. Raises OSError if one stays: then there is no room."""
         self._tell(list(evicted))
         stuck = sum(chunk.bytes_on_disk for chunk in evicted.values() if not self._folder.remove(chunk.name))
         with self._lock:
@@ -290,8 +283,7 @@ class ChunkStore:
             raise OSError(errno.EIO, "the file of an evicted chunk cannot be removed")
 
     def _put(self, name: ChunkName, header: Header, payload: memoryview, protected: Container[bytes]) -> None:
-        """Write a file, on a full disk in the place of older chunks. Raises OSError; a partial file that stays
-        counts."""
+        # Write a file, on a full disk in the place of older chunks. Raises OSError; a partial file that stays counts.
         try:
             self._put_once(name, header, payload)
         except OSError as error:
@@ -309,8 +301,8 @@ class ChunkStore:
             raise
 
     def _free_disk(self, size: int, protected: Container[bytes]) -> bool:
-        """Evict below the capacity. Where that did not help the last time, other programs take what comes free, so it
-        is tried once after each pause."""
+        # Evict below the capacity. Where that did not help the last time, other programs take what comes free, so it is
+        # tried once after each pause.
         with self._lock:
             evicted = self._index.evict(size, protected) if self._breaker.probing else {}
             self.counters.evicted += len(evicted)
@@ -336,7 +328,6 @@ class ChunkStore:
             self._logger.warning("%s: %s: nothing is written for %g s", self._folder.path, why, seconds)
 
     def _remove_files(self, chunks: Iterable[StoredChunk]) -> None:
-        """Remove the files of chunks that have left the index; files that stay go on counting."""
         removed = sum(chunk.bytes_on_disk for chunk in chunks if self._folder.remove(chunk.name))
         with self._lock:
             self._index.other_bytes -= removed
