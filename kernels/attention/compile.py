@@ -48,8 +48,8 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """Resources of a kernel: registers of a thread; bytes of stack and local memory (spills) and of shared memory;
-    numbers of matrix instructions (wgmma: Hopper, mma: Ampere) and asynchronous copies in its code."""
+    """Registers of a thread, bytes of stack, local (spills) and shared memory, and numbers of wgmma, mma and
+    asynchronous copies in the code."""
 
     registers: int
     stack: int

@@ -1,9 +1,4 @@
-"""Attention in torch: the reference of the kernels, and the backend of CPUs.
-
-Without cached keys: torch's causal attention, with no mask or copy. Otherwise a request's keys, cached and new, are
-gathered, and its queries go through in chunks. One mask a step, cut to size, serves all chunks, requests and layers.
-Decoding requests of about equal length are batched.
-"""
+"""Attention in torch: the kernels' reference, and the backend of CPUs."""
 
 from __future__ import annotations
 
@@ -50,6 +45,11 @@ class _Rule:
     scale: float
     window: int | None
     softcap: float | None
+
+
+# Without cached keys: torch's causal attention, with no mask or copy. Otherwise a request's keys, cached and new, are
+# gathered, and its queries go through in chunks. One mask a step, cut to size, serves all chunks, requests and layers.
+# Decoding requests of about equal length are batched.
 
 
 def torch_attention(

@@ -23,25 +23,20 @@ __all__ = ["KnowledgeCache"]
 
 
 class KnowledgeCache:
-    """KV of documents in blocks, keyed by the path of documents before them, on three tiers (RAGCache section 5.1).
+    """KV of documents in blocks, keyed by their path, on three tiers (RAGCache section 5.1).
 
-    A request acquires a lease on the cached prefix of its path, waits until that is on the device, extends the lease
-    for the tokens it computes, commits its nodes so that others may use them, and releases it. Full tiers evict what
-    `policy` values least; each remembers `history` evicted nodes, and `profile` prices their computation. One request
-    may use the whole device pool, but waits (OutOfBlocksError) while others hold too much of it.
-
-        lease = cache.acquire(segments_of(token_ids, ends))
-        lease.wait()
-        cache.extend(lease, len(token_ids))
-        cache.commit(lease, len(token_ids))  # then compute the tokens from lease.cached_tokens on
+        lease = cache.acquire(segments_of(token_ids, ends))  # pin the cached prefix, begin to load it
+        cache.extend(lease, len(token_ids))  # wait, and take blocks for the other tokens
+        cache.commit(lease, len(token_ids))  # others may share them: compute from lease.cached_tokens on
         cache.release(lease)
 
     Nodes are committed before their step runs, so that all requests of a step share them: a step must write the KV of
-    all its tokens before any is read. A block that ends in a PENDING node cannot be copied yet, so another request
-    computes up to `block_size` - 1 tokens again. If a step fails, discard its leases before the next one.
+    all its tokens before any is read. If it fails, discard its leases before the next one. A PENDING node's last block
+    cannot be copied, so other requests compute up to `block_size` - 1 of its tokens again.
 
-    `identity` names the model for the disk. The `replicate_nodes` most used nodes are copied to the host early.
-    `transfers` and `executor` replace what copies blocks, and what reads and writes files.
+    Full tiers evict by `policy`, with a `history` of evicted nodes and costs from `profile`. `identity` names the model
+    for the disk; the `replicate_nodes` most used nodes are copied to the host early. One request may use the whole
+    pool, but waits (OutOfBlocksError) for others.
 
     One thread makes all calls but `stats`. Raises ValueError for invalid settings, MemoryError for oversized pools.
     """
@@ -89,10 +84,10 @@ class KnowledgeCache:
         self._closed = False
 
     def acquire(self, path: Sequence[Segment]) -> KVLease:
-        """Pin the longest cached prefix of the path, and begin to load what is not on the device.
+        """Pin the longest cached prefix of the path, and begin to load it.
 
-        Raises OutOfBlocksError, and changes nothing, without room for it now; ValueError for an empty segment, or a
-        path longer than the pool.
+        Raises OutOfBlocksError, and changes nothing, without room now; ValueError for empty segments or a path longer
+        than the pool.
         """
         lease = KVLease(tuple(path), self._tiers.poll)
         self._check_fits(sum(segment.tokens for segment in path))
@@ -104,7 +99,7 @@ class KnowledgeCache:
         return lease
 
     def extend(self, lease: KVLease, tokens: int) -> None:
-        """Grow the block table to `tokens` tokens in all. Waits until the lease is ready; implies `mark_computed`.
+        """Wait for the lease, and grow its block table to `tokens` tokens. Implies `mark_computed`.
 
         Raises OutOfBlocksError, and changes nothing, without room now; ValueError if the pool is too small.
         """
@@ -123,8 +118,8 @@ class KnowledgeCache:
             lease.tokens = tokens
 
     def commit(self, lease: KVLease, tokens: int) -> None:
-        """Insert the nodes that the first `tokens` tokens complete, computed by now or by the step being built. Implies
-        `mark_computed`. A node that another request has inserted meanwhile is shared.
+        """Insert the nodes that the first `tokens` tokens complete, or share those inserted meanwhile. Implies
+        `mark_computed`.
 
         Raises ValueError if the lease was not extended that far.
         """
@@ -137,7 +132,7 @@ class KnowledgeCache:
         self._count([segment.key for segment in found], [copy.node.key for copy in new], lease.cached_tokens, tokens)
 
     def mark_computed(self, lease: KVLease) -> None:
-        """The step that computes the lease's pending nodes has run, or is queued on the device in full."""
+        """The step of the pending nodes has run, or is queued on the device."""
         self._check_open(lease)
         for copy in lease.pending:
             if copy.state is CopyState.PENDING:
@@ -164,8 +159,7 @@ class KnowledgeCache:
         self._close(lease)
 
     def prefetch(self, path: Sequence[Segment]) -> None:
-        """Begin to load the cached prefix of a waiting request, as far as there is room without evicting nodes that are
-        in use or prefetched for others."""
+        """Begin to load a waiting request's prefix, as far as no pinned or prefetched node must go."""
         self.poll()
         loaded: list[DeviceCopy] = []
         for node in self._tiers.match(path):
@@ -185,8 +179,7 @@ class KnowledgeCache:
         self._tiers.poll()
 
     def forget_device(self) -> None:
-        """Give up all nodes on the device, whose memory was lost or is not to be trusted; host and disk stay. Leases
-        keep their blocks: discard them first."""
+        """Drop all nodes from an untrusted device; host and disk stay. Discard the leases first."""
         self._tiers.forget_device()
 
     def clear(self) -> None:

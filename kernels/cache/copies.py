@@ -11,10 +11,7 @@ __all__ = ["Copies", "Copy"]
 
 
 class Copy:
-    """A transfer with references to all its blocks, so that none is reused before it has ended.
-
-    `leaving`: the node has left the source's tier, and this copy alone keeps the source's blocks.
-    """
+    """A transfer with references to its blocks. `leaving`: only this copy still keeps the source's blocks."""
 
     __slots__ = ("holds_source", "leaving", "source", "source_blocks", "target", "target_blocks", "then", "transfer")
 

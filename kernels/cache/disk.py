@@ -23,10 +23,10 @@ _LAYOUT = "blocks of (layers, keys and values, tokens, heads, numbers), version 
 
 @dataclass(frozen=True, slots=True)
 class DiskSettings:
-    """A disk tier of `bytes` in the folder `path`, which one process uses at a time.
+    """A disk tier of `bytes` in the folder `path`, for one process at a time.
 
-    `io_threads` read. Nodes that wait to be written take up to `backlog_bytes` of memory; others are not kept.
-    Raises ValueError for negative sizes, or no thread.
+    Nodes that wait to be written take up to `backlog_bytes` of memory; others are not kept. Raises ValueError for
+    invalid numbers.
     """
 
     path: Path
@@ -49,13 +49,11 @@ class _Write:
 
 
 class DiskTier:
-    """Nodes by key in a `ChunkStore`, each as the blocks that cover it.
+    """Nodes by key in a `ChunkStore`. Writes never block: a node is copied into a backlog, and read from there
+    meanwhile.
 
-    Writes never block: a node is copied into a backlog, written from there, and read from there meanwhile. `identity`
-    names the model; the pool's shape is added to it.
-
-    If the store cannot be opened (locked, another model's, read-only…), that is logged and counted once, the tier stays
-    empty, and the tiers above go on.
+    If the store cannot be opened (locked, another model's, read-only…), that is logged and counted once, and the tier
+    stays empty.
     """
 
     def __init__(

@@ -19,11 +19,9 @@ __all__ = ["Hierarchy"]
 class Hierarchy:
     """The nodes in memory by key, and the tiers that hold them.
 
-    A node that leaves the device is copied to the host once: while that copy lives, leaving again costs nothing. A node
-    that leaves the host is written to the disk with its ancestors, unless they are there; what leaves the disk is gone.
-    A host without room is skipped. Blocks are reused only after the copies from them have ended.
-
-    `on_load_failed` gets a copy that could not be loaded and is GONE.
+    A node leaving the device is copied to the host, unless it is there or has no room; one leaving the host is written
+    to the disk with its ancestors. Blocks are reused after the copies from them have ended. `on_load_failed` gets the
+    GONE copy.
     """
 
     def __init__(
@@ -79,9 +77,9 @@ class Hierarchy:
         return found
 
     def load(self, nodes: Sequence[CachedNode], protected: Container[bytes] = ()) -> list[DeviceCopy]:
-        """Pin nodes on the device and begin to load the absent ones; a prefix of them if the disk has lost one.
+        """Pin nodes on the device, loading absent ones; a prefix of them if the disk has lost one.
 
-        Raises OutOfBlocksError, and changes nothing, if pinned and `protected` nodes leave too little room.
+        Raises OutOfBlocksError, and changes nothing, without room beside pinned and `protected` nodes.
         """
         pinned: list[CachedNode] = []
         for node in nodes:

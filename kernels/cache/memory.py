@@ -46,9 +46,9 @@ class MemoryTier:
         return self.tier.get(key)
 
     def evict(self, blocks: int, protected: Container[bytes] = ()) -> list[bytes]:
-        """Evict until `blocks` blocks are free once the copies under way have ended; the keys, children first.
+        """Evict until `blocks` blocks are free once copies have ended; the keys, children first.
 
-        Raises OutOfBlocksError, and evicts nothing, if pinned and protected nodes leave too little.
+        Raises OutOfBlocksError, and evicts nothing, without enough evictable nodes.
         """
         missing = blocks - self.pool.free_blocks
         if missing > 0:

@@ -18,12 +18,13 @@ _CHARACTER_TOKENS = 3
 _PENDING_TOKENS = 8
 
 
+# tokenizers' DecodeStream does not replace this: it needs a fast tokenizer, and with byte fallback it returns nothing
+# more once bytes do not make a character.
 class TextStream:
-    """The text behind a prompt, in pieces that are never revised and add up to `text`; none without a tokenizer.
+    """Text behind a prompt, in pieces that are never revised and add up to `text`; none without a tokenizer.
 
-    Tokens are decoded behind the prompt's last ones, so that the first word keeps its space. A possible beginning of a
-    `stop` string is held back. tokenizers' DecodeStream does not replace this: it needs a fast tokenizer, and with byte
-    fallback it returns nothing more once bytes do not make a character.
+    Decoded behind the prompt's last tokens, so that the first word keeps its space. A possible beginning of a `stop`
+    string is held back.
     """
 
     def __init__(self, tokenizer: Any | None, prompt: Sequence[int], stop: Sequence[str] = ()) -> None:

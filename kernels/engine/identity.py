@@ -29,10 +29,10 @@ _WITHOUT_EFFECT = frozenset({"name_or_path", "warnings_issued", "_is_hf_initiali
 
 
 def identity(model: Any, shape: KVShape) -> str:
-    """Digest of every byte of parameters and buffers, the modules' other attributes (an adapter's scale, an epsilon),
-    the configuration, the KV layout, the device, and the versions of torch and transformers.
+    """Digest of all bytes of parameters and buffers, modules' other attributes, configuration, KV layout, device and
+    versions.
 
-    Takes about a second per GB and thread. Raises ValueError for weights whose bytes cannot be read.
+    Takes about a second per GB and thread. Raises ValueError for unreadable weights.
     """
     with digest_threads() as threads:
         serializer = _Serializer(threads)

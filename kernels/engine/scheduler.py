@@ -25,11 +25,10 @@ class ScheduledChunk:
 
 
 class Scheduler:
-    """Waiting and running sequences, each in the order of arrival.
+    """Waiting and running sequences, in the order of arrival.
 
-    A sequence is admitted when its cached prefix is on the device and there are blocks for all its tokens so far; while
-    the prefix loads, later ones go first. If blocks run out, the latest sequences are preempted and wait again; their
-    documents may still be cached when their turn comes.
+    A sequence is admitted with its prefix on the device and blocks for all its tokens; while it loads, later ones go
+    first. Without blocks the latest sequences are preempted.
     """
 
     def __init__(self, cache: KnowledgeCache, block_size: int, max_batch_tokens: int, max_requests: int) -> None:
@@ -51,10 +50,8 @@ class Scheduler:
         self.waiting.append(sequence)
 
     def plan(self) -> list[ScheduledChunk]:
-        """The next step, at most `max_batch_tokens` tokens; empty while all sequences wait for their prefixes.
-
-        Raises OutOfBlocksError if the first sequence does not fit into an otherwise unused pool.
-        """
+        """The next step of at most `max_batch_tokens`; empty while all wait for prefixes. Raises OutOfBlocksError if
+        the first sequence does not fit at all."""
         chunks: list[ScheduledChunk] = []
         left = self._max_batch_tokens
         for sequence in list(self.running):

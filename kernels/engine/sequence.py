@@ -27,11 +27,8 @@ __all__ = ["RequestValidator", "Sequence"]
 
 
 class Sequence:
-    """A request under way: `tokens` of prompt and answer, the KV of the first `computed` of them in the blocks of
-    `lease`.
-
-    A preempted sequence computes again what it does not find cached, so prefill, recomputation and decoding are alike.
-    """
+    """A request under way: `tokens` of prompt and answer, the first `computed` with KV in the blocks of `lease`.
+    Prefill, recomputation and decoding are alike."""
 
     def __init__(
         self, request_id: int, request: Request, path: tuple[Segment, ...], tokenizer: Any | None, stops: frozenset[int]

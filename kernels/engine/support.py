@@ -41,11 +41,9 @@ def check_model(model: Any) -> None:
 
 
 def longest_exact_length(model: Any) -> int | None:
-    """The length up to which cached keys stay valid; None if the configuration sets no limit.
-
-    LongRoPE (Phi-3 128k) changes its frequencies when a sequence outgrows the original window, which makes keys cached
-    before wrong: such models are served up to that window.
-    """
+    """The length up to which cached keys stay valid; None without a limit."""
+    # LongRoPE (Phi-3 128k) changes its frequencies when a sequence outgrows the original window, which makes keys
+    # cached before wrong: such models are served up to that window.
     config = text_config(model)
     original = getattr(config, "original_max_position_embeddings", None)
     longropes = [rope for rope in _ropes(config) if rope.get("rope_type") == "longrope"]

@@ -44,13 +44,10 @@ class StoreRefusedError(Exception):
 
 
 class ChunkFolder:
-    """An open folder and its lock: a second one, in this process or another, is refused after `patience_s`. The lock is
-    the kernel's (flock), so it goes with the process, however that ends.
+    """An open folder and its lock (flock, so it goes with the process); a second opener is refused after `patience_s`.
 
-    Made for its owner only if absent, as are all files in it (0700 and 0600); in an existing folder only the store's
-    own files are touched. Files are reached through the open folder: if it is replaced, nothing is written there.
-
-    Raises StoreRefusedError; reads and writes raise OSError.
+    Files are the owner's only (0700 and 0600), and reached through the open folder: if it is replaced, nothing is
+    written there. Raises StoreRefusedError; reads and writes raise OSError.
     """
 
     def __init__(self, folder: Path, identity: str, patience_s: float = 0.0) -> None:

@@ -25,11 +25,8 @@ class StoredChunk:
 
 
 class ChunkIndex:
-    """Chunks by key, oldest write first, and their tier. `other_bytes` counts files that are being written or removed,
-    or are unusable: with them the store stays within its capacity at every moment.
-
-    Not thread-safe, but for `in` and `len` of `chunks`.
-    """
+    """Chunks by key, oldest write first, and their tier. `other_bytes`: files being written or removed, and unusable
+    ones."""
 
     def __init__(self, capacity_bytes: int, policy: str, history: int) -> None:
         self.capacity_bytes = capacity_bytes
@@ -63,8 +60,8 @@ class ChunkIndex:
         return chunk
 
     def make_room(self, bytes_on_disk: int, protected: Container[bytes] = ()) -> dict[bytes, StoredChunk] | None:
-        """Evict chunks for a new file; None, and nothing is evicted, if that does not suffice. Their files must be
-        removed before the new one is made; `other_bytes` grows by the larger of the two."""
+        """Evict for a new file; None, and nothing is evicted, if that does not suffice. Remove the files before
+        writing: `other_bytes` grows by the larger of both."""
         if self.other_bytes + bytes_on_disk > self.capacity_bytes:
             return None
         missing = self.used_bytes + bytes_on_disk - self.capacity_bytes

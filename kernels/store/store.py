@@ -25,28 +25,22 @@ _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 class ChunkStore:
-    """Chunks of bytes by key (1 to 1024 bytes each) in a folder, of which it uses at most `capacity_bytes`: headers
-    included, in whole blocks of the file system, files being written or removed too.
-
-    A full store evicts by `policy` (`ragorder.kernels.policies`), children before their `parent`. A write counts as a
-    use. `identity` stands for all that makes equal keys mean equal bytes (model, weights, data type, layout); a folder
-    or a chunk of another identity is refused.
+    """Chunks of bytes by key (1 to 1024 bytes) in a folder, of which it uses at most `capacity_bytes`, in whole blocks.
 
         with closing(ChunkStore(folder, 1 << 30, "model, weights, layout")) as store:
             store.write(b"key", data)
             store.read(b"key", buffer)  # True: the buffer has the data
 
-    The store survives the process, however that ends: files get their names when they are whole, and the next store
-    finds them by their headers, as used once and at the cost they were written with. Every read verifies header, key,
-    identity and payload. One process has the folder at a time; another waits up to `patience_s`.
+    `identity` stands for everything that makes equal keys mean equal bytes; other identities are refused. The store
+    survives the process, however that ends: the next one finds whole files by their headers, as used once. Every read
+    verifies header, key, identity and payload. One process has the folder; another waits up to `patience_s`.
 
-    `read`, `write` and `use` never raise for what happens to the disk: that is counted, and they return False. On a
-    disk that others have filled, older chunks make room for newer ones. After failed writes in a row writing pauses
-    (`CircuitBreaker`). A chunk that could not be read leaves the store.
+    `read`, `write` and `use` count what happens to the disk and never raise it. A full store evicts by `policy`,
+    children before parents, and on a disk that others fill older chunks make room; after failures writing pauses
+    (`CircuitBreaker`). Unreadable chunks leave the store.
 
-    Thread-safe: `in` is a dictionary look-up, and reads and writes of different threads run side by side. `removed`
-    gets the keys that leave the store, on any thread. Raises StoreRefusedError if the folder cannot be used, ValueError
-    for invalid settings.
+    Thread-safe: `in` is a dictionary look-up, reads and writes run side by side, `removed` gets departed keys on any
+    thread. Raises StoreRefusedError, and ValueError for invalid settings.
     """
 
     def __init__(
@@ -138,11 +132,8 @@ class ChunkStore:
         used: bool = True,
         protected: Container[bytes] = (),
     ) -> bool:
-        """Store a copy of a chunk, evicting others but none in `protected`; whether the store has it now.
-
-        `cost`: seconds that a new token cost the request that computed it; `used`: whether that counts as a use.
-        Raises ValueError for keys of an invalid length or an invalid cost.
-        """
+        """Store a copy, evicting others but none in `protected`; whether the store has it now. `cost`: seconds per new
+        token of the request that computed it. Raises ValueError for invalid keys or costs."""
         if not 0 < len(key) <= MAX_KEY_BYTES or (parent is not None and not 0 < len(parent) <= MAX_KEY_BYTES):
             raise ValueError(f"keys have 1 to {MAX_KEY_BYTES} bytes")
         if cost is not None and not 0 <= cost < math.inf:
