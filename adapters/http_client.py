@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server over HTTP: every call is bounded in time, every failure is one line."""
+"""HTTP client of an OpenAI-compatible server."""
 
 from __future__ import annotations
 
@@ -9,20 +9,18 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
-    import httpx
+    import httpx2
 
 __all__ = ["AddressError", "Server", "ServerError", "live_extra", "printable"]
 
 
-# No answer that is asked for is nearly as long, in bytes.
+# Far above any expected answer, in bytes.
 _LONGEST = 64 << 20
 
 
 class ServerError(RuntimeError):
-    """The server gave no answer that can be used.
-
-    The message names its URL, without credentials, and what to change; `status` is the HTTP status, if there was one.
-    """
+    """No usable answer from a server. The message names its URL, without credentials, and what to change; `status` is
+    the HTTP status, if there was one."""
 
     def __init__(self, message: str, status: int | None = None) -> None:
         super().__init__(message)
@@ -30,23 +28,23 @@ class ServerError(RuntimeError):
 
 
 class AddressError(ServerError):
-    """This is no URL of a server, or no key that can be sent to one."""
+    """An invalid server URL, or an API key that cannot be sent."""
 
 
 class Server:
-    """A server at `base_url` (with or without /v1). `api_key` goes along as Bearer token, a URL's own user and
-    password as basic authentication.
+    """The server at `base_url` (with or without /v1). `api_key` is sent as a bearer token; user and password in the URL
+    as basic authentication.
 
-    An answer that is not there after `timeout_s` seconds, an unreachable server and any HTTP error raise ServerError;
-    a malformed `base_url` or `api_key` raises AddressError, and a missing httpx ImportError.
+    Raises ServerError for an unreachable server, an HTTP error and an answer incomplete after `timeout_s`; AddressError
+    for a malformed `base_url` or `api_key`; ImportError without httpx2.
     """
 
     def __init__(self, base_url: str, *, timeout_s: float, api_key: str | None = None) -> None:
         try:
-            import httpx
+            import httpx2
         except ImportError as error:
             raise live_extra(error) from error
-        self._httpx = httpx
+        self._httpx2 = httpx2
         url = self._parse(base_url)
         self.root = str(url.copy_with(username=None, password=None, query=None, fragment=None)).rstrip("/")
         self.root = self.root.removesuffix("/v1").rstrip("/")
@@ -57,16 +55,16 @@ class Server:
             raise AddressError("the API key has characters that no HTTP header takes: is it the right one?")
         basic = (url.username, url.password) if url.userinfo and not api_key else None
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        # What is compressed can be any length when it is not.
+        # A compressed answer may decompress to any length.
         headers["Accept-Encoding"] = "identity"
-        # Traffic goes directly, and what is asked beside it must: an HTTP_PROXY would see the key. trust_env stands for
-        # more than that; certificates are looked for where the environment says, as the proxy does.
-        self._client = httpx.Client(
+        # No HTTP_PROXY, which would see the key: requests to the model go directly, too. Without trust_env,
+        # certificates from the environment need an explicit context, as in the proxy.
+        self._client = httpx2.Client(
             auth=basic,
             headers=headers,
             timeout=timeout_s,
             follow_redirects=True,
-            verify=httpx.create_ssl_context(),
+            verify=httpx2.create_ssl_context(),
             trust_env=False,
         )
 
@@ -81,15 +79,13 @@ class Server:
         return self._call("GET", path).decode("utf-8", "replace")
 
     def get_json(self, path: str) -> Any:
-        """The JSON at a path."""
         return self._json(path, self._call("GET", path))
 
     def post_json(self, path: str, body: dict[str, Any]) -> Any:
-        """The answer, in JSON, to a request in JSON."""
         return self._json(path, self._call("POST", path, body))
 
     def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> bytes:
-        httpx, where = self._httpx, f"{self.root}{path}"
+        httpx2, where = self._httpx2, f"{self.root}{path}"
         late = f"{where} did not answer within {self._timeout_s:g} s: allow more time, or see what keeps the server"
         deadline = time.monotonic() + self._timeout_s
         chunks: list[bytes] = []
@@ -106,12 +102,12 @@ class Server:
                         raise ServerError(f"{where} answers with more than {_LONGEST >> 20} MiB: check the address")
                     if time.monotonic() > deadline:
                         raise ServerError(late)
-        except httpx.TimeoutException:
+        except httpx2.TimeoutException:
             raise ServerError(late) from None
-        except httpx.ConnectError as error:
+        except httpx2.ConnectError as error:
             message = f"{self.root} cannot be reached ({error}): check host and port, and that the server is up"
             raise ServerError(message) from None
-        except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
+        except (httpx2.HTTPError, httpx2.InvalidURL, OSError) as error:
             # The text of such an error may quote a header or a URL, and with it a key.
             message = f"{where} gave no answer in HTTP ({type(error).__name__}): check the port, and http or https"
             raise ServerError(message) from None
@@ -129,12 +125,12 @@ class Server:
             message = f"{self.root}{path} does not answer in JSON: give the address of an OpenAI-compatible server"
             raise ServerError(message, 200) from None
 
-    def _parse(self, base_url: str) -> httpx.URL:
+    def _parse(self, base_url: str) -> httpx2.URL:
         # Everything in front of an @ may be a password, even where the rest is no URL.
         shown = printable(re.sub(r"^(\w+://)?.*@", r"\1", base_url.partition("?")[0]))
         try:
-            url = self._httpx.URL(base_url.strip())
-        except (self._httpx.InvalidURL, ValueError):
+            url = self._httpx2.URL(base_url.strip())
+        except (self._httpx2.InvalidURL, ValueError):
             url = None
         if url is None or url.scheme not in ("http", "https") or not url.host or not 0 < (url.port or 80) < 65536:
             meant = "http://HOST:PORT"
@@ -145,10 +141,10 @@ class Server:
 
 
 def live_extra(error: ImportError) -> ImportError:
-    """The error to raise where a package that talks to servers is missing."""
+    """The ImportError that names the extra to install."""
     return ImportError(f"talking to a server needs {error.name}: pip install 'ragorder[live]'", name=error.name)
 
 
 def printable(text: str) -> str:
-    """The text with everything that a terminal would act upon escaped."""
+    """The text with control characters escaped."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)

@@ -13,13 +13,9 @@ __all__ = ["Tracing"]
 
 
 class Tracing:
-    """A watcher for `ObservedOrderer` that makes two spans of a request, children of the current one: `ragorder.order`,
-    as long as ordering took, and `ragorder.settle`, linked to it, with what the engine reported. They tell numbers
-    only, nothing of a document or of a tenant.
-
-    `tracer` is an `opentelemetry.trace.Tracer`, by default that of the application's tracer provider. Raises
-    ImportError without ragorder[otel].
-    """
+    """A watcher for `ObservedOrderer`: a span `ragorder.order` and, linked to it, `ragorder.settle` with the engine's
+    report. `tracer` is an `opentelemetry.trace.Tracer` (default: the application's). Raises ImportError without
+    ragorder[otel]."""
 
     def __init__(self, tracer: Any = None) -> None:
         try:
@@ -30,7 +26,6 @@ class Tracing:
         self._tracer = trace.get_tracer("ragorder") if tracer is None else tracer
 
     def ordered(self, observation: Observation) -> Callable[[RequestOutcome], None]:
-        """See `Watcher`."""
         end_ns = time.time_ns()
         attributes = {
             "ragorder.shadow": observation.shadow,

@@ -156,7 +156,7 @@ def _load(options: Mapping[str, Any], settings: Settings) -> TieredEngine:
 def _random_model() -> tuple[str, str]:
     """Its folder in the cache of this user, and the dtype that this machine computes fast."""
     # By name: the product does without the evaluation, whose model this is, but for a trial.
-    models, engines = import_module("ragorder.eval.serving"), import_module("ragorder.eval.engines.vllm")
+    models, engines = import_module("ragorder.eval.engines.models"), import_module("ragorder.eval.engines.vllm")
     return str(models.random_model()), "bfloat16" if engines.has_fast_bfloat16() else "float32"
 
 

@@ -13,9 +13,9 @@ from click.testing import CliRunner
 pytest.importorskip("starlette")
 pytest.importorskip("bm25s")
 
-import httpx
+import httpx2
 
-from ragorder.eval.conversations import (
+from ragorder.eval.experiments.conversations.measuring import (
     LAYOUTS,
     Outcome,
     RealServer,
@@ -105,8 +105,8 @@ def test_with_an_engine_the_server_is_one_with_a_model(model_folder: Path, monke
         started.append((model, max_model_len))
         yield SimulatedServer(blocks)
 
-    monkeypatch.setattr("ragorder.eval.conversations.RealServer", start)
-    monkeypatch.setattr("ragorder.eval.conversations._model", lambda made, folder: model_folder)
+    monkeypatch.setattr("ragorder.eval.experiments.conversations.measuring.RealServer", start)
+    monkeypatch.setattr("ragorder.eval.experiments.conversations.measuring._model", lambda made, folder: model_folder)
     options = ["--conversations", "3", "--turns", "1", "--layout", "one turn", "--engine", "vllm", "--tokenizer"]
     result = CliRunner().invoke(main, options)
     assert result.exit_code == 0, result.output
@@ -121,7 +121,7 @@ def test_a_real_servers_counters_are_read_from_its_metrics(monkeypatch: pytest.M
         'vllm:prefix_cache_queries_created{engine="0"} 1.7e+09\n'
         'vllm:prefix_cache_hits_total{engine="0",model_name="m"} 5.0\n'
     )
-    monkeypatch.setattr(httpx, "get", lambda *_, **__: httpx.Response(200, text=page))
+    monkeypatch.setattr(httpx2, "get", lambda *_, **__: httpx2.Response(200, text=page))
     server = RealServer.__new__(RealServer)
     server.base_url = "http://server"
     assert server.counts() == (1234.0, 5.0)

@@ -19,7 +19,14 @@ from hypothesis import strategies as st
 
 from ragorder.cli import main
 from ragorder.eval.engines.base import EngineError
-from ragorder.eval.profiling import Grid, ProfiledServer, find_profiled, measure_profile, own_server, plan_grid
+from ragorder.eval.experiments.profiling.measuring import (
+    Grid,
+    ProfiledServer,
+    find_profiled,
+    measure_profile,
+    own_server,
+    plan_grid,
+)
 from ragorder.kernels.profile import LINEAR, PrefillProfile
 
 BLOCK = 16
@@ -371,7 +378,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def far() -> Iterator[FarServer]:
-    pytest.importorskip("httpx")
+    pytest.importorskip("httpx2")
     pytest.importorskip("prometheus_client")
     with FarServer() as server:
         Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
@@ -549,7 +556,7 @@ class TestTheCommand:
         assert not path.exists()
 
     def test_says_that_nobody_answers(self, tmp_path: Path) -> None:
-        pytest.importorskip("httpx")
+        pytest.importorskip("httpx2")
         assert "cannot be reached" in refusal("--base-url", "http://127.0.0.1:9", "-o", tmp_path / "p.json")
 
     def test_says_that_a_prompt_is_too_long(self, far: FarServer, tmp_path: Path) -> None:

@@ -1,0 +1,210 @@
+"""Translation of OpenAI requests into the engine's: tokens, document boundaries, tenant."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from ragorder.adapters.embedded.protocol import (
+    ChatCompletionRequest,
+    ChatMessage,
+    CommonRequest,
+    CompletionRequest,
+    TextPart,
+    TokenizeRequest,
+    read_request,
+)
+from ragorder.adapters.http_server.errors import HTTPError
+from ragorder.adapters.openai.request import checked_salt
+from ragorder.adapters.request_facts import FACTS, PREFIX, RequestFacts, read_facts
+from ragorder.kernels.engine import Request, Sampling
+from ragorder.tokens import PLACEHOLDER
+
+__all__ = ["RequestTranslator", "TranslatedRequest"]
+
+B = TypeVar("B", bound=CommonRequest)
+
+_LONGEST_COMPLAINT = 200
+
+
+@dataclass(frozen=True, slots=True)
+class TranslatedRequest(Generic[B]):
+    """A body and one engine request for each of its prompts. `facts` about its documents: None if there are none, and
+    not `readable` if they are malformed."""
+
+    body: B
+    requests: tuple[Request, ...]
+    facts: RequestFacts | None
+    readable: bool
+
+
+class RequestTranslator:
+    """Translates bodies, in one thread. `tokenizer` (transformers) is a copy of the served model's; None: prompts must
+    be token ids. `longest` bounds the tokens of prompt and answer. All methods raise HTTPError for what cannot be
+    served.
+    """
+
+    def __init__(self, tokenizer: Any, *, model_name: str, longest: int) -> None:
+        self._tokenizer = tokenizer
+        self._model_name = model_name
+        self._longest = longest
+        # A longer text has too many tokens, and to tokenize it would take long.
+        widest = 0 if tokenizer is None else max(map(len, tokenizer.get_vocab()), default=1)
+        self._most_characters = longest * max(widest, 1)
+        options = () if tokenizer is None else inspect.signature(tokenizer.apply_chat_template).parameters
+        self._own_options = frozenset(options) | {"messages"}
+
+    def completion(self, content: bytes) -> TranslatedRequest[CompletionRequest]:
+        body = read_request(content, CompletionRequest)
+        self._check_model(body.model)
+        prompt = body.prompt
+        if isinstance(prompt, list) and not isinstance(prompt[0], int):
+            prompts: Sequence[Any] = prompt
+        else:
+            prompts = [prompt]
+        token_ids = [
+            self._encode(each, body.add_special_tokens, "prompt") if isinstance(each, str) else each for each in prompts
+        ]
+        return self._translated(body, token_ids, body.logprobs, body.max_tokens or 16)
+
+    def chat(self, content: bytes) -> TranslatedRequest[ChatCompletionRequest]:
+        body = read_request(content, ChatCompletionRequest)
+        self._check_model(body.model)
+        token_ids = self._render(body)
+        if len(token_ids) > self._longest:
+            raise self._too_long("messages")
+        limit = body.max_completion_tokens or body.max_tokens or max(1, self._longest - len(token_ids))
+        return self._translated(body, [token_ids], body.top_logprobs if body.logprobs else None, limit)
+
+    def tokenize(self, content: bytes) -> dict[str, Any]:
+        """The response of /tokenize."""
+        body = read_request(content, TokenizeRequest)
+        self._check_model(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise HTTPError(400, "Give prompt or messages, and one of them.", code="invalid_body", param="prompt")
+        if body.prompt is not None:
+            token_ids = self._encode(body.prompt, body.add_special_tokens is not False, "prompt")
+        else:
+            token_ids = self._render(body)
+        shown = self._tokenizer.convert_ids_to_tokens(token_ids) if body.return_token_strs else None
+        return {"count": len(token_ids), "max_model_len": self._longest, "tokens": token_ids, "token_strs": shown}
+
+    def token_text(self, token_id: int) -> str:
+        """A token as text; an incomplete character becomes the replacement character."""
+        return "" if self._tokenizer is None else str(self._tokenizer.decode([token_id]))
+
+    def _translated(
+        self, body: B, prompts: Sequence[Sequence[int]], logprobs: int | None, max_tokens: int
+    ) -> TranslatedRequest[B]:
+        if any(len(each) > self._longest for each in prompts):
+            raise self._too_long("prompt")
+        facts, readable = _facts_of(body)
+        salt = _salt(body)
+        sampling = Sampling(
+            max_tokens=max_tokens,
+            temperature=body.temperature,
+            top_p=body.top_p,
+            seed=body.seed,
+            stop=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop),
+            ignore_eos=body.ignore_eos,
+            logprobs=logprobs,
+        )
+        ends: tuple[int, ...] = ()
+        # The facts are those of one prompt.
+        if facts is not None and len(prompts) == 1:
+            ends = self._nodes_end(body, prompts[0], facts)
+        return TranslatedRequest(body, tuple(Request(each, ends, sampling, salt) for each in prompts), facts, readable)
+
+    def _nodes_end(self, body: CommonRequest, token_ids: Sequence[int], facts: RequestFacts) -> tuple[int, ...]:
+        """The tokens at which tree nodes end: the prefix, which all requests that begin so share, and each document."""
+        if not facts.documents:
+            return ()
+        front = body.kv_transfer_params[FACTS].get(PREFIX)
+        if type(front) is not int:
+            front = self._front(body, token_ids) if isinstance(body, ChatCompletionRequest) else 0
+        return (front, *facts.documents) if 0 < front < facts.documents[0] else facts.documents
+
+    def _front(self, body: ChatCompletionRequest, token_ids: Sequence[int]) -> int:
+        """The number of leading tokens that do not depend on the last message's text."""
+        *before, last = body.messages
+        text = self._template([*before, ChatMessage(last.role, PLACEHOLDER)], body)
+        head, slot, _ = text.rpartition(PLACEHOLDER)
+        if not slot:
+            return 0
+        front = self._encode(head, body.add_special_tokens, "messages")
+        parted = (place for place, (one, other) in enumerate(zip(front, token_ids, strict=False)) if one != other)
+        return next(parted, min(len(front), len(token_ids)))
+
+    def _render(self, body: ChatCompletionRequest | TokenizeRequest) -> list[int]:
+        text = self._template(body.messages or [], body)
+        return self._encode(text, body.add_special_tokens is True, "messages")
+
+    def _template(self, messages: Sequence[ChatMessage], body: ChatCompletionRequest | TokenizeRequest) -> str:
+        if self._tokenizer is None or not self._tokenizer.chat_template:
+            raise HTTPError(400, "The model has no chat template: use /v1/completions.", code="no_chat_template")
+        for name in body.chat_template_kwargs:
+            if name in self._own_options:
+                where = f"chat_template_kwargs.{name}"
+                raise HTTPError(400, f"{where}: is not for a request to set.", code="invalid_body", param=where)
+        said = [_as_dict(message) for message in messages]
+        try:
+            return str(
+                self._tokenizer.apply_chat_template(
+                    said,
+                    tokenize=False,
+                    add_generation_prompt=body.add_generation_prompt,
+                    **body.chat_template_kwargs,
+                )
+            )
+        except Exception as error:
+            # Templates refuse what they do not foresee, each with its own exception.
+            complaint = str(error)[:_LONGEST_COMPLAINT]
+            message = f"messages: the model's chat template does not take them: {complaint}"
+            raise HTTPError(400, message, code="invalid_messages", param="messages") from None
+
+    def _encode(self, text: str, add_special_tokens: bool, field: str) -> list[int]:
+        if self._tokenizer is None:
+            raise HTTPError(400, f"{field}: must be token ids: the model has no tokenizer.", code="no_tokenizer")
+        if len(text) > self._most_characters:
+            raise self._too_long(field)
+        token_ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
+        return token_ids
+
+    def _too_long(self, field: str) -> HTTPError:
+        message = f"{field}: is longer than the {self._longest} tokens that prompt and answer may have together."
+        return HTTPError(400, message, code="context_length_exceeded", param=field)
+
+    def _check_model(self, model: str | None) -> None:
+        if model is not None and model != self._model_name:
+            message = f"This server has one model: {self._model_name}."
+            raise HTTPError(404, message, code="model_not_found", param="model")
+
+
+def _facts_of(body: CommonRequest) -> tuple[RequestFacts | None, bool]:
+    try:
+        return read_facts(body.kv_transfer_params), True
+    except ValueError:
+        return None, False
+
+
+def _salt(body: CommonRequest) -> str | None:
+    if body.cache_salt is None:
+        return None
+    try:
+        return checked_salt(body.cache_salt)
+    except ValueError as error:
+        raise HTTPError(400, f"cache_salt: {error}", code="invalid_cache_salt", param="cache_salt") from None
+
+
+def _as_dict(message: ChatMessage) -> dict[str, str]:
+    """A message as templates take it; the texts of parts are joined by newlines, as in vLLM."""
+    content = message.content
+    text = content if isinstance(content, str) else "\n".join(_text(part) for part in content)
+    named = {} if message.name is None else {"name": message.name}
+    return {"role": message.role, "content": text, **named}
+
+
+def _text(part: TextPart) -> str:
+    return part.text
