@@ -15,12 +15,12 @@ from pydantic import ValidationError
 from ragorder.counts import parse_count
 
 if TYPE_CHECKING:
+    from click import Choice as ClickChoice
     from click import ParamType
     from pydantic import BaseModel
     from pydantic.fields import FieldInfo
-    from pydantic_core import ErrorDetails
 
-    _Choice = click.Choice[str]
+    _Choice = ClickChoice[str]
 else:
     _Choice = click.Choice
 
@@ -126,7 +126,7 @@ class Rate(click.FloatRange):
         super().__init__(min=0, min_open=True)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if isinstance(value, str) and value[-1:].isalpha():
+        if isinstance(value, str) and re.fullmatch(r"[0-9._]+ ?[kmgKMG]", value.strip()):
             value = Count().convert(value, param, ctx)
         return super().convert(value, param, ctx)
 
@@ -300,13 +300,13 @@ def build(model: type[M], options: Mapping[str, Any]) -> M:
         return model(**{name: value for name, value in options.items() if value is not None})
     except ValidationError as error:
         problems = error.errors(include_url=False, include_context=False)
-        raise click.UsageError("; ".join(_in_options(each, model) for each in problems)) from None
+        raise click.UsageError("; ".join(_in_options(each["loc"], each["msg"], model) for each in problems)) from None
 
 
-def _in_options(problem: ErrorDetails, model: type[BaseModel]) -> str:
+def _in_options(location: tuple[int | str, ...], message: str, model: type[BaseModel]) -> str:
     def option_of(found: re.Match[str]) -> str:
         return spelling(found[0]) if found[0] in model.model_fields else found[0]
 
     # Fields of one word are ordinary words, too.
-    message = re.sub(r"\b[a-z]+(?:_[a-z]+)+\b", option_of, problem["msg"].removeprefix("Value error, "))
-    return ": ".join([*(spelling(str(part)) for part in problem["loc"][:1]), message])
+    message = re.sub(r"\b[a-z]+(?:_[a-z]+)+\b", option_of, message.removeprefix("Value error, "))
+    return ": ".join([*(spelling(str(part)) for part in location[:1]), message])
