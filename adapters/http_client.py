@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server over HTTP: every call is bounded in time, every failure is one line."""
+"""HTTP client of an OpenAI-compatible server."""
 
 from __future__ import annotations
 
@@ -14,15 +14,13 @@ if TYPE_CHECKING:
 __all__ = ["AddressError", "Server", "ServerError", "live_extra", "printable"]
 
 
-# No answer that is asked for is nearly as long, in bytes.
+# Far above any expected answer, in bytes.
 _LONGEST = 64 << 20
 
 
 class ServerError(RuntimeError):
-    """The server gave no answer that can be used.
-
-    The message names its URL, without credentials, and what to change; `status` is the HTTP status, if there was one.
-    """
+    """No usable answer from a server. The message names its URL, without credentials, and what to change; `status` is
+    the HTTP status, if there was one."""
 
     def __init__(self, message: str, status: int | None = None) -> None:
         super().__init__(message)
@@ -30,15 +28,15 @@ class ServerError(RuntimeError):
 
 
 class AddressError(ServerError):
-    """This is no URL of a server, or no key that can be sent to one."""
+    """An invalid server URL, or an API key that cannot be sent."""
 
 
 class Server:
-    """A server at `base_url` (with or without /v1). `api_key` goes along as Bearer token, a URL's own user and
-    password as basic authentication.
+    """The server at `base_url` (with or without /v1). `api_key` is sent as a bearer token; user and password in the URL
+    as basic authentication.
 
-    An answer that is not there after `timeout_s` seconds, an unreachable server and any HTTP error raise ServerError;
-    a malformed `base_url` or `api_key` raises AddressError, and a missing httpx ImportError.
+    Raises ServerError for an unreachable server, an HTTP error and an answer incomplete after `timeout_s`; AddressError
+    for a malformed `base_url` or `api_key`; ImportError without httpx.
     """
 
     def __init__(self, base_url: str, *, timeout_s: float, api_key: str | None = None) -> None:
@@ -57,10 +55,10 @@ class Server:
             raise AddressError("the API key has characters that no HTTP header takes: is it the right one?")
         basic = (url.username, url.password) if url.userinfo and not api_key else None
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        # What is compressed can be any length when it is not.
+        # A compressed answer may decompress to any length.
         headers["Accept-Encoding"] = "identity"
-        # Traffic goes directly, and what is asked beside it must: an HTTP_PROXY would see the key. trust_env stands for
-        # more than that; certificates are looked for where the environment says, as the proxy does.
+        # No HTTP_PROXY, which would see the key: requests to the model go directly, too. Without trust_env,
+        # certificates from the environment need an explicit context, as in the proxy.
         self._client = httpx.Client(
             auth=basic,
             headers=headers,
@@ -81,11 +79,9 @@ class Server:
         return self._call("GET", path).decode("utf-8", "replace")
 
     def get_json(self, path: str) -> Any:
-        """The JSON at a path."""
         return self._json(path, self._call("GET", path))
 
     def post_json(self, path: str, body: dict[str, Any]) -> Any:
-        """The answer, in JSON, to a request in JSON."""
         return self._json(path, self._call("POST", path, body))
 
     def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> bytes:
@@ -145,10 +141,10 @@ class Server:
 
 
 def live_extra(error: ImportError) -> ImportError:
-    """The error to raise where a package that talks to servers is missing."""
+    """The ImportError that names the extra to install."""
     return ImportError(f"talking to a server needs {error.name}: pip install 'ragorder[live]'", name=error.name)
 
 
 def printable(text: str) -> str:
-    """The text with everything that a terminal would act upon escaped."""
+    """The text with control characters escaped."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)

@@ -1,7 +1,7 @@
-"""What a prefill takes: T(cached, new), measured on a grid once and looked up from then on (RAGCache, section 5.1).
+"""Prefill times T(cached, new), measured once on a grid and interpolated (RAGCache section 5.1).
 
-A replacement policy weighs what it would cost to compute a document again. That differs between engines and machines,
-and grows with what is computed and with what this attends to, so it is measured offline, by `ragorder profile`.
+Replacement policies weigh the cost of computing a document again. It depends on engine and machine, and grows with the
+tokens computed and attended to, so `ragorder profile` measures it offline.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["LINEAR", "PrefillProfile"]
 
 _FORMAT = "ragorder-prefill-profile"
 _VERSION = 1
-# A float counts so many tokens exactly.
+# The largest count that a float represents exactly.
 _MOST_TOKENS = 1 << 53
 _LONGEST_S = 1e6
 _MEASURE = "measure one with `ragorder profile`"
@@ -26,21 +26,25 @@ _MEASURE = "measure one with `ragorder profile`"
 
 @dataclass(frozen=True)
 class PrefillProfile:
-    """The seconds that an engine takes to prefill a prompt of which it holds `cached_tokens` and computes `new_tokens`.
+    """Seconds to prefill a prompt with `cached_tokens` cached and `new_tokens` new tokens.
 
-    `seconds` has a row for each of `cached_tokens`, and in it a time for each of `new_tokens`. Both ascend, and no time
-    is less than one with fewer tokens. `facts` are JSON values about the measurement (engine, model, date).
+    `seconds` has a row for each of `cached_tokens` and a column for each of `new_tokens`; both ascend, and no time
+    falls as tokens are added. `facts` are JSON values about the measurement.
 
-    Calling it interpolates (bilinear: Algorithm 1, lines 6 and 7), exact on the grid. Outside of it the lines go on,
-    so that times are continuous, never fall as tokens are added, and are never negative:
+        profile = PrefillProfile.from_file("profile.json")
+        profile(cached_tokens=2048, new_tokens=512)  # seconds
 
-    - beyond the last new tokens with the slope of the last cell, or of a row with fewer cached tokens if it is steeper;
-    - below the first new tokens with the slope of the first cell, or of a row with fewer cached tokens if it is
-      flatter, and no steeper than to the origin: what is left for no tokens at all are the fixed costs;
-    - beyond the last cached tokens with the slope of the last cell, or of a column with fewer new tokens if steeper;
-    - below the first cached tokens as with these.
+    A call interpolates bilinearly (Algorithm 1, lines 6 and 7), exactly on the grid. Outside it times continue
+    linearly: they are continuous, never fall, and are never negative.
 
-    Raises ValueError, which says what to change, for a grid that is none, and for times that fall (see `measured`).
+    - Above the grid: the slope of the last cell, or of a row with fewer cached tokens (a column with fewer new tokens)
+      if
+      that is steeper.
+    - Below the first new tokens: the slope of the first cell, or of a row with fewer cached tokens if that is flatter,
+      and no steeper than to the origin; the rest at no tokens are fixed costs.
+    - Below the first cached tokens: constant.
+
+    Raises ValueError for an invalid grid, and for falling times (see `measured`).
     """
 
     cached_tokens: tuple[int, ...]
@@ -58,12 +62,12 @@ class PrefillProfile:
             if after < before:
                 raise ValueError(
                     f"the seconds fall from {before:g} to {after:g} though tokens are added: measure again with more "
-                    "--repeats, or make the profile with PrefillProfile.measured, which evens noise out"
+                    "--repeats, or make the profile with PrefillProfile.measured, which smooths noise"
                 )
-        # From the origin to the first time, then from time to time.
+        # Slopes from the origin to the first time, then between times.
         rows = [_slopes((0, *self.new_tokens), (0.0, *row)) for row in self.seconds]
         along = [_slopes(self.cached_tokens, column) for column in columns]
-        # Without the running maximum and minimum lines would cross somewhere outside.
+        # Without the running maximum and minimum, lines would cross outside the grid.
         self._set("_beyond_new", accumulate((slopes[-1] for slopes in rows), max))
         self._set("_below_new", accumulate((min(slopes[:2]) for slopes in rows), min))
         self._set("_beyond_cached", accumulate((slopes[-1] if slopes else 0.0 for slopes in along), max))
@@ -72,7 +76,7 @@ class PrefillProfile:
         object.__setattr__(self, name, tuple(slopes))
 
     def __call__(self, cached_tokens: int, new_tokens: int) -> float:
-        """Seconds to prefill. Any counts will do; those below 0 count as 0."""
+        """Seconds to prefill; negative counts are taken as 0."""
         cached = min(max(cached_tokens, 0), _MOST_TOKENS)
         new = min(max(new_tokens, 0), _MOST_TOKENS)
         row, down = _place(self.cached_tokens, cached)
@@ -89,7 +93,7 @@ class PrefillProfile:
         return max(0.0, seconds)
 
     def cost(self, cached_tokens: int, new_tokens: int) -> float:
-        """Seconds per new token: what one request adds to the mean of formula 4. New tokens count as 1 at least."""
+        """Seconds per new token (at least 1): one term of the mean in formula 4."""
         new = min(max(new_tokens, 1), _MOST_TOKENS)
         return self(cached_tokens, new) / new
 
@@ -101,17 +105,15 @@ class PrefillProfile:
         seconds: Sequence[Sequence[float]],
         facts: Mapping[str, Any] | None = None,
     ) -> Self:
-        """A profile of times as they were measured, evened out where they fall for noise.
+        """A profile of measured times, smoothed where they fall for noise.
 
-        Times that fall are pooled, that is replaced by their mean (isotonic regression: pool adjacent violators), first
-        along rows, then along columns, which leaves the rows in order. The fact "pooled" says how many `cells` that
-        changed, and by how much at most: `largest_s` in seconds, `largest_share` as a share of what was measured.
-
-        Raises ValueError for a grid that is none.
+        Falling times are pooled, first along rows, then along columns, which keeps the rows in order (isotonic
+        regression: pool adjacent violators). The fact "pooled" has the number of changed `cells` and the largest
+        change, `largest_s` in seconds and `largest_share` of the measured time. Raises ValueError for an invalid grid.
         """
         _check_grid(cached_tokens, new_tokens, seconds)
         columns = [_pool(column) for column in zip(*map(_pool, seconds), strict=True)]
-        # The running maximum undoes what rounding does to means that are equal.
+        # The running maximum removes rounding errors of equal means.
         pooled: list[tuple[float, ...]] = []
         least: Sequence[float] = [0.0] * len(new_tokens)
         for row in zip(*columns, strict=True):
@@ -127,7 +129,7 @@ class PrefillProfile:
         return cls(tuple(cached_tokens), tuple(new_tokens), tuple(pooled), {**(facts or {}), "pooled": size})
 
     def as_json(self) -> dict[str, Any]:
-        """JSON values, from which `from_json` makes the same profile."""
+        """JSON values for `from_json`."""
         return {
             "format": _FORMAT,
             "version": _VERSION,
@@ -139,9 +141,9 @@ class PrefillProfile:
 
     @classmethod
     def from_json(cls, value: object) -> Self:
-        """Raises ValueError, which says what to change, for what is no profile."""
+        """Raises ValueError for values that are not a profile."""
         if not isinstance(value, dict) or value.get("format") != _FORMAT:
-            raise ValueError(f"this is no prefill profile ({_FORMAT}): {_MEASURE}")
+            raise ValueError(f"this is not a prefill profile ({_FORMAT}): {_MEASURE}")
         if value.get("version") != _VERSION:
             raise ValueError(
                 f"the profile is of version {value.get('version')!r}, and this ragorder reads {_VERSION}: {_MEASURE}"
@@ -155,32 +157,31 @@ class PrefillProfile:
             )
         facts = value.get("facts", {})
         if not isinstance(facts, dict):
-            raise ValueError("facts is an object with what is known of the measurement: leave it out if nothing is")
+            raise ValueError("facts is an object with facts about the measurement: leave it out if there are none")
         return cls(tuple(cached or ()), tuple(new or ()), tuple(map(tuple, rows)), facts)
 
     @classmethod
     def from_file(cls, path: str | Path) -> Self:
-        """Raises ValueError, which names the file and says what to change, for one that holds no profile or cannot be
-        read."""
+        """Raises ValueError, which names the file, if it cannot be read or is not a profile."""
         try:
             value = json.loads(Path(path).read_text("utf-8"))
         except OSError as error:
             raise ValueError(f"{path}: {error.strerror}: name a profile that can be read, or {_MEASURE}") from None
         except (ValueError, RecursionError):
-            raise ValueError(f"{path}: this is no JSON: {_MEASURE}") from None
+            raise ValueError(f"{path}: this is not JSON: {_MEASURE}") from None
         try:
             return cls.from_json(value)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
 
     def to_file(self, path: str | Path) -> None:
-        """Raises OSError for a file that cannot be written."""
+        """Write the profile as JSON. Raises OSError."""
         Path(path).write_text(json.dumps(self.as_json(), indent=1) + "\n", "utf-8")
 
 
 def _place(axis: Sequence[int], value: int) -> tuple[int, float]:
-    """Where a value stands on an axis: the index of the last entry that is not above it, and the share of the way from
-    there to the next one. A value outside stands at the border."""
+    """A value's place on an axis: the index of the last entry that is not above it, and the share of the way to the
+    next. Values outside are at the border."""
     index = bisect_right(axis, value) - 1
     if index < 0:
         return 0, 0.0
@@ -195,13 +196,12 @@ def _at(values: Sequence[float], index: int, share: float) -> float:
 
 
 def _slopes(axis: Sequence[int], values: Sequence[float]) -> list[float]:
-    """The slope of each cell."""
     points = zip(axis, values, strict=True)
     return [(after - before) / (end - start) for (start, before), (end, after) in pairwise(points)]
 
 
 def _pool(values: Sequence[float]) -> list[float]:
-    """The ascending values that are nearest to these, in squares."""
+    """The nearest ascending values, by least squares."""
     pools: list[tuple[float, int]] = []
     for value in values:
         mean, count = value, 1
@@ -227,6 +227,5 @@ def _check_grid(cached_tokens: Sequence[int], new_tokens: Sequence[int], seconds
 
 
 LINEAR = PrefillProfile((0,), (1,), ((50e-6,),), {"engine": "assumed, not measured"})
-"""For an engine that nobody has profiled. It assumes 50 µs for each token that is computed, wherever it stands, and
-neither fixed costs nor a price of longer contexts. A token then costs the same in every document, so that PGDSF with
-this profile is GDSF, but for rounding."""
+"""Default for an engine without a profile: 50 µs for each new token wherever it stands,
+no fixed costs, no price of longer contexts. PGDSF with it is GDSF, but for rounding."""

@@ -1,4 +1,4 @@
-"""Whether the KV events of a server arrive here, seen by the blocks of a prompt of our own."""
+"""Check of a server's KV events, by the blocks of a test prompt."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _FIRST_PATIENCE_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Events:
-    """Where a server publishes its KV events: ZMQ endpoints like tcp://HOST:5557, as seen from here."""
+    """ZMQ endpoints of a server's KV events, like tcp://HOST:5557, as seen from here."""
 
     endpoint: str
     replay_endpoint: str | None = None
@@ -33,8 +33,8 @@ class Events:
 
 
 @dataclass(frozen=True, slots=True)
-class _Heard:
-    """`connected`: somebody publishes. `batch` (None: none did), `rank` and `topic` of what told of our prompt."""
+class _HeardEvents:
+    """`connected`: there is a publisher. `batch` (None: none), `rank` and `topic` of the event for the test prompt."""
 
     connected: bool
     batch: int | None = None
@@ -45,20 +45,17 @@ class _Heard:
 def check_events(
     events: Events | None, host: str, engines: int, serve: Callable[[], Sequence[int]], timeout_s: float
 ) -> list[Finding]:
-    """Listen to the events of a server's engines while `serve` has prompts computed (it returns their tokens, other
-    ones each time), and ask for one of them to be replayed.
-
-    `host` is the server's, for the advice. Waits `timeout_s` seconds at each endpoint, and no longer than 10. Raises
-    ImportError without ragorder[live].
-    """
+    """Listen to the events of a server's engines while `serve` computes prompts and returns their tokens (different
+    ones each time), and have one event replayed. `host` is the server's, for the advice. Waits up to `timeout_s`, at
+    most 10 s, at each endpoint. Raises ImportError without ragorder[live]."""
     if events is None:
-        found = "not asked for: which documents are still cached is reckoned from an LRU mirror of the block pool"
+        found = "not checked: without KV events, cached documents are estimated by an LRU mirror of the block pool"
         return [Finding("KV events", "unknown", found, _how_to_publish(host, engines))]
     timeout_s = min(timeout_s, _LONGEST_WAIT_S)
     try:
         heard = _listen([_of_rank(events.endpoint, rank) for rank in range(engines)], serve, timeout_s)
     except ServerError as error:
-        return [Finding("KV events", "unknown", str(error), "see to the request first, then check the events again")]
+        return [Finding("KV events", "unknown", str(error), "mend the request first, then check the events again")]
     except ValueError as error:
         return [_no_endpoint("KV events", events.endpoint, error)]
     return [
@@ -67,46 +64,46 @@ def check_events(
     ]
 
 
-def _judge(events: Events, heard: _Heard, how_to_publish: str, timeout_s: float) -> Finding:
+def _judge(events: Events, heard: _HeardEvents, how_to_publish: str, timeout_s: float) -> Finding:
     at = printable(events.endpoint)
     if not heard.connected:
-        return Finding("KV events", "bad", f"nobody publishes at {at}", how_to_publish)
+        return Finding("KV events", "bad", f"there is no publisher at {at}", how_to_publish)
     if heard.batch is None:
-        found = f"{at} told nothing of the prompts that were computed within {timeout_s:g} s"
+        found = f"{at} sent no event for the computed prompts within {timeout_s:g} s"
         return Finding("KV events", "bad", found, f"give this server's own endpoint; {how_to_publish}")
     topic = printable(heard.topic)
     if not heard.topic.startswith(events.topic):
         advice = f'subscribe to it with --events-topic "{topic}", or start the server with your topic'
         return Finding("KV events", "bad", f'{at} publishes under the topic "{topic}"', advice)
     at = printable(_of_rank(events.endpoint, heard.rank))
-    return Finding("KV events", "good", f"{at} told of the blocks of a test prompt, topic {topic!r}")
+    return Finding("KV events", "good", f"{at} published the blocks of a test prompt, topic {topic!r}")
 
 
-def _check_replay(events: Events, heard: _Heard, timeout_s: float) -> Finding:
+def _check_replay(events: Events, heard: _HeardEvents, timeout_s: float) -> Finding:
     if events.replay_endpoint is None:
-        found = "no replay endpoint given: events that are missed once are missed for good"
+        found = "no replay endpoint given: missed events stay lost"
         advice = "give the replay_endpoint of the server's --kv-events-config as --replay-endpoint"
         return Finding("event replay", "unknown", found, advice)
     endpoint = _of_rank(events.replay_endpoint, heard.rank)
     at = printable(endpoint)
     try:
-        replayed = _hear_again(endpoint, heard.batch, timeout_s)
+        replayed = _replayed(endpoint, heard.batch, timeout_s)
     except ValueError as error:
         return _no_endpoint("event replay", endpoint, error)
     if replayed is None:
         advice = "give the replay_endpoint of the server's --kv-events-config, as it is reached from here"
-        return Finding("event replay", "bad", f"nobody answers at {at}", advice)
+        return Finding("event replay", "bad", f"there is no answer from {at}", advice)
     if not replayed:
         advice = "give this server's own replay endpoint, and raise buffer_steps in its --kv-events-config"
-        return Finding("event replay", "bad", f"{at} does not have the batch that was published last", advice)
+        return Finding("event replay", "bad", f"{at} does not have the last published batch", advice)
     if heard.batch is None:
         return Finding("event replay", "unknown", f"{at} answers, but there was no event to ask for", "see KV events")
-    return Finding("event replay", "good", f"{at} repeats what was published")
+    return Finding("event replay", "good", f"{at} replays published events")
 
 
 def _no_endpoint(check: str, endpoint: str, error: ValueError) -> Finding:
     advice = "give it as tcp://HOST:PORT, with the server's host name instead of *"
-    return Finding(check, "bad", f"{printable(endpoint)} is no endpoint to connect to ({error})", advice)
+    return Finding(check, "bad", f"{printable(endpoint)} is not a valid endpoint ({error})", advice)
 
 
 def _how_to_publish(host: str, engines: int) -> str:
@@ -129,18 +126,18 @@ def _how_to_publish(host: str, engines: int) -> str:
 
 
 def _of_rank(endpoint: str, rank: int) -> str:
-    """Where the engine of a data-parallel rank publishes: vLLM counts the port up."""
+    """The endpoint of a data-parallel rank: vLLM counts the port up."""
     address, _, port = endpoint.rpartition(":")
     return f"{address}:{int(port) + rank}" if endpoint.startswith("tcp://") and port.isdecimal() else endpoint
 
 
-def _listen(endpoints: Sequence[str], serve: Callable[[], Sequence[int]], timeout_s: float) -> _Heard:
+def _listen(endpoints: Sequence[str], serve: Callable[[], Sequence[int]], timeout_s: float) -> _HeardEvents:
     deadline = time.monotonic() + timeout_s
     with _socket("SUB", endpoints) as (zmq, socket, shaken):
         # All topics: a wrong one can then be told from silence.
         socket.setsockopt(zmq.SUBSCRIBE, b"")
         if not shaken.poll(int(1000 * min(_HANDSHAKE_S, timeout_s))):
-            return _Heard(connected=False)
+            return _HeardEvents(connected=False)
         prompts: list[list[int]] = []
         patience_s = _FIRST_PATIENCE_S
         # More than one prompt: the subscription may reach the publisher later than the first prompt its engine.
@@ -148,18 +145,18 @@ def _listen(endpoints: Sequence[str], serve: Callable[[], Sequence[int]], timeou
             prompts.append(list(serve()))
             served = time.monotonic()
             for frames in _frames(socket, min(served + patience_s, max(deadline, served + 1))):
-                # Whatever else is published there.
+                # Other messages may be published there.
                 with suppress(Exception):
                     topic, number, payload = frames
                     stored, rank = _stored(payload)
                     if len(number) == 8 and any(_begins(prompt, stored) for prompt in prompts):
-                        return _Heard(True, int.from_bytes(number, "big"), rank, topic.decode("utf-8", "replace"))
+                        return _HeardEvents(True, int.from_bytes(number, "big"), rank, topic.decode("utf-8", "replace"))
             patience_s *= 2
-    return _Heard(connected=True)
+    return _HeardEvents(connected=True)
 
 
-def _hear_again(endpoint: str, batch: int | None, timeout_s: float) -> bool | None:
-    """Whether a batch was replayed (without one: whether there was any answer); None if nobody answered."""
+def _replayed(endpoint: str, batch: int | None, timeout_s: float) -> bool | None:
+    """Whether a batch was replayed (without one: whether there was any answer); None without an answer."""
     with _socket("DEALER", [endpoint]) as (_, socket, _shaken):
         wanted = (_FAR_AWAY if batch is None else batch).to_bytes(8, "big")
         socket.send_multipart([b"", wanted])
@@ -173,7 +170,7 @@ def _hear_again(endpoint: str, batch: int | None, timeout_s: float) -> bool | No
 
 @contextmanager
 def _socket(kind: str, endpoints: Sequence[str]) -> Iterator[tuple[Any, Any, Any]]:
-    """zmq, a socket at the endpoints, and one that has a message once somebody there has shaken hands."""
+    """zmq, a socket at the endpoints, and a monitor socket that signals a completed handshake."""
     try:
         import msgspec  # noqa: F401
         import zmq
@@ -201,7 +198,7 @@ def _frames(socket: Any, deadline: float) -> Iterator[list[bytes]]:
 
 
 def _stored(payload: bytes) -> tuple[list[int], int]:
-    """The tokens of all blocks that a batch stores, and the rank of its engine."""
+    """The tokens of all stored blocks in a batch, and the rank of its engine."""
     import msgspec
 
     _, events, *rest = msgspec.msgpack.decode(payload)

@@ -1,4 +1,4 @@
-"""What a check of the doctor found."""
+"""The result of one check."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Verdict = Literal["good", "warning", "bad", "unknown"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What one check found. Whatever is not good comes with an `advice` that says what to change."""
+    """The result of one check; `advice` says what to change unless the verdict is good."""
 
     check: str
     verdict: Verdict

@@ -1,4 +1,4 @@
-"""What answers at an address, where it can be told: advice for vLLM helps vLLM and SGLang alone."""
+"""The kind of server at an address, and advice that fits it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _OTHER = {
 
 
 def kind_of(server: Server, models: Iterable[dict[str, Any]]) -> Kind:
-    """What the server is, by what it lists of its models and by the proxy's own route."""
+    """From the server's list of models and the proxy's own route."""
     owners = {owner.lower() for model in models if isinstance(owner := model.get("owned_by", ""), str)}
     if "ragorder" in owners:
         return "embedded"
@@ -37,7 +37,7 @@ def kind_of(server: Server, models: Iterable[dict[str, Any]]) -> Kind:
 
 
 def for_kind(kind: Kind, findings: list[Finding]) -> list[Finding]:
-    """The findings, with advice that fits what answers."""
+    """The findings, with advice for this kind of server."""
     if kind == "engine":
         return findings
     return [_fitting(kind, finding) for finding in findings]

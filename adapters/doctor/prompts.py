@@ -1,4 +1,4 @@
-"""Where two prompts part, and whether what they part over changes with every request."""
+"""The first difference of two prompts, and its remedy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FIRST_WHAT_STAYS = (
 )
 _INTO_THE_QUESTION = "move it behind the documents, into the question"
 _MONTH = r"(?:jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[a-z]*\.?"
-# What it is, how to recognise it, what to do about it. The first that covers the parting counts.
+# Kind, pattern, remedy. The first pattern that covers the difference counts.
 _KINDS = [
     (kind, re.compile(pattern, re.IGNORECASE | re.MULTILINE), remedy)
     for kind, pattern, remedy in [
@@ -59,8 +59,8 @@ _BEFORE, _AFTER = 14, 26
 
 
 @dataclass(frozen=True, slots=True)
-class _Parting:
-    """Where two prompts part. `kind` is what varies there, `remedy` what to do about it; "" if it is nothing known."""
+class _Difference:
+    """The first difference of two prompts: the `kind` of what varies, and a `remedy` ("": unknown)."""
 
     characters: int
     in_system: bool
@@ -77,10 +77,7 @@ def check_samples(
     block_size: int | None,
     document_marker: str | None,
 ) -> list[Finding]:
-    """What two prompts share, in tokens of the server's own tokenizer, and what they part over.
-
-    The first `document_marker` in a prompt is where its documents begin.
-    """
+    """The shared tokens of two prompts, by the server's own tokenizer, and their first difference."""
     parting = _part(*samples, document_marker)
     if parting is None:
         advice = "give prompts of two different requests"
@@ -98,7 +95,7 @@ def check_samples(
     return findings
 
 
-def _judge_prefix(parting: _Parting, found: str, too_short: bool) -> Finding:
+def _judge_prefix(parting: _Difference, found: str, too_short: bool) -> Finding:
     check, found = "shared prefix", found + ", and part inside the system prompt" * parting.in_system
     if parting.before_documents:
         return Finding(check, "bad", f"{found}: in front of the documents, which are never reused", _FIRST_WHAT_STAYS)
@@ -112,12 +109,12 @@ def _judge_prefix(parting: _Parting, found: str, too_short: bool) -> Finding:
     return Finding(check, "bad" if parting.kind else "warning", found, advice)
 
 
-def _judge_parting(parting: _Parting, too_short: bool) -> Finding:
+def _judge_parting(parting: _Difference, too_short: bool) -> Finding:
     check, (one, other) = "volatile text", parting.excerpts
     found = f'the prompts part at "{one}" and "{other}"'
     if not parting.kind:
         return Finding(check, "good", f"{found}, where no date, id or rank stands")
-    # Text of the documents may hold anything; their headers should not hold this.
+    # Document texts may contain anything; their headers should not contain this.
     if parting.before_documents is False and parting.remedy == _INTO_THE_QUESTION:
         return Finding(check, "good", f"{found}: {parting.kind}, in a document or behind the documents")
     verdict: Verdict = "warning"
@@ -128,7 +125,7 @@ def _judge_parting(parting: _Parting, too_short: bool) -> Finding:
 
 
 def _shared_tokens(server: Server, model: str | None, samples: Sequence[PromptSample]) -> int | None:
-    """Tokens in which both prompts begin; None if the server does not tokenise them."""
+    """Tokens that both prompts begin with; None if the server does not tokenise."""
     tokens = []
     for sample in samples:
         form = "prompt" if isinstance(sample, str) else "messages"
@@ -145,12 +142,12 @@ def _shared_tokens(server: Server, model: str | None, samples: Sequence[PromptSa
 
 
 def _common(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """How many items both begin with."""
+    """Items that both begin with."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((place for place, (mine, theirs) in pairs if mine != theirs), min(len(one), len(other)))
 
 
-def _part(first: PromptSample, second: PromptSample, marker: str | None) -> _Parting | None:
+def _part(first: PromptSample, second: PromptSample, marker: str | None) -> _Difference | None:
     (text, system), (other, other_system) = _as_text(first), _as_text(second)
     if text == other:
         return None
@@ -161,11 +158,11 @@ def _part(first: PromptSample, second: PromptSample, marker: str | None) -> _Par
     places = [text.find(marker), other.find(marker)] if marker else [-1]
     before = at < min(places) if min(places) >= 0 else None
     excerpts = (_excerpt(text, at), _excerpt(other, at))
-    return _Parting(at, at < max(system, other_system), before, kind, remedy, excerpts)
+    return _Difference(at, at < max(system, other_system), before, kind, remedy, excerpts)
 
 
 def _recognise(text: str, at: int) -> tuple[str, str]:
-    # From a line's beginning on, where there is one within reach: headers are recognised by it.
+    # From the beginning of the line if it is close: headers are recognised by it.
     start = max(0, at - _REACH, text.rfind("\n", max(0, at - _REACH), at) + 1)
     window = text[start : at + _REACH]
     for kind, pattern, remedy in _KINDS:
@@ -179,7 +176,7 @@ def _excerpt(text: str, at: int) -> str:
 
 
 def _as_text(sample: PromptSample) -> tuple[str, int]:
-    """A prompt as one text, and where its system prompt ends in it (0: it has none)."""
+    """A prompt as text, and the end of its system prompt in it (0: none)."""
     if isinstance(sample, str):
         return sample, 0
     parts, length, system = [], 0, 0

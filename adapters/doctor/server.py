@@ -1,6 +1,6 @@
-"""What keeps a server, and the prompts sent to it, from reusing its prefix cache: the checks behind `ragorder doctor`.
+"""Checks of a server and its prompts: what keeps its prefix cache from being reused.
 
-A check that asks the server for an answer sends a few blocks of random tokens and has one token generated.
+A check that needs an answer sends a few blocks of random tokens and has one token generated.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LARGE_PIECES = 1024
 _LONGEST_PROMPT = 1 << 30
 # Ordinary tokens, or at least harmless ones, in any vocabulary.
 _TOKEN_IDS = range(100, 256)
-# What a server answers that lacks a route, or does not take token ids.
+# Statuses of a server that lacks a route or does not take token ids.
 _OTHER_FORM = (400, 404, 405, 422, 501)
 
 _CACHING = "start vLLM with --enable-prefix-caching, SGLang without --disable-radix-cache"
@@ -47,7 +47,7 @@ _ASK_AGAIN = "see the server's log; --model names another model, --timeout allow
 
 @dataclass(frozen=True, slots=True)
 class _Echo:
-    """What the server reported of one prompt that was sent several times; None: no cached tokens."""
+    """The server's reports on one prompt sent several times; None: no cached tokens reported."""
 
     prompt_tokens: int
     cached_tokens: list[int | None]
@@ -71,14 +71,16 @@ def examine(
     document_marker: str | None = None,
     timeout_s: float = 30.0,
 ) -> list[Finding]:
-    """Examine the server at `base_url` and, if given, the way of its KV events and two prompts as they are sent to it.
+    """Examine the server at `base_url` and, if given, its KV events and two sample prompts.
 
-    The first `document_marker` in a prompt says where its documents begin; without it that is guessed.
+    for finding in examine("http://host:8000"):
+        print(finding.verdict, finding.check, finding.found)
 
-    A request may take `timeout_s` seconds, and so may the wait for an event (10 at most). The findings quote up to 40
-    characters of each prompt, around the place where they part; nothing else does.
+    `document_marker`: the text with which the documents begin in a prompt (default: guessed). `timeout_s` bounds each
+    request and, up to 10 s, the wait for an event. Findings quote up to 40 characters of each prompt around their first
+    difference, nothing else.
 
-    Raises ServerError if the server cannot be reached or refuses the key, and ImportError without ragorder[live].
+    Raises ServerError for an unreachable server or a refused key, ImportError without ragorder[live].
     """
     with Server(base_url, timeout_s=timeout_s, api_key=api_key) as server:
         name, longest, kind, served = _check_server(server, model)
@@ -89,7 +91,7 @@ def examine(
         tokens = max(1, min(3 * (block_size or _UNKNOWN_BLOCK), longest - 1))
         echo = _attempt(lambda: _send_again_and_again(server, name, tokens, engines))
         if isinstance(echo, _Echo) and echo.reported and not echo.most and tokens < min(_LARGE_PIECES, longest - 1):
-            # An engine may keep what it is told nothing of in larger pieces than its blocks.
+            # An engine may cache in larger pieces than its blocks.
             tokens = min(_LARGE_PIECES, longest - 1)
             echo = _attempt(lambda: _send_again_and_again(server, name, tokens, engines))
         findings = [
@@ -105,7 +107,7 @@ def examine(
 
 
 def _check_server(server: Server, model: str | None) -> tuple[str | None, int, Kind, Finding]:
-    """The model to ask, the longest prompt it takes, what the server is, and the finding."""
+    """The served model, its longest prompt, the kind of server, and the finding."""
     try:
         answer = server.get_json("/v1/models")
     except ServerError as error:
@@ -185,7 +187,7 @@ def _check_cached_tokens(config: CacheConfig | None, echo: _Echo | ServerError) 
 def _send_again_and_again(server: Server, model: str | None, tokens: int, engines: int) -> _Echo:
     token_ids = random.choices(_TOKEN_IDS, k=tokens)
     prompt_tokens, cached_tokens = 0, []
-    # Of one request more than there are engines, two meet in one of them.
+    # With one request more than engines, two go to the same engine.
     for _ in range(engines + 1):
         usage, _exact = _send(server, model, token_ids)
         prompt_tokens = _number(usage, "prompt_tokens") or tokens
@@ -204,7 +206,7 @@ def _send_tokens(server: Server, model: str | None, tokens: int) -> list[int]:
 
 
 def _send(server: Server, model: str | None, token_ids: list[int]) -> tuple[dict[str, Any], bool]:
-    """The usage that the server reports, and whether it took the token ids as they are."""
+    """The reported usage, and whether the server took the token ids as they are."""
     if model is None:
         raise ServerError(f"{server.root} was not asked for anything: no model is known")
     text = " ".join(map(str, token_ids))
@@ -228,7 +230,7 @@ def _send(server: Server, model: str | None, token_ids: list[int]) -> tuple[dict
 
 
 def _attempt(ask: Callable[[], T]) -> T | ServerError:
-    """An answer, or the error that says why there is none."""
+    """A result, or the error instead."""
     try:
         return ask()
     except ServerError as error:

@@ -1,16 +1,13 @@
-"""The served order, which the engine reports, against the other one, which can only be predicted.
+"""Comparison of the served order, which the engine reports, with the other one, which is only predicted.
 
-Of each request there are two predictions, one for each order, made in the same way with the same lengths. Where the
-engine reports what the served order had, the error of its prediction is known, and says how far the other's is to be
-trusted:
+Both predictions of a request are made alike. The error of the served order's prediction corrects the other's:
 
-- A report that exceeds the prediction found more in front of or in the documents than was thought, and the other order
-  would have found the same: the mean excess is added to the other's prediction. Where reports fall short, others used
-  the cache: the other's prediction falls short in the same proportion.
-- What is left is uncertain by half the mean absolute error, for a bias need not be the same for both orders, and by
-  three standard errors of the mean, for chance.
+- Reports above the prediction found more in the prefix or the documents, and so would the other order: the mean excess
+  is added. Reports below it mean that other clients used the cache: the other prediction shrinks in proportion.
+- The remaining uncertainty is half the mean absolute error (a bias may differ between the orders) plus three standard
+  errors of the mean.
 
-The bounds were chosen on a simulated engine (tests/test_comparison.py).
+The bounds were chosen on a simulated engine (tests/adapters/test_comparison.py).
 """
 
 from __future__ import annotations
@@ -26,8 +23,8 @@ _MAX_ERROR_SHARE = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Reports:
-    """Sums over the requests whose cached tokens the engine reported: `reported` and `predicted` tokens, and the
-    `absolute` and `squared` differences of the two."""
+    """Sums over the requests with reported cached tokens; `absolute` and `squared` are differences from the
+    prediction."""
 
     count: int
     reported: int
@@ -38,8 +35,7 @@ class Reports:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What the order that is not served would have had (None: that cannot be said, and `reason` says why), and by how
-    many tokens that may be wrong (None: there is no telling)."""
+    """Cached tokens of the order that is not served, and their error in tokens. None: unknown, for this `reason`."""
 
     other_tokens: int | None
     error_tokens: int | None
@@ -47,7 +43,7 @@ class Comparison:
 
 
 def compare(served: int, prompt_tokens: int, cached_tokens: int, predicted_other: int, reports: Reports) -> Comparison:
-    """The comparison over `served` requests, which had `cached_tokens` in the order that they were served in."""
+    """The comparison over `served` requests, with `cached_tokens` in the served order."""
     count = reports.count
     if not served:
         return Comparison(None, None, "no request has ended yet")

@@ -1,4 +1,4 @@
-"""An orderer that is watched: what each request was predicted, what it got, and what the other order would have had."""
+"""An orderer that reports every request to watchers."""
 
 from __future__ import annotations
 
@@ -24,12 +24,11 @@ _PLAIN: OrdererOptions = {"max_displacement": 0, "keep_first": 0, "keep_last": 0
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """One request as it was ordered. Nothing in it tells of a document or of a tenant.
+    """One ordered request, without anything about a document or a tenant.
 
-    `ordered_tokens` are the cached tokens predicted for ragorder's order, `retrieval_tokens` those for retrieval order
-    (None: nobody compares); the engine is given the one or, in shadow mode, the other. `documents_end` are the prompt's
-    tokens up to the end of the documents. `order_s` is how long ragorder's order took, `displacement` the mean of the
-    positions by which it moves a document.
+    `ordered_tokens`: cached tokens predicted for ragorder's order, `retrieval_tokens` for retrieval order (None: not
+    compared). `documents_end`: prompt tokens up to the end of the documents. `order_s`: the time that ragorder's order
+    took; `displacement`: the mean distance, in positions, by which it moves a document.
     """
 
     shadow: bool
@@ -43,30 +42,27 @@ class Observation:
 
     @property
     def predicted_tokens(self) -> int:
-        """The cached tokens predicted for the order that the engine is given."""
+        """Cached tokens predicted for the served order."""
         return (self.retrieval_tokens if self.shadow else self.ordered_tokens) or 0
 
 
 class Watcher(Protocol):
-    """Is told of every request. It is called in the serving path: it must be quick."""
+    """Receives every request, in the serving path. A method `watch`, if there is one, gets the `ObservedOrderer`
+    once."""
 
     def ordered(self, observation: Observation) -> Callable[[RequestOutcome], None]:
-        """A request was ordered. What it returns is called once, when the request is finished.
-
-        A watcher that has a method `watch` is given the `ObservedOrderer` by it, once.
-        """
+        """Called for each ordered request; the result is called once with its outcome."""
 
 
 class ObservedOrderer:
-    """Wraps an `Orderer` and tells watchers what it does. Orders as the wrapped one does. An error of a watcher does
-    not reach the caller; the first is logged.
+    """An `Orderer` with watchers. It orders as the wrapped one does; errors of watchers are logged once, not raised.
 
-    With `compare` a second orderer follows what the cache would hold if nobody ordered anything: what was saved is the
-    difference. In `shadow` mode it is the other way round: documents are served in retrieval order, and ragorder's
-    order is computed and scored on a cache of its own. Either takes about as long as ordering itself. The order that is
-    not served is predicted by a mirror of a least recently used cache; the served one has the orderer's own residency,
-    which in shadow mode is such a mirror with feedback. What the engine's reports tell of the served order corrects the
-    other's mirror as well: lengths of prefix and documents, and room that others took.
+    orderer = ObservedOrderer(Orderer.for_vllm(url), [Metrics(), Tracing()])
+
+    With `compare`, a second orderer mirrors the cache as it would be in retrieval order: the difference is what was
+    saved. In `shadow` mode documents are served in retrieval order, and ragorder's order is scored on a mirror. Either
+    takes about as long as ordering itself. The order that is not served is predicted by an LRU mirror, which the
+    engine's reports on the served order correct as well (lengths of prefix and documents, room taken by other clients).
     """
 
     def __init__(
@@ -88,16 +84,13 @@ class ObservedOrderer:
 
     @property
     def settings(self) -> Settings:
-        """The settings of the wrapped orderer."""
         return self._own.settings
 
     @property
     def degraded(self) -> tuple[str, ...]:
-        """What the wrapped orderer has to do without."""
         return self._own.degraded
 
     def degrade(self, reason: str) -> None:
-        """As `Orderer.degrade`."""
         self._own.degrade(reason)
 
     def __copy__(self) -> ObservedOrderer:
@@ -128,7 +121,7 @@ class ObservedOrderer:
 
     @property
     def evicted_blocks(self) -> int:
-        """KV blocks that ragorder's order was counted to have lost so far."""
+        """KV blocks counted as evicted in ragorder's order."""
         return self._ours.evicted_blocks
 
     def order(
@@ -140,7 +133,7 @@ class ObservedOrderer:
         suffix_tokens: int | None = None,
         prefix_tokens: int | None = None,
     ) -> Ordering[D]:
-        """As `Orderer.order`; in shadow mode the documents stay in retrieval order."""
+        """`Orderer.order`; in shadow mode the documents stay in retrieval order."""
         given = list(documents)
         options: dict[str, Any] = {"scope": scope, "suffix_tokens": suffix_tokens, "prefix_tokens": prefix_tokens}
         waiting = [list(others) for others in waiting]
@@ -156,7 +149,7 @@ class ObservedOrderer:
         suffix_tokens: int | None = None,
         max_wait: int | None = None,
     ) -> Batch[D]:
-        """As `Orderer.order_batch`; in shadow mode requests and documents stay where they are."""
+        """`Orderer.order_batch`; in shadow mode requests and documents stay where they are."""
         given = [list(documents) for documents in requests]
         options: dict[str, Any] = {"scope": scope, "suffix_tokens": suffix_tokens}
 
@@ -170,26 +163,23 @@ class ObservedOrderer:
     def preview(
         self, documents: Iterable[D], *, waiting: Sequence[Iterable[D]] = (), scope: Hashable = None
     ) -> list[D]:
-        """As `Orderer.preview`; in shadow mode the documents stay in retrieval order. Watchers are not told."""
+        """`Orderer.preview`, without watchers; in shadow mode the documents stay in retrieval order."""
         waiting = () if self.shadow else waiting
         return self._orderer.preview(documents, waiting=waiting, scope=scope)
 
     def predict_cached_tokens(
         self, documents: Iterable[D], *, scope: Hashable = None, prefix_tokens: int | None = None
     ) -> tuple[int, int]:
-        """As `Orderer.predict_cached_tokens`, of the order that is served."""
+        """`Orderer.predict_cached_tokens`, of the served order."""
         return self._orderer.predict_cached_tokens(documents, scope=scope, prefix_tokens=prefix_tokens)
 
     def holds_prefix(self, *, scope: Hashable = None) -> bool:
-        """As `Orderer.holds_prefix`."""
         return self._orderer.holds_prefix(scope=scope)
 
     def fall_back(self, documents: Iterable[D], error: Exception) -> Ordering[D]:
-        """As `Orderer.fall_back`."""
         return self._watch(lambda orderer: orderer.fall_back(documents, error), compare=False)
 
     def close(self) -> None:
-        """Close the wrapped orderer."""
         self._own.close()
 
     @property
@@ -246,7 +236,9 @@ class ObservedOrderer:
             raise error
         if not self._failed:
             self._failed = True
-            _logger.warning("watching the orderer failed with %s: later failures are not told", type(error).__name__)
+            _logger.warning(
+                "a watcher of the orderer failed with %s: later failures are not logged", type(error).__name__
+            )
 
 
 def _unwatched(orderer: Orderer, shadow: bool, compare: bool) -> ObservedOrderer:

@@ -13,12 +13,11 @@ __all__ = ["Tracing"]
 
 
 class Tracing:
-    """A watcher for `ObservedOrderer` that makes two spans of a request, children of the current one: `ragorder.order`,
-    as long as ordering took, and `ragorder.settle`, linked to it, with what the engine reported. They tell numbers
-    only, nothing of a document or of a tenant.
+    """A watcher for `ObservedOrderer`: two spans per request, children of the current one. `ragorder.order` lasts as
+    long as ordering; `ragorder.settle`, linked to it, has the engine's report. No span holds anything of a document or
+    a tenant.
 
-    `tracer` is an `opentelemetry.trace.Tracer`, by default that of the application's tracer provider. Raises
-    ImportError without ragorder[otel].
+    `tracer` is an `opentelemetry.trace.Tracer` (default: the application's). Raises ImportError without ragorder[otel].
     """
 
     def __init__(self, tracer: Any = None) -> None:
@@ -30,7 +29,6 @@ class Tracing:
         self._tracer = trace.get_tracer("ragorder") if tracer is None else tracer
 
     def ordered(self, observation: Observation) -> Callable[[RequestOutcome], None]:
-        """See `Watcher`."""
         end_ns = time.time_ns()
         attributes = {
             "ragorder.shadow": observation.shadow,

@@ -1,4 +1,4 @@
-"""Prometheus metrics of an orderer: in a registry of their own, or in the application's."""
+"""Prometheus metrics of an orderer."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _POSITIONS = (0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0)
 _MAX_TOKENS = 1 << 32
 
 
-class Counted(Protocol):
-    """What is read of an orderer when somebody asks for the metrics."""
+class OrdererState(Protocol):
+    """The state of an orderer that is read at each scrape."""
 
     shadow: bool
 
@@ -33,14 +33,17 @@ class Counted(Protocol):
 
 
 class Metrics:
-    """A watcher for `ObservedOrderer` that counts in Prometheus' terms. No label tells of a document or of a tenant.
+    """A watcher for `ObservedOrderer` with Prometheus metrics. No label holds anything of a document or a tenant.
 
-    `registry` is the application's (`prometheus_client.REGISTRY`), or one of its own, and the page to serve is then
-    `generate_latest(metrics.registry)`. Of the cached tokens of each order (label `order`: "ragorder" or "retrieval"),
-    the served one's are what the engine reported, or else predicted; the other one's are predicted.
+    metrics = Metrics()
+    orderer = ObservedOrderer(orderer, [metrics])
+    page = generate_latest(metrics.registry)
 
-    Raises ImportError without ragorder[metrics], and ValueError for a registry that has such metrics already: share the
-    Metrics instead.
+    `registry` is the application's (`prometheus_client.REGISTRY`), or by default a new one. Cached tokens have a label
+    `order`, "ragorder" or "retrieval": reported or else predicted for the served order, predicted for the other.
+
+    Raises ImportError without ragorder[metrics], ValueError for a registry with these metrics: share the Metrics
+    instead.
     """
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
@@ -77,20 +80,18 @@ class Metrics:
         )
         self._error_tokens = counter("prediction_error_tokens", "Absolute difference between predicted and reported.")
         self._squared_tokens = counter("prediction_error_squared_tokens", "The square of that difference.")
-        self._watched: WeakSet[Counted] = WeakSet()
-        registry.register(_State(self._watched))
+        self._watched: WeakSet[OrdererState] = WeakSet()
+        registry.register(_StateCollector(self._watched))
 
-    def watch(self, orderer: Counted) -> None:
-        """Show the orderer's trees as well, as long as it lives."""
+    def watch(self, orderer: OrdererState) -> None:
+        """Show the orderer's trees, as long as it lives."""
         self._watched.add(orderer)
 
     def passed(self, reason: str) -> None:
-        """Count a request that went on as it came, because there was nothing to order: `reason` is "no_documents",
-        "one_document", "other_route" or "unreadable"."""
+        """Count an unchanged request; `reason` is "no_documents", "one_document", "other_route" or "unreadable"."""
         self._passed.labels(reason).inc()
 
     def ordered(self, observation: Observation) -> Callable[[RequestOutcome], None]:
-        """See `Watcher`."""
         self._order_s.observe(observation.order_s)
         self._displacement.observe(observation.displacement)
         self._documents.inc(observation.documents)
@@ -104,7 +105,7 @@ class Metrics:
             return
         prompt_tokens, reported = _tokens(outcome.prompt_tokens), _tokens(outcome.cached_tokens)
         if prompt_tokens is not None and reported is not None and reported > prompt_tokens:
-            # One of them is wrong.
+            # One of the two is wrong.
             prompt_tokens = reported = None
         if prompt_tokens is None:
             prompt_tokens = max(observation.documents_end, reported or 0)
@@ -123,10 +124,8 @@ class Metrics:
             self._cached_tokens.labels(other).inc(min(other_tokens, prompt_tokens))
 
 
-class _State:
-    """What the orderers hold at the moment when somebody asks."""
-
-    def __init__(self, watched: Iterable[Counted]) -> None:
+class _StateCollector:
+    def __init__(self, watched: Iterable[OrdererState]) -> None:
         self._watched = watched
 
     def collect(self) -> Iterable[Metric]:
@@ -143,7 +142,6 @@ class _State:
 
 
 def _tokens(value: float | None) -> float | None:
-    """A number of tokens that an engine reported, if it can be one."""
     try:
         return value if value is not None and 0 <= value < _MAX_TOKENS else None
     except TypeError:

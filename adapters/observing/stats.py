@@ -1,4 +1,4 @@
-"""What ordering saved, or in shadow mode would have saved: read from the Prometheus metrics."""
+"""Savings by ordering, read from Prometheus metrics."""
 
 from __future__ import annotations
 
@@ -30,15 +30,13 @@ _DERIVED = (
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """The figures since the start of the process. Tokens are those of `served` requests.
+    """Figures since the start of the process; tokens are those of `served` requests.
 
-    `cached_tokens` is what the served order had (as reported for `reports` of the requests, else as predicted),
-    `predicted_other_tokens` what the order that was not served is predicted to have had (None: nobody compared), and
-    `comparison` what follows: the other order's cached tokens, corrected by the errors of the served one's
-    predictions, or why that cannot be said. `prediction_error_tokens` is the mean difference between predicted and
-    reported, and `prediction_bias_tokens` that of predicted - reported, for one request. `order_us` are percentiles of
-    the time that ordering took, read from a histogram. `passed` counts the requests that went on as they came, by
-    reason; they are in no other figure.
+    `cached_tokens`: of the served order, reported for `reports` requests, else predicted. `predicted_other_tokens`: of
+    the other order (None: not compared). `comparison`: the other order's tokens, corrected by the errors of the served
+    order's predictions. Per request, `prediction_error_tokens` is the mean absolute difference of predicted and
+    reported, `prediction_bias_tokens` that of predicted - reported. `order_us`: percentiles of the ordering time, from
+    a histogram. `passed`: unchanged requests by reason, which are in no other figure.
     """
 
     shadow: bool
@@ -61,7 +59,7 @@ class Stats:
 
     @property
     def other_cached_tokens(self) -> int | None:
-        """What the order that was not served would have had (None: that cannot be said)."""
+        """Cached tokens of the order that is not served (None: unknown)."""
         return self.comparison.other_tokens
 
     @property
@@ -71,20 +69,19 @@ class Stats:
 
     @property
     def error_tokens(self) -> int | None:
-        """By how many tokens `saved_tokens` may be wrong."""
+        """The uncertainty of `saved_tokens`."""
         return self.comparison.error_tokens
 
     @property
     def saved_tokens(self) -> int | None:
-        """Prefill tokens that ragorder's order saved against retrieval order; in shadow mode would have saved. None if
-        that cannot be said."""
+        """Prefill tokens saved by ragorder's order against retrieval order, served or in shadow (None: unknown)."""
         if self.other_cached_tokens is None:
             return None
         return (self.other_cached_tokens - self.cached_tokens) * (1 if self.shadow else -1)
 
     @property
     def saved_share(self) -> float | None:
-        """`saved_tokens` as a share of the prefill that retrieval order needs."""
+        """`saved_tokens` as a share of the prefill in retrieval order."""
         if self.saved_tokens is None or self.other_cached_tokens is None:
             return None
         retrieval = self.cached_tokens if self.shadow else self.other_cached_tokens
@@ -93,21 +90,21 @@ class Stats:
 
     @property
     def cached_share(self) -> float:
-        """Of the prompt tokens, those that the served order had cached."""
+        """Cached share of the prompt tokens, in the served order."""
         return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
     @property
     def other_cached_share(self) -> float | None:
-        """The same of the order that was not served. None if that cannot be said."""
+        """Cached share in the other order (None: unknown)."""
         return self._share(self.other_cached_tokens)
 
     @property
     def predicted_other_share(self) -> float | None:
-        """The same by prediction alone, which nothing corrects."""
+        """Cached share in the other order by prediction alone."""
         return self._share(self.predicted_other_tokens)
 
     def as_json(self) -> dict[str, Any]:
-        """All figures, the derived ones included."""
+        """All figures, with the derived ones."""
         figures = asdict(self)
         del figures["comparison"]
         return figures | {name: getattr(self, name) for name in _DERIVED}
@@ -119,7 +116,7 @@ class Stats:
 
     @classmethod
     def of(cls, families: Iterable[Metric]) -> Stats:
-        """From metric families, of several processes if need be. Raises ValueError if ragorder's are not there."""
+        """From metric families, of one or more processes. Raises ValueError without ragorder's metrics."""
         values: defaultdict[tuple[str, str], float] = defaultdict(float)
         buckets: defaultdict[float, float] = defaultdict(float)
         passed: defaultdict[str, int] = defaultdict(int)
@@ -178,10 +175,8 @@ class Stats:
 
 
 def fetch_stats(url: str, *, timeout_s: float = 5.0, api_key: str | None = None) -> Stats:
-    """The figures of the proxy at `url`, or of an application that publishes its metrics at `url`/metrics.
-
-    Raises ServerError, which says what to change; ImportError without ragorder[live].
-    """
+    """The figures of the proxy at `url`, or of an application with its metrics at `url`/metrics. Raises ServerError
+    with advice; ImportError without ragorder[live]."""
     try:
         from prometheus_client.parser import text_string_to_metric_families
     except ImportError as error:

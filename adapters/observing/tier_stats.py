@@ -1,4 +1,4 @@
-"""What a vLLM server with ragorder's tiers says of them: what is where, and where hits came from."""
+"""Metrics of a vLLM server with ragorder's tiers."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _QUERIES = "vllm:prefix_cache_queries_total"
 
 @dataclass(frozen=True, slots=True)
 class Hits:
-    """Prompt tokens by where their KV came from, since the server has started. `elsewhere`: from another server, or
-    from a connector that does not say where it had it; `computed`: from nowhere. A request is counted when it is
-    admitted: what a tier then fails to bring is computed, and counted where it was to come from."""
+    """Prompt tokens by the source of their KV, since the server's start. `elsewhere`: another server, or a connector
+    that does not name its source. Counted at admission: tokens that a tier then fails to load are computed, but counted
+    for it."""
 
     device: int = 0
     host: int = 0
@@ -39,7 +39,6 @@ class Hits:
 
     @property
     def total(self) -> int:
-        """All prompt tokens."""
         return sum(self.as_json().values())
 
     def as_json(self) -> dict[str, int]:
@@ -48,7 +47,7 @@ class Hits:
 
     @classmethod
     def of(cls, families: Iterable[Metric]) -> Hits:
-        """From a server's metric families, all its engines together. Raises ValueError if vLLM's are not there."""
+        """From a server's metric families, all engines together. Raises ValueError without vLLM's metrics."""
         queried, found = None, dict.fromkeys((*TIERS, "elsewhere"), 0)
         for family in families:
             for sample in family.samples:
@@ -64,8 +63,8 @@ class Hits:
 
 @dataclass(frozen=True, slots=True)
 class TierFigures:
-    """What one tier holds, in chunks and bytes; `oldest_s` is the age of what it has had for longest. Counted since the
-    server has started: chunks `stored`, `evicted` for others and `refused` by reason, and failed copies."""
+    """One tier, in chunks and bytes; `oldest_s` is the age of the oldest chunk. Since the server's start: chunks
+    `stored`, `evicted` and `refused` by reason, and failed copies."""
 
     tier: str
     chunks: int
@@ -79,16 +78,15 @@ class TierFigures:
 
     @property
     def used_share(self) -> float:
-        """Of its capacity."""
         return self.bytes / self.capacity_bytes if self.capacity_bytes else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class TierStats:
-    """All figures of a server. Its gauges are as of the last step of its engine: an idle server's grow stale.
+    """All figures of a server. Gauges are as of the engine's last step: those of an idle server grow stale.
 
-    Requests `with_facts` said where their documents end, those with `unreadable_facts` what nobody understands.
-    `device_order` says whether the device gives up blocks in the order of the policy; None: it was not asked to.
+    Requests `with_facts` had document ends, those with `unreadable_facts` malformed ones. `device_order`: whether the
+    device evicts in the policy's order (None: not configured).
     """
 
     tiers: tuple[TierFigures, ...]
@@ -101,14 +99,13 @@ class TierStats:
     device_order: bool | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """All of it in JSON's types."""
         tiers = [asdict(tier) | {"used_share": round(tier.used_share, 4)} for tier in self.tiers]
         return asdict(self) | {"tiers": tiers, "hits": self.hits.as_json()}
 
     @classmethod
     def of(cls, families: Iterable[Metric]) -> TierStats:
-        """From a server's metric families, all its engines together. Raises ValueError if ours are not there, and
-        LookupError if they are and hold nothing yet."""
+        """From a server's metric families, all engines together. Raises ValueError without ragorder's metrics,
+        LookupError if they are empty yet."""
         families = list(families)
         if not any(family.name.startswith(_OURS) for family in families):
             raise ValueError("there are no metrics of ragorder's tiers")
@@ -158,10 +155,8 @@ class TierStats:
 
 
 def fetch_tier_stats(url: str, *, timeout_s: float = 5.0, api_key: str | None = None) -> TierStats:
-    """The figures of the vLLM server at `url` (with or without /v1).
-
-    Raises ServerError, which says what to change; ImportError without ragorder[live].
-    """
+    """The figures of the vLLM server at `url` (with or without /v1). Raises ServerError with advice; ImportError
+    without ragorder[live]."""
     root, families = _fetch(url, timeout_s, api_key)
     try:
         return TierStats.of(families)
@@ -175,12 +170,11 @@ def fetch_tier_stats(url: str, *, timeout_s: float = 5.0, api_key: str | None = 
 
 
 def fetch_hits(url: str, *, timeout_s: float = 5.0, api_key: str | None = None) -> Hits:
-    """Only where hits came from, which every vLLM server says. Raises as `fetch_tier_stats` does."""
+    """The hits by source, from any vLLM server. Raises as `fetch_tier_stats` does."""
     return Hits.of(_fetch(url, timeout_s, api_key)[1])
 
 
 def _fetch(url: str, timeout_s: float, api_key: str | None) -> tuple[str, list[Metric]]:
-    """The server's address and those of its metrics that are of interest here."""
     try:
         from prometheus_client.parser import text_string_to_metric_families
     except ImportError as error:

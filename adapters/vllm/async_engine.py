@@ -18,12 +18,12 @@ __all__ = ["AsyncVLLM"]
 
 
 class AsyncVLLM:
-    """Sends requests to a `vllm.v1.engine.async_llm.AsyncLLM`. Their prompts are tokens: make them by
-    `OrderedPrompts(…, prompts="token_ids")`. Options are those of vLLM's SamplingParams.
+    """Sends requests to a `vllm.v1.engine.async_llm.AsyncLLM`. Prompts are tokens: `OrderedPrompts(…,
+    prompts="token_ids")`; options are those of SamplingParams. Closing a stream aborts its request after the current
+    iteration.
 
-    Closing a stream aborts its request, which leaves the engine's batch after the iteration that it is in. A scope that
-    is a string is the `cache_salt`, unless `send_salt` is False. `send_facts`: where the documents end and a digest of
-    the scope go along in `extra_args`; None: if the engine has ragorder tiers (docs/tiers.md), which use them.
+    `send_salt`: a scope that is a string becomes the `cache_salt`. `send_facts`: document ends and a digest of the
+    scope go into `extra_args` (None: if the engine has ragorder tiers, docs/tiers.md).
 
     Raises ImportError without vllm.
     """
@@ -41,12 +41,12 @@ class AsyncVLLM:
         self._pieces = RequestOutputKind.DELTA
 
     def requests(self) -> int:
-        """Requests that the engine has, waiting or running, of everybody."""
+        """The engine's requests, waiting or running, from all clients."""
         return int(self._engine.output_processor.get_num_unfinished_requests())
 
     async def stream(self, request: PromptRequest, /) -> AsyncGenerator[AnswerChunk, None]:
-        """The answer, as it is generated; the last chunk has the usage. Raises what the engine raises, and ValueError
-        for messages and for a scope that cannot be a salt."""
+        """The answer as it is generated; the last chunk has the usage. Raises the engine's errors, and ValueError for
+        messages and for a scope that cannot be a salt."""
         if request.token_ids is None:
             raise ValueError("vLLM in this process is given tokens: OrderedPrompts(…, prompts='token_ids')")
         prompt: dict[str, Any] = {"prompt_token_ids": list(request.token_ids)}
@@ -68,7 +68,7 @@ class AsyncVLLM:
                         yield AnswerChunk(answer.text)
         finally:
             if output is None or not output.finished:
-                # vLLM's own generator does so as well, but not if it is cancelled while it hands the request over.
+                # vLLM's own generator aborts too, but not if it is cancelled while submitting the request.
                 await asyncio.shield(self._engine.abort(id))
         cached_tokens, reason = output.num_cached_tokens, output.outputs[0].finish_reason
         yield AnswerChunk(

@@ -1,4 +1,4 @@
-"""What a vLLM server says of its own KV cache."""
+"""The cache configuration of a vLLM server, from its metrics."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _BY_HAND = "give the orderer capacity_tokens and block_size yourself"
 class CacheConfig:
     """The KV cache of one engine of a server.
 
-    `block_size` is the unit, in tokens, in which prefix hits are counted; `capacity_tokens` is what the blocks hold. A
-    server with several data-parallel `engines` has such a cache in each: a request is served by one of them and finds
-    only what that one holds. `prefix_caching` is None where the server does not say.
+    `block_size`: the unit of prefix hits, in tokens; `capacity_tokens`: the tokens that all blocks hold. Each of
+    several data-parallel `engines` has such a cache, and a request uses one of them. `prefix_caching`: None if not
+    published.
     """
 
     block_size: int
@@ -29,17 +29,16 @@ class CacheConfig:
 
 
 def read_cache_config(base_url: str, *, timeout_s: float = 5.0, api_key: str | None = None) -> CacheConfig:
-    """Read the cache configuration from the metrics of the vLLM server at `base_url` (with or without /v1).
+    """The cache configuration of the vLLM server at `base_url` (with or without /v1).
 
-    Raises ServerError, which says what to change, if the server is not there, does not answer within `timeout_s`
-    seconds, answers with an HTTP error or does not publish its configuration; ImportError without ragorder[live].
+    Raises ServerError with advice for an unreachable server, no answer within `timeout_s`, an HTTP error and missing
+    metrics; ImportError without ragorder[live].
     """
     with Server(base_url, timeout_s=timeout_s, api_key=api_key) as server:
         return cache_config(server)
 
 
 def cache_config(server: Server) -> CacheConfig:
-    """The same, from a server that is already being talked to."""
     try:
         from prometheus_client.parser import text_string_to_metric_families
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""Reads batches of KV events, in every dialect that engines send them in."""
+"""Decoding of KV event batches, from all versions of vLLM and from SGLang."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LARGEST_MESSAGE_BYTES = 1 << 26
 
 _logger = logging.getLogger("ragorder")
 
-# Events come as maps; from SGLang and from older vLLM as arrays in this order.
+# Events are maps; from SGLang and older vLLM, arrays in this order.
 _FIELDS = {
     "BlockStored": ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium"),
     "BlockRemoved": ("block_hashes", "medium"),
@@ -26,12 +26,9 @@ _FIELDS = {
 
 @dataclass(slots=True)
 class EventCounters:
-    """What happened on the wire.
-
-    `gaps` are losses of batches, `replays` requests to hear them again, `start_overs` times when the engine's first
-    events could not be heard any more, `restarts` engines that came anew, `silences` servers that did not answer,
-    `garbage` messages and events that could not be read, `orphans` stored blocks whose beginning was never seen.
-    """
+    """Counts of what arrived: `gaps` (losses of batches), `replays` (requests for repetition), `start_overs` (the
+    engine's first events were no longer available), `restarts` (new engines), `silences` (no answer), `garbage`
+    (unreadable messages and events), `orphans` (stored blocks with an unknown parent)."""
 
     batches: int = 0
     stored: int = 0
@@ -47,18 +44,15 @@ class EventCounters:
 
 
 class EventReader:
-    """Applies batches to the blocks that they are about, and counts what was in them. Raises nothing.
-
-    `decode` makes Python objects of msgpack.
-    """
+    """Applies batches to `EngineBlocks` and counts their events. Raises nothing. `decode` decodes msgpack."""
 
     def __init__(self, decode: Callable[[bytes], Any], counters: EventCounters) -> None:
         self.counters = counters
         self._decode = decode
-        self._told_block_size = False
+        self._warned_block_size = False
 
     def read(self, payload: bytes, blocks: EngineBlocks) -> None:
-        """Apply one batch. What cannot be read of it is passed over."""
+        """Apply one batch; unreadable parts are skipped."""
         self.counters.batches += 1
         try:
             told = self._decode(payload)
@@ -84,7 +78,7 @@ class EventReader:
             self._compare(fields.get("block_size"), len(token_ids), len(hashes), blocks.block_size)
             adapter = fields.get("lora_name") or fields.get("lora_id")
             if adapter:
-                # Among the extra keys it looks like a salt, and older engines do not have it there.
+                # Among the extra keys it looks like a salt; older engines leave it out there.
                 extra_keys = [("LoRA", adapter, *(keys or ())) for keys in extra_keys or [None] * len(hashes)]
             orphans = blocks.orphans
             blocks.store(hashes, parent, token_ids, extra_keys, medium)
@@ -98,10 +92,10 @@ class EventReader:
             self.counters.cleared += 1
 
     def _compare(self, theirs: Any, tokens: int, blocks: int, ours: int) -> None:
-        """Only a size that the event's own tokens bear out: a number alone may be anything."""
-        if theirs == ours or not (tokens and tokens == theirs * blocks) or self._told_block_size:
+        """Only a size confirmed by the event's own tokens: a number alone may be anything."""
+        if theirs == ours or not (tokens and tokens == theirs * blocks) or self._warned_block_size:
             return
-        self._told_block_size = True
+        self._warned_block_size = True
         _logger.warning(
             "the engine's KV blocks have %d tokens, the orderer's %d: give block_size=%d", theirs, ours, theirs
         )

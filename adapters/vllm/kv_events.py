@@ -1,4 +1,4 @@
-"""KV events: what a vLLM server says of its cache, block by block, over ZMQ."""
+"""Subscription to a vLLM server's KV events over ZMQ."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _logger = logging.getLogger("ragorder")
 
 _POLL_MS = 100
 _REPLAY_TIMEOUT_S = 5.0
-# Beyond so many batches a server drops from an answer what the line does not take at once, its end included.
+# In longer answers a server drops what the connection does not take at once, the end included.
 _WHOLE_ANSWER = 1000
 _PAUSE_S = 0.5
 _FIRST_BACK_OFF_S = 0.1
@@ -30,24 +30,25 @@ _REMEMBERED_BATCHES = 4096
 _END = (-1).to_bytes(8, "big", signed=True)
 
 
-class _Batch(NamedTuple):
+class _EventBatch(NamedTuple):
     number: int
     payload: bytes
 
 
-_NOTHING = _Batch(-1, b"")
+_NOTHING = _EventBatch(-1, b"")
 
 
 class KVEventSubscriber:
-    """Keeps `blocks` as the engine at `endpoint` says, on a thread of its own, until it is closed.
+    """Keeps `blocks` in step with the engine at `endpoint`, on its own thread, until it is closed.
 
-    With a `replay_endpoint` it starts late without loss, fills gaps, and asks every `check_interval_s` seconds without
-    news whether it missed any, and whether the engine is still the same one. Without, a gap empties `blocks`, and a
-    restart shows only where events are counted anew. A server that does not answer is asked again, less and less often.
-    `on_pause` is called on that thread whenever there is nothing to do.
+    with KVEventSubscriber(EngineBlocks(16, 1 << 16), "tcp://host:5557", "tcp://host:5657") as events:
+        events.wait_until_synchronised(5.0)
 
-    No message does any harm: what cannot be read is counted. Raises ImportError naming the extra to install, and
-    ValueError for an endpoint that is none.
+    With a `replay_endpoint` it can start late, fills gaps, and after `check_interval_s` without news checks for missed
+    batches and for a restarted engine; a silent server is polled less and less. Without, a gap empties `blocks`, and a
+    restart shows only if the event numbers start over. `on_pause` is called on that thread when it is idle.
+
+    Unreadable messages are counted. Raises ImportError without ragorder[live], ValueError for an invalid endpoint.
     """
 
     def __init__(
@@ -97,15 +98,15 @@ class KVEventSubscriber:
 
     @property
     def synchronised(self) -> bool:
-        """Whether `blocks` is, as far as anybody can tell, what the engine holds."""
+        """Whether `blocks` matches the engine, as far as is known."""
         return self._synchronised.is_set()
 
     def wait_until_synchronised(self, timeout_s: float | None = None) -> bool:
-        """Wait until it is; whether it came to that in time."""
+        """Wait until `synchronised`; False after the timeout."""
         return self._synchronised.wait(timeout_s)
 
     def close(self) -> None:
-        """End the thread and close the sockets. Closing twice is fine."""
+        """End the thread and close the sockets. Idempotent."""
         self._stop.set()
         self._thread.join()
 
@@ -133,7 +134,7 @@ class KVEventSubscriber:
             self._context.destroy(linger=0)
 
     def _synchronise(self) -> None:
-        """Ask for all that was missed, again and again until the server answers."""
+        """Replay what was missed, until the server answers."""
         wait_s = _FIRST_BACK_OFF_S
         while self._replay_endpoint is not None and not self.synchronised and not self._stop.is_set():
             if self._catch_up():
@@ -153,7 +154,7 @@ class KVEventSubscriber:
             frames = self._socket.recv_multipart() if self._socket.poll(_POLL_MS) else None
             if frames is None:
                 self._pause()
-            # Behind a new connection there may be another engine, whose numbers go on like those of the last one.
+            # A new connection may lead to another engine, with the same numbers as the last one.
             check = self._is_connected_anew() or time.monotonic() - news >= self._check_interval_s
             if check and self._replay_endpoint is not None:
                 if not self._catch_up():
@@ -170,7 +171,7 @@ class KVEventSubscriber:
         while self._connections.poll(0):
             event = int.from_bytes(self._connections.recv_multipart()[0][:2], sys.byteorder)
             if event == self._zmq.EVENT_DISCONNECTED:
-                # ZMQ itself never comes back to a server that sent a message beyond the bound.
+                # ZMQ itself never reconnects to a server that sent a message beyond the limit.
                 with suppress(self._zmq.ZMQError):
                     self._socket.disconnect(self._endpoint)
                 self._socket.connect(self._endpoint)
@@ -179,7 +180,6 @@ class KVEventSubscriber:
         return anew
 
     def _take(self, frames: list[bytes]) -> None:
-        """One message from the engine."""
         batch = self._read(frames)
         if batch is None or self._is_repeated(batch):
             return
@@ -191,13 +191,13 @@ class KVEventSubscriber:
         elif batch.number > self._next:
             self.counters.gaps += 1
             if self._catch_up() and not self._is_repeated(batch):
-                # No replay knows of it: it never came from this engine.
+                # In no replay: it never came from this engine.
                 self.counters.garbage += 1
         else:
             self._catch_up()
 
     def _catch_up(self) -> bool:
-        """Hear what was missed, and whether this is still the same engine. False: the server does not answer."""
+        """Replay missed batches, and check for another engine. False: no answer."""
         self.counters.replays += 1
         known = self._next - 1
         told = self._replay(max(0, known))
@@ -209,11 +209,11 @@ class KVEventSubscriber:
                     if batch.number == self._next:
                         self._apply(self.blocks, batch)
                     else:
-                        # The server has lost what stood here.
+                        # The server has lost the batches before this one.
                         self._lose_track(same_engine=True)
                         self._start_over(chain([batch], told))
             else:
-                # Something else is at this number, or nothing: another engine. A later number: too much was missed.
+                # Another batch at this number, or none: another engine. A later number: too much was missed.
                 told.close()
                 self._lose_track(same_engine=first.number > known)
                 self._start_over(self._replay(0))
@@ -227,7 +227,7 @@ class KVEventSubscriber:
         return True
 
     def _lose_track(self, *, same_engine: bool) -> None:
-        """What was heard so far counts no more: too much was missed, or the engine is another one."""
+        """Too many batches were missed, or the engine is another one."""
         if not self._next:
             return
         self._next = 0
@@ -237,15 +237,15 @@ class KVEventSubscriber:
             self.counters.restarts += 1
             self.blocks.replace(self.blocks.make_successor(same_engine=False), same_engine=False)
 
-    def _start_over(self, told: Iterable[_Batch]) -> None:
-        """Take what is told for all there is."""
+    def _start_over(self, told: Iterable[_EventBatch]) -> None:
+        """Replace all blocks by these batches."""
         blocks = self.blocks.make_successor(same_engine=True)
         self._recent.clear()
         self._next = 0
         try:
             for batch in told:
                 if batch.number != self._next:
-                    # What stood before cannot be heard any more.
+                    # Earlier batches are no longer available.
                     self.counters.start_overs += 1
                     blocks.clear()
                 self._apply(blocks, batch)
@@ -256,8 +256,8 @@ class KVEventSubscriber:
         self.blocks.replace(blocks, same_engine=True)
         self._synchronised.set()
 
-    def _replay(self, first: int) -> Generator[_Batch, None, None]:
-        """The batches from this number on, as the server still has them. Raises TimeoutError if it does not answer."""
+    def _replay(self, first: int) -> Generator[_EventBatch, None, None]:
+        """The batches from this number on that the server still has. Raises TimeoutError without an answer."""
         wanted, heard = first, _WHOLE_ANSWER
         while heard >= _WHOLE_ANSWER:
             heard = 0
@@ -269,7 +269,7 @@ class KVEventSubscriber:
                         yield batch
                         wanted, heard = batch.number + 1, heard + 1
 
-    def _ask(self, first: int) -> Generator[_Batch, None, None]:
+    def _ask(self, first: int) -> Generator[_EventBatch, None, None]:
         """One answer of the server; a long one may lack batches and stop short."""
         heard = 0
         with self._context.socket(self._zmq.DEALER) as socket:
@@ -291,17 +291,17 @@ class KVEventSubscriber:
             if heard < _WHOLE_ANSWER or self._stop.is_set():
                 raise TimeoutError
 
-    def _read(self, frames: list[bytes]) -> _Batch | None:
+    def _read(self, frames: list[bytes]) -> _EventBatch | None:
         if len(frames) == 3 and len(frames[1]) == 8 and (not self._topic or frames[0] == self._topic):
-            return _Batch(int.from_bytes(frames[1], "big"), frames[2])
+            return _EventBatch(int.from_bytes(frames[1], "big"), frames[2])
         self.counters.garbage += 1
         return None
 
-    def _is_repeated(self, batch: _Batch) -> bool:
-        """Whether this very batch was applied, as the live stream and a replay may both bring it."""
+    def _is_repeated(self, batch: _EventBatch) -> bool:
+        """Whether this batch was applied: the live stream and a replay may both bring it."""
         return self._recent.get(batch.number) == hash(batch.payload)
 
-    def _apply(self, blocks: EngineBlocks, batch: _Batch) -> None:
+    def _apply(self, blocks: EngineBlocks, batch: _EventBatch) -> None:
         self._next = batch.number + 1
         self._recent[batch.number] = hash(batch.payload)
         if len(self._recent) > _REMEMBERED_BATCHES:

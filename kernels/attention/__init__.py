@@ -1,4 +1,4 @@
-"""Attention of new tokens to a prefix whose KV lies in blocks, and to themselves: a Triton kernel, and torch."""
+"""Attention of new tokens to a paged prefix and to themselves, in Triton and in torch."""
 
 from __future__ import annotations
 

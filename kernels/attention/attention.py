@@ -1,4 +1,4 @@
-"""The one function: checks its arguments, and hands them to a backend."""
+"""Checked entry point of attention, and the choice of a backend."""
 
 from __future__ import annotations
 
@@ -37,17 +37,15 @@ def prefix_attention(
     softcap: float | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
-    """What each new token attends to: all of its context, which lies in the cache, and the new tokens up to itself.
+    """Attention of each new token to its cached context and to the new tokens up to itself.
 
-    `q` (T, query heads, D), and `k` and `v` (T, KV heads, D), are the new tokens' own, packed as `batch` says, their
-    positions rotated already. The caches are (blocks, block size, KV heads, D), with any strides but the last, which
-    is 1. `scale`: 1 / sqrt(D) if None. `window`: a token sees that many positions, itself the last of them. `softcap`:
-    scaled scores are bent to between -softcap and softcap by tanh (Gemma 2). Returns (T, query heads, D).
+    `q` (T, query heads, D), `k` and `v` (T, KV heads, D) are the new tokens', rotated, packed as in `batch`; the result
+    is (T, query heads, D). The caches are (blocks, block size, KV heads, D), with any strides but the last, which is 1.
+    `scale`: 1 / sqrt(D) if None. `window`: positions that a token sees, itself included. `softcap`: scaled scores are
+    capped to ±softcap by tanh (Gemma 2). No gradients.
 
-    `backend` "auto" is Triton on CUDA (compute capability 8.0 or more) and torch elsewhere; head dims and block sizes
-    that the kernel has no configuration for go to torch there, too, and the log says so once. No gradients.
-
-    Raises ValueError naming what is not supported.
+    `backend` "auto" is Triton on CUDA (compute capability 8.0 or more), and torch elsewhere and for head dims and block
+    sizes without a configuration, which is logged once. Raises ValueError naming what is not supported.
     """
     _check(q, k, v, key_cache, value_cache, batch)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
@@ -110,7 +108,7 @@ def _choose(backend: str, q: Tensor, key_cache: Tensor) -> str:
 
 @lru_cache
 def _lacking(device: torch.device, head_dim: int, block_size: int) -> str | None:
-    """Why Triton's kernel cannot do it, if so. Heard in the log once, if it could have been expected to."""
+    """What the Triton kernel lacks; None if it can run. Logged once on CUDA."""
     lacking = None
     if head_dim not in HEAD_DIMS:
         lacking = f"has no head dim {head_dim}, only {', '.join(map(str, HEAD_DIMS))}"

@@ -1,4 +1,4 @@
-"""The sequences of one step, packed one after the other."""
+"""Packed sequences of one step."""
 
 from __future__ import annotations
 
@@ -15,18 +15,21 @@ __all__ = ["PackedBatch", "Span"]
 T = TypeVar("T")
 
 Span = tuple[int, int, int]
-"""One request: its new tokens from the first to behind the last, and how many tokens are before them."""
+"""One request: begin and end of its new tokens, and the length of its context."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedBatch:
-    """R requests with T new tokens in all. The same for all layers of a step, so what is worked out from it is kept.
+    """R requests with T new tokens in all, for all layers of a step.
 
-    `query_starts`: int32 (R + 1,), where each request's new tokens begin, and T.
-    `context_lengths`: int32 (R,), tokens before the new ones; their K/V are in the cache.
-    `block_tables`: int32 (R, blocks), the blocks of the context in order; what stands behind them is not looked at.
-    `longest_query`, `longest_context`: the greatest of each, as plain numbers: nothing waits for the device.
-    Raises ValueError naming what does not fit together.
+    - `query_starts` int32 (R + 1,): where each request's new tokens begin, and T.
+    - `context_lengths` int32 (R,): tokens before the new ones, whose KV is in the cache.
+    - `block_tables` int32 (R, blocks): the context's blocks in order; entries behind them are ignored.
+    - `longest_query`, `longest_context`: the maxima as numbers, so that no code waits for the device.
+
+        PackedBatch.pack(query_lengths=[5, 1], context_lengths=[32, 40], block_tables=[[0, 1], [0, 1, 7]])
+
+    Raises ValueError for inconsistent shapes.
     """
 
     query_starts: Tensor
@@ -34,7 +37,7 @@ class PackedBatch:
     block_tables: Tensor
     longest_query: int
     longest_context: int
-    _kept: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
+    _memo: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         requests = self.context_lengths.numel()
@@ -59,9 +62,9 @@ class PackedBatch:
         block_tables: Sequence[Sequence[int]],
         device: torch.device | str = "cpu",
     ) -> PackedBatch:
-        """From plain numbers, one of each a request. Raises ValueError if there are not as many of each."""
+        """A batch from plain numbers, one of each for a request. Raises ValueError for different counts."""
         if not len(query_lengths) == len(context_lengths) == len(block_tables):
-            raise ValueError("give one query length, one context length and one block table a request")
+            raise ValueError("give one query length, one context length and one block table for each request")
         width = max(map(len, block_tables), default=0)
         tables = torch.zeros(len(block_tables), width, dtype=torch.int32)
         for row, blocks in zip(tables, block_tables, strict=True):
@@ -75,24 +78,23 @@ class PackedBatch:
             max(context_lengths, default=0),
         )
         spans = list(zip(starts, starts[1:], context_lengths, strict=False))
-        batch._kept["spans"] = spans
+        batch._memo["spans"] = spans
         return batch
 
     @property
     def requests(self) -> int:
-        """How many."""
         return len(self.context_lengths)
 
     @property
     def spans(self) -> list[Span]:
-        """Each request's. Waits for the device, once, unless the batch was made by `pack`."""
-        return self.kept("spans", self._read_spans)
+        """One for each request. Waits for the device once, unless `pack` made the batch."""
+        return self.memo("spans", self._read_spans)
 
-    def kept(self, key: Hashable, make: Callable[[], T]) -> T:
-        """What was made under this key for an earlier layer, or what `make` makes now."""
-        if key not in self._kept:
-            self._kept[key] = make()
-        found: T = self._kept[key]
+    def memo(self, key: Hashable, make: Callable[[], T]) -> T:
+        """The value made under this key for an earlier layer, or else by `make`."""
+        if key not in self._memo:
+            self._memo[key] = make()
+        found: T = self._memo[key]
         return found
 
     def _read_spans(self) -> list[Span]:

@@ -1,7 +1,7 @@
-"""Compiles the table's kernels ahead of time, without a GPU, and says what they take of one.
+"""Ahead-of-time compilation of the table's kernels, without a GPU, and their resources.
 
-`python -m ragorder.kernels.attention.compile` fails if one of them spills registers, wants more shared memory than its
-devices have, or misses wgmma where a tile is high enough for it (64 rows, Hopper).
+`python -m ragorder.kernels.attention.compile` fails if a kernel spills registers, exceeds its devices' shared memory,
+or lacks wgmma in tiles of 64 rows or more (Hopper).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _DTYPES = {"fp16": 2, "bf16": 2, "fp32": 4}
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One kernel: a configuration of the table, and what it is compiled for besides."""
+    """One kernel: a configuration of the table and the other compile-time constants."""
 
     family: str
     head_dim: int
@@ -48,8 +48,8 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """What a kernel takes: registers a thread; bytes on the stack and in local memory (spills), and shared; how many
-    matrix instructions of Hopper (wgmma) and of Ampere (mma), and asynchronous copies, its code has."""
+    """Resources of a kernel: registers of a thread; bytes of stack and local memory (spills) and of shared memory;
+    numbers of matrix instructions (wgmma: Hopper, mma: Ampere) and asynchronous copies in its code."""
 
     registers: int
     stack: int
@@ -60,7 +60,6 @@ class Compiled:
     copies: int
 
     def faults(self, variant: Variant) -> list[str]:
-        """What is wrong with it."""
         found = []
         if self.stack or self.local:
             found.append(f"spills: {self.stack} bytes of stack, {self.local} local")
@@ -74,7 +73,7 @@ class Compiled:
 
 def variants(families: Sequence[str] = tuple(ARCHITECTURES), head_dims: Sequence[int] = HEAD_DIMS,
              dtypes: Sequence[str] = ("bf16", "fp32")) -> Iterator[Variant]:  # fmt: skip
-    """All distinct configurations of the table. fp16 is compiled as bf16 is, but for the instruction."""
+    """All distinct configurations of the table. fp16 differs from bf16 in the instruction only."""
     seen = set()
     for family, head_dim, dtype, rows in product(families, head_dims, dtypes, ROWS):
         variant = Variant(family, head_dim, dtype, choose_tile(family, head_dim, _DTYPES[dtype], rows))
@@ -84,7 +83,7 @@ def variants(families: Sequence[str] = tuple(ARCHITECTURES), head_dims: Sequence
 
 
 def compile_variant(variant: Variant) -> Compiled:
-    """Compile one kernel. Raises what Triton raises if it cannot."""
+    """Compile one kernel. Raises Triton's errors."""
     constexprs = {
         **constants(variant.tile, variant.group, variant.head_dim, variant.block_size),
         "WINDOWED": variant.window,
@@ -96,7 +95,7 @@ def compile_variant(variant: Variant) -> Compiled:
 
 
 def merge_resources(family: str, head_dim: int, splits: int = 32) -> Compiled:
-    """Compile the merge of so many splits."""
+    """Compile the merge of `splits` parts."""
     names = {"parts_ptr": "*fp32", "lse_ptr": "*fp32", "out_ptr": "*bf16"}
     width = 1 << (head_dim - 1).bit_length()
     constexprs = {"HEADS": 32, "HEAD_DIM": head_dim, "WIDTH": width, "MOST": splits}
@@ -112,7 +111,7 @@ def _types(variant: Variant) -> dict[str, str]:
 def _compile(
     kernel: Any, types: dict[str, str], constexprs: Mapping[str, int], family: str, how: dict[str, Any]
 ) -> Compiled:
-    """As at a launch: whatever is not said to change is known to be a multiple of 16."""
+    """Compile as at a launch: unchanging integers are multiples of 16."""
     names: list[str] = kernel.arg_names
     signature = {name: "constexpr" if name in constexprs else types.get(name, "i32") for name in names}
     attributes = {
@@ -141,18 +140,18 @@ def _usage(cubin: bytes) -> dict[str, int]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        told = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True)  # noqa: S603
-    return {name: int(number) for name, number in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", told.stdout + told.stderr)}
+        run = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True)  # noqa: S603
+    return {name: int(number) for name, number in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", run.stdout + run.stderr)}
 
 
 @click.command()
 @click.option("--family", "families", multiple=True, type=click.Choice(tuple(ARCHITECTURES)), help="[default: all]")
 @click.option("--head-dim", "head_dims", multiple=True, type=click.Choice(HEAD_DIMS), help="[default: all]")
 @click.option("--dtype", "dtypes", multiple=True, type=click.Choice(tuple(_DTYPES)), help="[default: bf16, fp32]")
-@click.option("--rows", multiple=True, type=click.IntRange(min=16), help="Only tiles of so many rows.")
-@click.option("--group", type=click.IntRange(min=1), default=4, show_default=True, help="Query heads a KV head.")
-@click.option("--block-size", type=click.IntRange(16, 128), default=16, show_default=True, help="Of the cache.")
-@click.option("--split", is_flag=True, help="As they are with split keys.")
+@click.option("--rows", multiple=True, type=click.IntRange(min=16), help="Only tiles with this number of rows.")
+@click.option("--group", type=click.IntRange(min=1), default=4, show_default=True, help="Query heads per KV head.")
+@click.option("--block-size", type=click.IntRange(16, 128), default=16, show_default=True, help="Tokens of a block.")
+@click.option("--split", is_flag=True, help="With split keys.")
 @click.option("--window", is_flag=True, help="With a sliding window.")
 @click.option("--softcap", is_flag=True, help="With capped scores.")
 @click.option("--json", "as_json", is_flag=True, help="A line of JSON for each kernel.")
@@ -168,7 +167,7 @@ def main(
     softcap: bool,
     as_json: bool,
 ) -> None:
-    """Compile the table's kernels without a GPU: registers, spills, shared memory and instructions of each."""
+    """Compile the table's kernels without a GPU; print registers, spills, shared memory and instructions."""
     if INTERPRETED:
         raise click.ClickException("TRITON_INTERPRET is set: nothing is compiled")
     faulty = False

@@ -1,17 +1,17 @@
-"""The Triton kernels: attention of packed new tokens to a paged prefix and to themselves, and the merge of its parts.
+"""Triton kernels: attention of packed new tokens to a paged prefix and to themselves, and the merge of its splits.
 
-Keys are numbered as the model sees them: 0 to context - 1 are in the cache, found by the block table; behind them come
-the request's own new tokens. A tile is BLOCK_M rows against BLOCK_N keys, and a row is one query head of one token: the
-heads of a group share their keys, so that keys are read once for all of them (GQA packing). Rows are numbered token by
-token, group by group; a tile may begin in the midst of a group, so groups need not be powers of two.
+Keys are numbered as positions: 0 to context - 1 are in the cache, found by the block table, and the request's new
+tokens follow. A tile is BLOCK_M rows by BLOCK_N keys; a row is one query head of one token. Rows are numbered token by
+token, group by group, so that a group's heads share loaded keys (GQA packing); a tile may begin inside a group, so
+groups need not be powers of two.
 
-Tiles that every row sees whole are computed without masks, in two loops: over the cache, and over the new tokens.
-All others (at a window's edge, across the end of the cache, on the diagonal) go through a third loop that can do both.
+Tiles that all rows see whole are computed without masks in two loops, over the cache and over new tokens. The others
+(at a window's edge, across the end of the cache, on the diagonal) go through a third loop.
 
-The softmax is online and in base 2; the running maximum starts at a finite number, so that rows without a key yet need
-no care (exp2(-inf) is 0, but exp2(-inf - -inf) is not a number).
+The softmax is online and in base 2. The running maximum starts finite, as exp2(-inf - -inf) is NaN for rows without
+keys.
 
-No `from __future__ import annotations` here: Triton's interpreter reads them. To mypy, kernels have no types.
+No `from __future__ import annotations`: Triton's interpreter reads the annotations. Kernels are untyped to mypy.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -21,15 +21,15 @@ import triton.language as tl
 
 __all__ = ["attend", "merge"]
 
-# Their values change from step to step: a kernel compiled for one of them would be compiled again for the next.
+# Arguments that change from step to step: specialising on them would compile the kernel again and again.
 CHANGING = ("requests", "tokens", "window", "table_row", "splits")
 ANYWHERE = ("starts_ptr", "contexts_ptr", "tables_ptr")
 
 
 @triton.jit
 def _find_request(starts_ptr, tile, requests, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
-    """The request of a tile. Request r has the tiles from starts[r] * GROUP // BLOCK_M + r on: enough for its rows, and
-    known without a look at the others' lengths. The last of them may be empty."""
+    """The request of a tile. Request r has the tiles from starts[r] * GROUP // BLOCK_M + r on, enough for its rows
+    whatever the others' lengths; its last tile may be empty."""
     low = 0
     high = requests
     while low + 1 < high:
@@ -66,7 +66,7 @@ def _weigh(weights, values, sums, UPCAST: tl.constexpr):
 
 @triton.jit
 def _cap(scores, scale, cap):
-    """cap * tanh(scores * scale), cap in base 2. Through exp2 of something negative: nothing overflows."""
+    """cap * tanh(scores * scale), cap in base 2, through exp2 of negative numbers, which does not overflow."""
     rest = tl.exp2(tl.abs(scores) * scale * -2.8853900817779268)
     bent = cap * (1.0 - rest) / (1.0 + rest)
     return tl.where(scores < 0, -bent, bent)
@@ -75,7 +75,7 @@ def _cap(scores, scale, cap):
 @triton.jit
 def _fold(scores, top, total, sums, tail_sums, values, tail_values, scale,
           CAPPED: tl.constexpr, TAIL: tl.constexpr, UPCAST: tl.constexpr):  # fmt: skip
-    """One tile into the running softmax: maximum and sum of each row, and the weighted sum of the values."""
+    """Fold a tile into the running softmax: each row's maximum, sum, and weighted sum of values."""
     highest = tl.maximum(top, tl.max(scores, 1))
     if CAPPED:
         weights = tl.exp2(scores - highest[:, None])
@@ -101,14 +101,13 @@ def attend(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     WINDOWED: tl.constexpr, CAPPED: tl.constexpr, SPLIT: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile, KV head, split). A head's dimensions are MAIN and TAIL, a power of two each, or TAIL is 0.
+    """Program (tile, KV head, split). A head's dimensions are MAIN + TAIL, powers of two; TAIL may be 0.
 
-    `scale` is in base 2, with CAPPED it is the scale by the cap, and `cap` is in base 2. Without SPLIT the result goes
-    to `out` (tokens, query heads, dimensions). With it, each split takes its share of the tile's keys: float32 parts go
-    to `out` (splits, tokens, query heads, dimensions), the logarithm of their weight in base 2 to `lse` (the same
-    without dimensions).
+    `scale` is in base 2, or divided by the cap if CAPPED; `cap` is in base 2. `out` is (tokens, query heads,
+    dimensions). With SPLIT, each split takes its share of the tile's keys and writes a float32 part to `out` (splits,
+    tokens, query heads, dimensions) and the base-2 logarithm of its weight to `lse` (the same without dimensions).
     """
-    # The last tiles of a request see most keys: they go first.
+    # The last tiles of a request see most keys and go first.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
     request = _find_request(starts_ptr, tile, requests, GROUP, BLOCK_M)
@@ -138,7 +137,7 @@ def attend(
     top = tl.full([BLOCK_M], -1e30, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     sums = tl.zeros([BLOCK_M, MAIN], tl.float32)
-    # Without a tail these stand for nothing and cost nothing.
+    # Placeholders without a tail.
     tail_queries = queries
     tail_dims = dims
     tail_sums = total
@@ -224,7 +223,7 @@ def attend(
         new = position - context
         key_at = tl.where(cached, key_cache_ptr + (block * key_block + slot * key_slot), k_ptr + new * k_token)
         value_at = tl.where(cached, value_cache_ptr + (block * value_block + slot * value_slot), v_ptr + new * v_token)
-        # Rows are aligned to 16 bytes, which the compiler does not see behind a choice.
+        # Rows are aligned to 16 bytes, which the compiler does not see through `where`.
         key_at = tl.multiple_of(key_at, 16)
         value_at = tl.multiple_of(value_at, 16)
         keys = tl.load(key_at[:, None] + dims[None, :], mask=is_key[:, None], other=0.0)
@@ -246,11 +245,11 @@ def attend(
             scores, top, total, sums, tail_sums, values, tail_values, scale, CAPPED, TAIL, UPCAST
         )
 
-    # A row that saw no key (in this split, or past the request's end) is zeros, of a weight that is none.
+    # A row without keys (in this split, or past the request's end) is zeros with a weight of zero.
     total = tl.where(total > 0, total, 1.0)
     shrink = 1.0 / total
     sums = sums * shrink[:, None]
-    # Read again, so that nothing that only the stores need is kept in registers all along.
+    # Read again: values that only the stores need would occupy registers throughout.
     begin = tl.load(starts_ptr + request, volatile=True)
     rows = (tile - begin * GROUP // BLOCK_M - request) * BLOCK_M + tl.arange(0, BLOCK_M)
     token = rows // GROUP
@@ -275,8 +274,8 @@ def merge(
     parts_ptr, lse_ptr, out_ptr, tokens, splits, out_token, out_head,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
-    """Program (token, query head): the mean of its parts by their weights. WIDTH and MOST are the powers of two from
-    HEAD_DIM and `splits` on."""
+    """Program (token, query head): the weighted mean of its parts. WIDTH and MOST are HEAD_DIM and `splits`, rounded up
+    to powers of two."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     split = tl.arange(0, MOST)

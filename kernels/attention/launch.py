@@ -1,4 +1,4 @@
-"""How the kernels are started: tile, splits and strides."""
+"""Launch of the kernels: tile, splits and strides."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def triton_attention(
     tile: Tile | None = None,
     splits: int | None = None,
 ) -> Tensor:
-    """`prefix_attention` in Triton, of arguments that it has checked. `tile` and `splits` take the table's place.
+    """`prefix_attention` in Triton, with checked arguments; `tile` and `splits` override the table.
 
-    Raises ValueError if rows of the caches are not aligned to 16 bytes: the kernel copies no less at once.
+    Raises ValueError for cache rows that are not aligned to 16 bytes, the kernel's least copy.
     """
     if not (_is_aligned(key_cache) and _is_aligned(value_cache)):
         raise ValueError("rows of key_cache and value_cache must be aligned to 16 bytes for the Triton kernel")
@@ -80,7 +80,7 @@ def triton_attention(
 
 
 def constants(tile: Tile, group: int, head_dim: int, block_size: int) -> dict[str, int]:
-    """What a model's kernel is compiled for, besides the features it needs."""
+    """Compile-time constants of a model's kernel, besides its features."""
     main, tail = halves(head_dim)
     return {
         "GROUP": group,
@@ -93,7 +93,7 @@ def constants(tile: Tile, group: int, head_dim: int, block_size: int) -> dict[st
 
 
 def options(tile: Tile) -> dict[str, Any]:
-    """How it is compiled. Multiply and add are fused in scores * scale - maximum, whatever Triton's default is."""
+    """Compiler options. Multiply and add are fused in scores * scale - maximum, whatever Triton's default is."""
     return {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": True}
 
 

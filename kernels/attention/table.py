@@ -1,7 +1,7 @@
-"""Which tile a kernel is compiled with, and into how many splits the keys go: nothing is tried out at run time.
+"""Tiles and splits of the kernels: fixed tables, nothing is tuned at run time.
 
-A tile's size follows from the rows that a request has for one KV head (new tokens x query heads of a group), the head
-dim, the dtype, and what shared memory the device has. docs/kernels.md has what each of them takes of the device.
+A tile follows from a request's rows for one KV head (new tokens x query heads of a group), the head dim, the dtype, and
+the device's shared memory. docs/kernels.md has the resources that each takes.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ HEAD_DIMS = (64, 80, 96, 128, 256)
 BLOCK_SIZES = tuple(range(16, 129, 16))
 
 ROWS = (16, 32, 64, 128)
-"""Up to so many rows: the classes of the table."""
+"""Classes of the table, by the greatest number of rows."""
 
 MAX_SPLITS = 32
 
 ARCHITECTURES = {"sm_80": 163 * 1024, "sm_86": 99 * 1024, "sm_90": 227 * 1024}
-"""Families by what shared memory a program may have, in bytes: A100, consumer cards from Ampere on, H100 and later."""
+"""Shared memory of a program in bytes, by family: A100, consumer cards from Ampere on, H100 and later."""
 
 _MIN_SPLIT_TOKENS = 256
-"""A split of fewer keys is hardly more than its beginning and its end."""
+"""With fewer keys, a split is mostly overhead."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Rows and keys of a tile; warps and pipeline stages of the program that computes it."""
+    """Rows and keys of a tile; warps and pipeline stages of its program."""
 
     rows: int
     keys: int
@@ -77,7 +77,7 @@ _SINGLE: dict[int, tuple[Tile, ...]] = {
 
 
 def architecture(capability: tuple[int, int]) -> str:
-    """The family of a device. Unknown ones count as the one with the least memory."""
+    """The family of a device; unknown ones count as that with the least memory."""
     major, minor = capability
     if major in (9, 10):
         return "sm_90"
@@ -85,24 +85,23 @@ def architecture(capability: tuple[int, int]) -> str:
 
 
 def choose_tile(family: str, head_dim: int, itemsize: int, rows: int) -> Tile:
-    """For requests with up to so many rows. Raises KeyError for what the table does not have."""
+    """The tile for requests with up to `rows` rows. Raises KeyError if the table has none."""
     tiles = _SINGLE[head_dim] if itemsize == 4 else _TILES[family, head_dim, itemsize]
     return next((tile for tile, most in zip(tiles, ROWS, strict=False) if rows <= most), tiles[-1])
 
 
 def halves(head_dim: int) -> tuple[int, int]:
-    """A head's dimensions as a power of two and a rest that is one, or nothing: 80 = 64 + 16."""
+    """A head's dimensions as a power of two and a rest, a power of two or 0: 80 = 64 + 16."""
     main = 1 << (head_dim.bit_length() - 1)
     return main, head_dim - main
 
 
 @lru_cache(maxsize=4096)
 def choose_splits(programs: int, keys: int, multiprocessors: int) -> int:
-    """Into how many parts the keys go, that all multiprocessors have something to do.
+    """The number of parts that the keys are split into, to occupy all multiprocessors.
 
-    `programs` is how many there are without splits, `keys` how many one of them has at most. Two programs fit on a
-    multiprocessor. As FlashAttention's heuristic does: the fewest splits that come within 15 % of filling the last
-    wave of programs as well as any number of them does; one where there are programs enough.
+    `programs` is their number without splits, `keys` the most keys of one; two fit on a multiprocessor. As
+    FlashAttention: 1 with programs enough, else the fewest splits that fill the last wave within 15 % of the best.
     """
     if programs >= 0.8 * multiprocessors:
         return 1

@@ -1,9 +1,8 @@
-"""The same in torch: what the kernel is held against, and the way that CPUs take.
+"""Attention in torch: the reference of the kernels, and the backend of CPUs.
 
-Nothing cached: torch's own causal attention, without a mask or a copy. Otherwise a request's keys are put together,
-context and new tokens, and its queries go through in chunks. Each chunk sees all keys up to its own, so one mask, made
-once a step, serves every chunk of every request and layer, cut to its size. Requests with one new token (decoding) that
-are about equally long go together.
+Without cached keys: torch's causal attention, with no mask or copy. Otherwise a request's keys, cached and new, are
+gathered, and its queries go through in chunks. One mask a step, cut to size, serves all chunks, requests and layers.
+Decoding requests of about equal length are batched.
 """
 
 from __future__ import annotations
@@ -20,35 +19,35 @@ from ragorder.kernels.attention.batch import PackedBatch, Span
 __all__ = ["torch_attention"]
 
 _CHUNK = 256
-"""Queries at a time. What the mask hides among them is computed, too."""
+"""Queries at a time; keys that the mask hides are computed too."""
 
 _SLACK_TOKENS = 64
-"""Padding up to here takes less than a call of its own; for long contexts an eighth of them does."""
+"""Padding that takes less than another call; for long contexts, an eighth of them does."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Decoding:
-    """Requests with one new token that go together: R of them, padded to L keys."""
+    """A batch of R requests with one new token each, padded to L keys."""
 
     tokens: Tensor
-    """int64 (R,): their new tokens among all."""
+    """int64 (R,): indices of their new tokens."""
 
     blocks: Tensor
-    """(R x blocks,): what to gather, block by block."""
+    """(R x blocks,): blocks to gather."""
 
     places: Tensor
-    """int64 (R,): where the new token's key goes among the L."""
+    """int64 (R,): places of the new keys among the L."""
 
     mask: Tensor
-    """(R, 1, 1, L), to be added to scores."""
+    """(R, 1, 1, L), added to scores."""
 
     hidden: Tensor
-    """int64: which of the R x L keys it hides."""
+    """int64: the hidden ones among the R x L keys."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    """How scores are made, and which keys are seen."""
+    """Scaling of scores, and visibility of keys."""
 
     scale: float
     window: int | None
@@ -66,7 +65,7 @@ def torch_attention(
     window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """`prefix_attention` in torch, of arguments that it has checked."""
+    """`prefix_attention` in torch, with checked arguments."""
     rule, caches = _Rule(scale, window, softcap), (key_cache, value_cache)
     spans = batch.spans
     if len(spans) == 1:
@@ -74,10 +73,10 @@ def torch_attention(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     block_size = key_cache.shape[1]
     together: set[int] = set()
-    for rows in batch.kept(("alike", window), partial(_alike, spans, window)):
+    for rows in batch.memo(("alike", window), partial(_alike, spans, window)):
         together.update(rows)
         make = partial(_decoding, batch, rows, window, block_size, q.dtype)
-        group = batch.kept(("decoding", rows[0], window, block_size, q.dtype), make)
+        group = batch.memo(("decoding", rows[0], window, block_size, q.dtype), make)
         out[group.tokens] = _decode(q, k, v, caches, group, rule)
     for row, (begin, end, _) in enumerate(spans):
         if row not in together and begin < end:
@@ -88,7 +87,7 @@ def torch_attention(
 def _one(
     q: Tensor, k: Tensor, v: Tensor, caches: tuple[Tensor, Tensor], batch: PackedBatch, row: int, rule: _Rule
 ) -> Tensor:
-    """One request's attention, (n, query heads, D), of its own new tokens."""
+    """Attention of one request's new tokens, (n, query heads, D)."""
     new, context, window = len(q), batch.spans[row][2], rule.window
     # Key 0 is the first of the block in which the window begins.
     first = 0 if window is None else max(0, context + 1 - window)
@@ -112,7 +111,7 @@ def _one(
 
 
 def _join(cache: Tensor, table: Tensor, new: Tensor, first: int, context: int) -> Tensor:
-    """The context's keys from `first` on, the beginning of a block, and the new ones behind them."""
+    """The context's keys from `first`, a block's beginning, followed by the new ones."""
     block_size = cache.shape[1]
     blocks = table[first // block_size : -(-context // block_size)]
     gathered = len(blocks) * block_size
@@ -124,7 +123,7 @@ def _join(cache: Tensor, table: Tensor, new: Tensor, first: int, context: int) -
 
 
 def _mask(batch: PackedBatch, like: Tensor, window: int | None, queries: int, keys: int) -> Tensor:
-    """What is added to the scores of the last `queries` of so many keys: 0 or -inf. A corner of the step's one mask."""
+    """Additive mask (0 or -inf) of the last `queries` of `keys` positions: a corner of the step's mask."""
 
     def make() -> Tensor:
         height = min(_CHUNK, batch.longest_query)
@@ -134,7 +133,7 @@ def _mask(batch: PackedBatch, like: Tensor, window: int | None, queries: int, ke
             hidden |= torch.ones_like(hidden).tril(width - height - window)
         return torch.zeros(height, width, dtype=like.dtype, device=like.device).masked_fill_(hidden, float("-inf"))
 
-    mask = batch.kept(("mask", window, like.dtype), make)
+    mask = batch.memo(("mask", window, like.dtype), make)
     return mask[len(mask) - queries :, mask.shape[1] - keys :]
 
 
@@ -144,7 +143,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: _Rule, *
     kv_heads = k.shape[1]
     group = heads // kv_heads
     if new == 1 and mask is None:
-        # A group's heads are queries of one head: none of them is hidden from any key.
+        # A group's heads are queries of one KV head, each of which sees all keys.
         q = q.view(1, kv_heads, group, head_dim)
         found = _product(q, k.transpose(0, 1)[None], v.transpose(0, 1)[None], None, rule)
         return found.reshape(1, heads, head_dim)
@@ -156,7 +155,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: _Rule, *
 
 
 def _product(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: _Rule, *, causal: bool = False) -> Tensor:
-    """Of (batch, heads, n, D), in float32 where torch's own cannot do it."""
+    """Attention of (batch, heads, n, D), in float32 with a softcap, which torch's own lacks."""
     if rule.softcap is None:
         found: Tensor = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=rule.scale)
         return found
@@ -168,7 +167,7 @@ def _product(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: _Rule, 
 
 
 def _alike(spans: list[Span], window: int | None) -> list[list[int]]:
-    """Requests that decode, in groups of about equal length."""
+    """Groups of decoding requests of about equal length."""
 
     def keys(row: int) -> int:
         context = spans[row][2]
@@ -193,7 +192,7 @@ def _decoding(
     firsts = torch.zeros_like(contexts) if window is None else (contexts + 1 - window).clamp_(min=0)
     starts = firsts // block_size
     blocks = int((contexts // block_size - starts).max()) + 1
-    # Behind its context a request looks at its last block again: the mask hides that.
+    # Padding repeats a request's last block: the mask hides it.
     last = (contexts - 1) // block_size
     places = torch.minimum(starts[:, None] + torch.arange(blocks), last[:, None]).to(device)
     positions = starts[:, None] * block_size + torch.arange(blocks * block_size)
@@ -209,7 +208,7 @@ def _decoding(
 
 
 def _decode(q: Tensor, k: Tensor, v: Tensor, caches: tuple[Tensor, Tensor], group: _Decoding, rule: _Rule) -> Tensor:
-    """One new token of each request, (R, query heads, D)."""
+    """Attention of one new token for each request, (R, query heads, D)."""
     requests, (_, heads, head_dim), kv_heads = len(group.tokens), q.shape, k.shape[1]
     q = q[group.tokens].view(requests, kv_heads, heads // kv_heads, head_dim)
     keys, values = (_pad(cache, own, group) for cache, own in zip(caches, (k, v), strict=True))
@@ -217,10 +216,10 @@ def _decode(q: Tensor, k: Tensor, v: Tensor, caches: tuple[Tensor, Tensor], grou
 
 
 def _pad(cache: Tensor, new: Tensor, group: _Decoding) -> Tensor:
-    """The contexts' keys and the new one behind them, (R, KV heads, L, D)."""
+    """The contexts' keys followed by the new ones, (R, KV heads, L, D)."""
     requests, (_, kv_heads, head_dim) = len(group.tokens), new.shape
     keys = cache.index_select(0, group.blocks).view(-1, kv_heads, head_dim)
-    # Memory that nobody has written yet may hold what is not a number, which no mask hides.
+    # Unwritten memory may hold NaN, which a mask does not hide.
     keys.index_fill_(0, group.hidden, 0)
     keys = keys.view(requests, -1, kv_heads, head_dim)
     keys[torch.arange(requests, device=new.device), group.places] = new[group.tokens]

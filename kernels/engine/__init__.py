@@ -1,4 +1,4 @@
-"""The embedded engine: any causal language model of transformers, its documents' KV over device, host and disk."""
+"""Embedded engine: a causal language model of transformers, its documents' KV over device, host and disk."""
 
 from __future__ import annotations
 

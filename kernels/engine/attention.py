@@ -1,8 +1,8 @@
-"""The attention that transformers' models call: over the paged pool, for all sequences of a step at once.
+"""Paged attention for transformers' models, for all sequences of a step at once.
 
-Nothing of a model is patched. The function is registered with transformers' AttentionInterface under a name, and what a
-step needs travels through the model's own keyword arguments. No mask is registered under that name, so that
-transformers makes none: where a token may look is said by positions and blocks.
+No model is patched: the function is registered with transformers' AttentionInterface under a name, and the step travels
+through the model's keyword arguments. No mask is registered under that name, so transformers makes none: positions and
+blocks say what a token attends to.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ __all__ = ["IMPLEMENTATION", "STEP", "PagedLayers", "PagedStep", "StepAttention"
 IMPLEMENTATION = "ragorder"
 STEP = "ragorder_step"
 
-# What models pass on to their attention that does not change its result, as no cache and no mask of transformers' is
-# used. Positions are in the keys already.
+# Arguments of models to their attention without effect on its result: transformers' cache and masks are not used, and
+# positions are in the keys already.
 _WITHOUT_EFFECT = frozenset(
     {
         "cache_position",
@@ -41,7 +41,7 @@ _WITHOUT_EFFECT = frozenset(
 
 
 class StepAttention(Protocol):
-    """What the registered function hands a layer's attention to."""
+    """Attention of one step, layer by layer."""
 
     def attend(
         self,
@@ -59,13 +59,13 @@ class StepAttention(Protocol):
 
 
 class PagedLayers:
-    """A pool as the layers of a model see it. Made once: a step does nothing per layer but use these views."""
+    """Views of a pool for each layer, made once for all steps."""
 
     def __init__(self, pool: BlockPool) -> None:
         shape = pool.shape
         rows = pool.kv.view(-1, shape.kv_heads, shape.head_dim)
         size = shape.block_size
-        # The rows of the pool from a layer's first on: a token's row is at the same index in each of these.
+        # The pool's rows from a layer's first on: a token's row has the same index in each of these.
         self.key_rows = [rows[2 * layer * size :] for layer in range(shape.layers)]
         self.value_rows = [rows[(2 * layer + 1) * size :] for layer in range(shape.layers)]
         self.key_caches = [pool.key_cache(layer) for layer in range(shape.layers)]
@@ -97,7 +97,7 @@ class PagedStep:
         softcap: float | None,
     ) -> torch.Tensor:
         layers = self._layers
-        # All new tokens are in the pool before any sequence looks at it: one may begin with what another computes.
+        # All new tokens are written before any sequence reads the pool: one may begin with nodes that another computes.
         layers.key_rows[layer].index_copy_(0, self._slots, key)
         layers.value_rows[layer].index_copy_(0, self._slots, value)
         out: torch.Tensor = prefix_attention(
@@ -129,15 +129,15 @@ def _attention(
 ) -> tuple[torch.Tensor, None]:
     """query (1, HQ, T, D), key and value (1, HKV, T, D); returns (1, T, HQ, D).
 
-    Raises UnsupportedModelError for what it would have to ignore.
+    Raises UnsupportedModelError for arguments that it would have to ignore.
     """
     step: StepAttention | None = others.pop(STEP, None)
     if step is None:
         raise UnsupportedModelError(
             f"{type(module).__name__} was called without {STEP}: the model does not pass keyword arguments on to its "
-            f"attention, or somebody but the engine called it (see TieredEngine.close)"
+            f"attention, or was called outside the engine (see TieredEngine.close)"
         )
-    effects = [name for name, given in others.items() if name not in _WITHOUT_EFFECT and not _says_nothing(given)]
+    effects = [name for name, given in others.items() if name not in _WITHOUT_EFFECT and not _is_empty(given)]
     if attention_mask is not None:
         effects.append("attention_mask")
     if dropout:
@@ -163,10 +163,10 @@ def _attention(
     return out[None], None
 
 
-def _says_nothing(given: object) -> bool:
+def _is_empty(given: object) -> bool:
     return given is None or given is False or (isinstance(given, Sequence) and not given)
 
 
 def register() -> None:
-    """Make the attention known to transformers; as often as one likes."""
+    """Register the attention with transformers; may be called again."""
     AttentionInterface.register(IMPLEMENTATION, _attention)

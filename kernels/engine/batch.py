@@ -1,4 +1,4 @@
-"""A step as tensors: the pieces of all sequences one after the other, where they go, and what they attend to."""
+"""Packing of a step: the pieces of all sequences as tensors."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ __all__ = ["PackedStep", "Piece", "pack"]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What a step computes of one sequence: `token_ids`, which stand behind `start` tokens in the pool, in the blocks
-    of `table`. `wants_logits`: the sequence ends with it, so that its next token can be chosen."""
+    """New tokens of one sequence behind `start` tokens in the blocks of `table`. `wants_logits`: of the last one."""
 
     token_ids: Sequence[int]
     start: int
@@ -28,7 +27,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class PackedStep:
-    """What a forward takes."""
+    """Arguments of a forward."""
 
     token_ids: torch.Tensor
     positions: torch.Tensor
@@ -37,7 +36,7 @@ class PackedStep:
 
 
 def pack(pieces: Sequence[Piece], layers: PagedLayers, device: torch.device | str) -> PackedStep:
-    """The pieces as tensors on the device, in two transfers."""
+    """Pack pieces into tensors on the device, in two transfers."""
     counts = [len(piece.token_ids) for piece in pieces]
     starts = [0, *accumulate(counts)]
     total = starts[-1]

@@ -1,4 +1,4 @@
-"""Text of an answer as its tokens come: whole characters only, spaces as they are, nothing of a stop string."""
+"""Incremental detokenisation: whole characters only, exact spaces, nothing of a stop string."""
 
 from __future__ import annotations
 
@@ -8,21 +8,22 @@ from typing import Any
 
 __all__ = ["TextStream"]
 
-# How a tokenizer writes bytes that are no whole character.
+# The tokenizers' text for bytes that are not a whole character.
 _BROKEN = "\ufffd"
-# Tokenizers look back no further than the first of these for spaces and joined characters. The others are for a prompt
-# of single bytes, in which one of four in a row begins a character, and for one that ends within a character.
+# Tokenizers look back no further than the first of these for spaces and joined characters. The others are for prompts
+# of single bytes, in which one of four in a row begins a character, and for prompts that end within a character.
 _CONTEXT_TOKENS = (6, 7, 8, 9, 24)
-# A character has four bytes at most; what is still broken with more tokens behind it stays so.
+# A character has at most four bytes: text that is still broken with more tokens behind it stays so.
 _CHARACTER_TOKENS = 3
 _PENDING_TOKENS = 8
 
 
 class TextStream:
-    """The text behind a prompt, in pieces that are never taken back; all pieces together are `text`.
+    """The text behind a prompt, in pieces that are never revised and add up to `text`; none without a tokenizer.
 
-    Text is what decoding adds to the prompt's own last tokens, so that the first word keeps its space. Without a
-    tokenizer there is none. With `stop` strings, whatever may be the beginning of one waits until it is known.
+    Tokens are decoded behind the prompt's last ones, so that the first word keeps its space. A possible beginning of a
+    `stop` string is held back. tokenizers' DecodeStream does not replace this: it needs a fast tokenizer, and with byte
+    fallback it returns nothing more once bytes do not make a character.
     """
 
     def __init__(self, tokenizer: Any | None, prompt: Sequence[int], stop: Sequence[str] = ()) -> None:
@@ -38,17 +39,17 @@ class TextStream:
         self._waiting = ""
 
     def push(self, token_id: int) -> str:
-        """What is new in the text with this token; "" once a stop string was found (`stopped`)."""
+        """The new text; "" once a stop string was found (`stopped`)."""
         if self._tokenizer is None or self.stopped:
             return ""
         self._tokens.append(token_id)
-        return self._tell(self._decode())
+        return self._emit(self._decode())
 
     def finish(self) -> str:
-        """The rest: what waited, incomplete characters included."""
+        """The text held back, incomplete characters included."""
         if self._tokenizer is None or self.stopped:
             return ""
-        new = self._tell(self._decode(to_the_end=True))
+        new = self._emit(self._decode(to_the_end=True))
         if not self.stopped:
             new += self._waiting
             self.text += self._waiting
@@ -64,7 +65,7 @@ class TextStream:
                 return ""
             end -= _CHARACTER_TOKENS
             after = self._text_of(self._tokens[self._context : end])
-        # All of it, unless the prompt, or what was told as complete, ended within a character.
+        # All of it, unless the prompt, or what was emitted as complete, ended within a character.
         known = _common(before, after)
         if len(after) == known:
             return ""
@@ -86,7 +87,7 @@ class TextStream:
         text: str = self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text
 
-    def _tell(self, new: str) -> str:
+    def _emit(self, new: str) -> str:
         if not self._stop:
             self.text += new
             return new
@@ -94,22 +95,22 @@ class TextStream:
         found = min((place for place in map(text.find, self._stop) if place >= 0), default=-1)
         if found >= 0:
             self.stopped = True
-            told, self._waiting = text[:found], ""
+            emitted, self._waiting = text[:found], ""
         else:
             kept = self._beginning_of_a_stop(text)
-            told, self._waiting = text[: len(text) - kept], text[len(text) - kept :]
-        self.text += told
-        return told
+            emitted, self._waiting = text[: len(text) - kept], text[len(text) - kept :]
+        self.text += emitted
+        return emitted
 
     def _beginning_of_a_stop(self, text: str) -> int:
-        """How many characters at the end of the text may be the beginning of a stop string."""
+        """Characters at the end of the text that may begin a stop string."""
         longest = min(self._longest - 1, len(text))
         fits = (n for n in range(longest, 0, -1) if any(stop.startswith(text[-n:]) for stop in self._stop))
         return next(fits, 0)
 
 
 def _common(one: str, other: str) -> int:
-    """How many characters both begin with."""
+    """The length of the common prefix."""
     if other.startswith(one):
         return len(one)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))

@@ -1,11 +1,10 @@
-"""The embedded engine: a causal language model with its documents' KV over device, host and disk."""
+"""Embedded engine: a causal language model with its documents' KV over device, host and disk."""
 
 from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Iterator
-from collections.abc import Sequence as Many
+from collections.abc import Iterable, Iterator
 from itertools import count
 from pathlib import Path
 from threading import RLock
@@ -15,19 +14,17 @@ from typing import Any, Self
 import torch
 
 from ragorder.kernels.cache import DiskSettings, KnowledgeCache, TierTokens
-from ragorder.kernels.engine.admission import Admission
-from ragorder.kernels.engine.adopted import AdoptedModel
 from ragorder.kernels.engine.attention import PagedLayers
+from ragorder.kernels.engine.batch import Piece, pack
+from ragorder.kernels.engine.forward import Forward
 from ragorder.kernels.engine.identity import identity
 from ragorder.kernels.engine.loading import load_model, load_tokenizer
-from ragorder.kernels.engine.memory import device_blocks
-from ragorder.kernels.engine.outbox import Outbox
+from ragorder.kernels.engine.model import PatchedModel, device_blocks
 from ragorder.kernels.engine.request import Completion, Request, RequestRefusedError, Update
-from ragorder.kernels.engine.runner import Runner
-from ragorder.kernels.engine.sampling import Choice
-from ragorder.kernels.engine.scheduler import Chunk, Scheduler
-from ragorder.kernels.engine.sequence import Sequence
-from ragorder.kernels.engine.stats import Counters, EngineStats
+from ragorder.kernels.engine.sampling import Choice, choose
+from ragorder.kernels.engine.scheduler import ScheduledChunk, Scheduler
+from ragorder.kernels.engine.sequence import RequestValidator, Sequence
+from ragorder.kernels.engine.stats import EngineCounters, EngineStats
 from ragorder.kernels.engine_settings import EngineSettings
 from ragorder.kernels.paging import OutOfBlocksError
 from ragorder.kernels.profile import LINEAR, PrefillProfile
@@ -36,22 +33,24 @@ __all__ = ["TieredEngine"]
 
 _logger = logging.getLogger("ragorder.kernels.engine")
 
-# How long a step waits for loads where there is nothing else to do.
+# How long a step waits for loads if there is nothing to compute.
 _IDLE_S = 0.001
 
 
 class TieredEngine:
-    """Serves a transformers model from a paged pool of KV, of which documents stay cached over three tiers.
+    """Serves a transformers model from a paged KV pool in which documents stay cached over three tiers.
 
-    The model is used as it is: while the engine lives, its attention is set to ours (`set_attn_implementation`) and it
-    is in evaluation mode; `close` puts both back. Every answer is what the model gives without a cache.
+    While the engine lives, the model is in evaluation mode with the engine's attention (`set_attn_implementation`);
+    `close` restores both. Answers are those of the model without a cache.
 
-    `add` takes requests at any time, and `step` computes one packed forward for all that run. `generate` and `stream`
-    step by themselves; what meanwhile comes for others waits for theirs. All methods may be called from any thread,
-    one at a time is served.
+        with TieredEngine.load("Qwen/Qwen2.5-0.5B-Instruct") as engine:
+            [completion] = engine.generate([Request(token_ids, document_ends)])
 
-    Raises UnsupportedModelError for a model that cannot be served exactly, ValueError for a device, a length or a pool
-    that cannot be.
+    `add` queues requests at any time, and each `step` computes one packed forward for all that run. `generate` and
+    `stream` step by themselves. Methods may be called from any thread; one runs at a time.
+
+    Raises UnsupportedModelError for a model that cannot be served exactly, ValueError for an invalid device, length or
+    pool.
     """
 
     def __init__(self, model: Any, tokenizer: Any | None = None, settings: EngineSettings | None = None) -> None:
@@ -59,25 +58,25 @@ class TieredEngine:
         self.tokenizer = tokenizer
         self.block_size = settings.block_size
         self._lock = RLock()
-        self._counters = Counters()
+        self._counters = EngineCounters()
         self._ids = count()
         self._sequences: dict[int, Sequence] = {}
-        self._outbox = Outbox()
+        self._updates = UpdateQueues()
         self._closed = False
-        self._model = AdoptedModel(model, settings)
+        self._model = PatchedModel(model, settings)
         self.model_name = self._model.name
         try:
             self._set_up(settings, self._model)
         except BaseException:
-            self._model.give_back()
+            self._model.restore()
             raise
 
-    def _set_up(self, settings: EngineSettings, model: AdoptedModel) -> None:
+    def _set_up(self, settings: EngineSettings, model: PatchedModel) -> None:
         shape = model.shape
         blocks = device_blocks(shape, model.device, settings.device_tokens, model.longest, settings.device_share)
         self.device_tokens = blocks * shape.block_size
         self.max_model_len = model.longest or self.device_tokens
-        self._admission = Admission(
+        self._validator = RequestValidator(
             model.vocabulary,
             self.max_model_len,
             self.device_tokens,
@@ -95,37 +94,34 @@ class TieredEngine:
             history=settings.history,
             profile=LINEAR if settings.profile is None else PrefillProfile.from_file(settings.profile),
             device=model.device,
-            # Reads all weights: only for KV that outlives the process.
+            # Reads all weights, so only for KV that outlives the process.
             identity="" if settings.disk_path is None else identity(model.model, shape),
             replicate_nodes=settings.replicate_nodes,
         )
         self._scheduler = Scheduler(self._cache, shape.block_size, settings.max_batch_tokens, settings.max_requests)
-        self._runner = Runner(model.forward, PagedLayers(self._cache.pool), model.device)
+        self._runner = _Runner(model.forward, PagedLayers(self._cache.pool), model.device)
 
     @classmethod
     def load(cls, name: str | Path, settings: EngineSettings | None = None) -> Self:
-        """An engine on a model and its tokenizer in a folder, or of that name on the Hub.
-
-        Raises ModelLoadError naming what is missing, and what `TieredEngine` does.
-        """
+        """An engine on a model and its tokenizer, from a folder or from the Hub. Also raises ModelLoadError."""
         settings = settings or EngineSettings()
         model = load_model(name, settings)
         return cls(model, load_tokenizer(name), settings)
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether a `step` has something to do or to tell."""
-        return bool(self._sequences or self._outbox)
+        """Whether `step` has something to compute or to return."""
+        return bool(self._sequences or self._updates)
 
     def add(self, request: Request) -> int:
-        """Queue a request; its id comes with its updates. Raises RequestRefusedError, which says what to change, for
-        one that can never be served, and RuntimeError after `close`."""
+        """Queue a request; returns the id that its updates have. Raises RequestRefusedError for a request that can
+        never be served, and RuntimeError after `close`."""
         with self._lock:
             if self._closed:
                 raise RuntimeError("the engine is closed: make another one")
             request_id = next(self._ids)
             try:
-                sequence = self._admission.admit(request_id, request)
+                sequence = self._validator.admit(request_id, request)
             except RequestRefusedError:
                 self._counters.refused += 1
                 raise
@@ -134,44 +130,44 @@ class TieredEngine:
             return request_id
 
     def abort(self, request_id: int) -> bool:
-        """End a request now, wherever it is; what it had computed of its documents stays cached. Its completion comes
-        with the next `step`. Whether there was such a request."""
+        """End a request; returns whether it was there. Its completion comes with the next `step`, and what it had
+        computed of its documents stays cached."""
         with self._lock:
             sequence = self._sequences.get(request_id)
             if sequence is None:
                 return False
             self._scheduler.finish(sequence)
-            self._outbox.tell([self._ended(sequence.end("abort"))])
+            self._updates.put([self._ended(sequence.end("abort"))])
             return True
 
     def step(self) -> list[Update]:
-        """Compute the next step, and say what it brought; nothing while all requests wait for their prefixes."""
+        """Compute the next step; returns its updates, none while all requests wait for their prefixes."""
         with self._lock:
-            self._outbox.tell(self._advance())
-            return self._outbox.take()
+            self._updates.put(self._advance())
+            return self._updates.take()
 
-    def generate(self, requests: Many[Request]) -> list[Completion]:
-        """Serve these, side by side, and return their completions in the same order. A request that is refused has one
-        with the finish reason "error"."""
+    def generate(self, requests: Iterable[Request]) -> list[Completion]:
+        """Serve requests together; their completions, in the same order. A refused one has the finish reason
+        "error"."""
         completions: dict[int, Completion] = {}
-        places = [self._add_followed(request, completions) for request in requests]
+        ids = [self._subscribe(request, completions) for request in requests]
         try:
-            for request_id in places:
+            for request_id in ids:
                 while request_id not in completions:
                     for update in self._next_updates(request_id):
                         if update.completion is not None:
                             completions[request_id] = update.completion
         finally:
-            for request_id in places:
-                self._unfollow(request_id)
-        return [completions[request_id] for request_id in places]
+            for request_id in ids:
+                self._unsubscribe(request_id)
+        return [completions[request_id] for request_id in ids]
 
     def stream(self, request: Request) -> Iterator[Update]:
-        """Serve a request and yield its updates as they come, the last one with its completion. Leaving earlier aborts
-        it. Raises RequestRefusedError with the first."""
+        """Yield a request's updates as they come, the last one with its completion. Closing the iterator aborts it. The
+        first update raises RequestRefusedError."""
         with self._lock:
             request_id = self.add(request)
-            self._outbox.follow(request_id)
+            self._updates.subscribe(request_id)
         try:
             while True:
                 for update in self._next_updates(request_id):
@@ -179,10 +175,9 @@ class TieredEngine:
                     if update.completion is not None:
                         return
         finally:
-            self._unfollow(request_id)
+            self._unsubscribe(request_id)
 
     def stats(self) -> EngineStats:
-        """A snapshot."""
         with self._lock:
             scheduler = self._scheduler
             return self._counters.snapshot(
@@ -190,12 +185,12 @@ class TieredEngine:
             )
 
     def clear_cache(self) -> None:
-        """Forget all documents, in all tiers, but for what requests under way use."""
+        """Empty all tiers, but for blocks of requests under way."""
         with self._lock:
             self._cache.clear()
 
     def close(self) -> None:
-        """Abort what is under way, and let go of the pool, the disk's folder and the model."""
+        """Abort all requests, release the disk's folder, and restore the model."""
         with self._lock:
             if self._closed:
                 return
@@ -203,7 +198,7 @@ class TieredEngine:
                 self.abort(request_id)
             self._closed = True
             self._cache.close()
-            self._model.give_back()
+            self._model.restore()
 
     def __enter__(self) -> Self:
         return self
@@ -220,7 +215,7 @@ class TieredEngine:
             scheduler.finish(first)
             return [self._ended(first.end("error", "the pool has no room for it: give the engine more device_tokens"))]
         except Exception as error:
-            # Whose fault it is, is not known.
+            # Any of them may be the cause.
             return self._fail([*scheduler.running, *scheduler.waiting], error, "the step could not be planned")
         if not chunks:
             if scheduler.waiting:
@@ -232,7 +227,7 @@ class TieredEngine:
             failed = self._fail([chunk.sequence for chunk in chunks], error, "the model's forward failed")
             if isinstance(error, Exception):
                 return failed
-            self._outbox.tell(failed)
+            self._updates.put(failed)
             raise
         self._counters.steps += 1
         self._counters.computed_tokens += sum(chunk.tokens for chunk in chunks)
@@ -242,23 +237,23 @@ class TieredEngine:
             if chunk.last:
                 updates.append(self._take(chunk, *next(results)))
             else:
-                scheduler.computed(chunk)
+                scheduler.mark_computed(chunk)
         return updates
 
-    def _take(self, chunk: Chunk, choice: Choice, logits: torch.Tensor) -> Update:
+    def _take(self, chunk: ScheduledChunk, choice: Choice, logits: torch.Tensor) -> Update:
         sequence = chunk.sequence
         first = sequence.ttft_s is None
         if choice.token_id is None:
-            # Its KV may be as bad: nobody else shall find it.
+            # Its KV may be as bad: no other request may find it.
             self._scheduler.drop(sequence)
             return self._ended(sequence.end("error", "the model's logits are not numbers (overflow, or bad weights)"))
         if first and sequence.request.keep_logits:
             sequence.logits = logits.float().cpu().clone()
-        self._scheduler.computed(chunk)
+        self._scheduler.mark_computed(chunk)
         try:
             update = sequence.take(choice.token_id, choice.logprobs)
         except Exception as error:
-            # Tokenizers of some models know fewer tokens than the model.
+            # Some tokenizers have fewer tokens than their model.
             self._scheduler.finish(sequence)
             why = f"the tokenizer cannot decode the answer ({type(error).__name__})"
             return self._ended(sequence.end("error", why))
@@ -270,13 +265,13 @@ class TieredEngine:
             self._ended(update)
         return update
 
-    def _fail(self, sequences: Many[Sequence], error: BaseException, what: str) -> list[Update]:
+    def _fail(self, sequences: list[Sequence], error: BaseException, what: str) -> list[Update]:
         # The message of an error may quote a prompt; the place where it was raised does not.
         place = traceback.extract_tb(error.__traceback__)[-1]
         why = f"{what} ({type(error).__name__} in {Path(place.filename).name}, line {place.lineno})"
         if isinstance(error, torch.OutOfMemoryError):
             why += ": give a smaller max_batch_tokens"
-        _logger.error("a step of %d requests: %s", len(sequences), why)
+        _logger.error("a step of %d requests failed: %s", len(sequences), why)
         self._counters.failed_steps += 1
         self._scheduler.fail(sequences)
         return [self._ended(sequence.end("error", why)) for sequence in sequences]
@@ -287,7 +282,7 @@ class TieredEngine:
         self._counters.end(update.completion)
         return update
 
-    def _add_followed(self, request: Request, completions: dict[int, Completion]) -> int:
+    def _subscribe(self, request: Request, completions: dict[int, Completion]) -> int:
         with self._lock:
             try:
                 request_id = self.add(request)
@@ -296,19 +291,74 @@ class TieredEngine:
                 completions[request_id] = Completion(
                     request_id, (), "", "error", len(request.token_ids), TierTokens(), None, 0.0, str(error)
                 )
-            self._outbox.follow(request_id)
+            self._updates.subscribe(request_id)
             return request_id
 
     def _next_updates(self, request_id: int) -> list[Update]:
-        """What has come for a request, after a step if nothing has."""
+        """A subscribed request's updates, after a step if there are none."""
         with self._lock:
-            updates = self._outbox.of(request_id)
+            updates = self._updates.take_for(request_id)
             if not updates:
-                self._outbox.tell(self._advance())
-                updates = self._outbox.of(request_id)
+                self._updates.put(self._advance())
+                updates = self._updates.take_for(request_id)
             return updates
 
-    def _unfollow(self, request_id: int) -> None:
+    def _unsubscribe(self, request_id: int) -> None:
         with self._lock:
             self.abort(request_id)
-            self._outbox.unfollow(request_id)
+            self._updates.unsubscribe(request_id)
+
+
+class UpdateQueues:
+    """Updates of subscribed requests, each in a queue of its own, and all others in one."""
+
+    def __init__(self) -> None:
+        self._others: list[Update] = []
+        self._subscribed: dict[int, list[Update]] = {}
+
+    def __bool__(self) -> bool:
+        """Whether `take` has updates."""
+        return bool(self._others)
+
+    def put(self, updates: Iterable[Update]) -> None:
+        for update in updates:
+            self._subscribed.get(update.request_id, self._others).append(update)
+
+    def take(self) -> list[Update]:
+        taken, self._others = self._others, []
+        return taken
+
+    def subscribe(self, request_id: int) -> None:
+        self._subscribed[request_id] = []
+
+    def take_for(self, request_id: int) -> list[Update]:
+        taken, self._subscribed[request_id] = self._subscribed[request_id], []
+        return taken
+
+    def unsubscribe(self, request_id: int) -> None:
+        self._subscribed.pop(request_id, None)
+
+
+class _Runner:
+    """One packed forward a step over the pool of `layers`, and the choice of next tokens."""
+
+    def __init__(self, forward: Forward, layers: PagedLayers, device: torch.device) -> None:
+        self.forward = forward
+        self._layers = layers
+        self._device = device
+
+    def compute(self, chunks: list[ScheduledChunk]) -> tuple[torch.Tensor, list[Choice]]:
+        """Logits (N, vocabulary) and next tokens of the sequences that get one, in the order of chunks."""
+        step = pack([self._piece(chunk) for chunk in chunks], self._layers, self._device)
+        logits = self.forward(step.token_ids, step.positions, step.kept, step.attention)
+        chosen = [chunk.sequence for chunk in chunks if chunk.last]
+        if not chosen:
+            return logits, []
+        samplings = [sequence.request.sampling for sequence in chosen]
+        with torch.inference_mode():
+            return logits, choose(logits, samplings, [sequence.random for sequence in chosen])
+
+    def _piece(self, chunk: ScheduledChunk) -> Piece:
+        sequence, start = chunk.sequence, chunk.sequence.computed
+        table = sequence.table(self._layers.block_size)
+        return Piece(sequence.tokens[start : start + chunk.tokens], start, table, chunk.last)

@@ -1,4 +1,4 @@
-"""One forward of a transformers model over a packed step."""
+"""Forward of a transformers model over a packed step."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["Forward"]
 
 
 class Forward:
-    """Calls a causal language model as it is, with the attention of the step among its keyword arguments.
+    """Calls a causal language model with the step's attention among its keyword arguments.
 
-    Logits are computed for the tokens that are asked for alone, by the model's own forward, so that what it does behind
-    its last layer (scaling, soft-capping) is done.
+    The model's own forward computes the logits, for the wanted tokens only, so that scaling and soft-capping behind the
+    last layer are included.
     """
 
     def __init__(self, model: Any) -> None:
@@ -26,7 +26,7 @@ class Forward:
     def __call__(
         self, token_ids: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor, attention: StepAttention
     ) -> torch.Tensor:
-        """token_ids, positions int64 (T,), kept int64 (N,): tokens whose logits are wanted; gives (N, vocabulary)."""
+        """token_ids, positions int64 (T,), kept int64 (N,): tokens whose logits are wanted; (N, vocabulary)."""
         arguments = {STEP: attention}
         if self._selects:
             arguments["logits_to_keep"] = kept

@@ -1,4 +1,4 @@
-"""The identity of a model: what must be the same for KV on a disk to be this model's."""
+"""Identity of a model: a digest of everything that its KV depends on."""
 
 from __future__ import annotations
 
@@ -18,25 +18,24 @@ from ragorder.kernels.store.hashing import digest_in_pieces, digest_threads
 
 __all__ = ["identity"]
 
-# To be raised whenever our own computation changes what stands in a KV block.
+# To be raised whenever the engine's own computation changes the contents of a KV block.
 _FORMAT = 2
 _SCALARS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
-# Entries of a configuration that say where a model is from, not what it computes.
+# Entries of a configuration that name a model's origin, not its computation.
 _ORIGIN = frozenset({"_name_or_path", "_commit_hash", "transformers_version"})
-# What a module knows that is told in another way, or changes nothing.
-_TOLD_OTHERWISE = frozenset({"_parameters", "_buffers", "_modules", "config", "generation_config", "training"})
+# Attributes of a module that are digested elsewhere, or have no effect.
+_DIGESTED_ELSEWHERE = frozenset({"_parameters", "_buffers", "_modules", "config", "generation_config", "training"})
 _WITHOUT_EFFECT = frozenset({"name_or_path", "warnings_issued", "_is_hf_initialized"})
 
 
 def identity(model: Any, shape: KVShape) -> str:
-    """A digest of all that the KV of a token depends on: every byte of every parameter and buffer, what modules keep
-    beside them (the scale of an adapter, an epsilon), the configuration, the layout of KV, the device, and the versions
-    of torch and transformers.
+    """Digest of every byte of parameters and buffers, the modules' other attributes (an adapter's scale, an epsilon),
+    the configuration, the KV layout, the device, and the versions of torch and transformers.
 
     Takes about a second per GB and thread. Raises ValueError for weights whose bytes cannot be read.
     """
     with digest_threads() as threads:
-        teller = _Teller(threads)
+        serializer = _Serializer(threads)
         facts = {
             "format": _FORMAT,
             "versions": [torch.__version__, transformers.__version__],
@@ -44,29 +43,29 @@ def identity(model: Any, shape: KVShape) -> str:
             "precision": torch.get_float32_matmul_precision(),
             "kv": [shape.layers, shape.kv_heads, shape.head_dim, shape.block_size, shape.dtype],
             "config": model.config,
-            # A shared module or tensor counts under each of its names: which ones share it matters.
-            "modules": {name: _kept_by(module) for name, module in model.named_modules(remove_duplicate=False)},
+            # A shared module or tensor counts under each of its names, as it matters which ones share it.
+            "modules": {name: _attributes(module) for name, module in model.named_modules(remove_duplicate=False)},
             "parameters": dict(model.named_parameters(remove_duplicate=False)),
             "buffers": dict(model.named_buffers(remove_duplicate=False)),
         }
         digest = sha256()
-        for part in teller.tell(facts):
+        for part in serializer.parts(facts):
             digest.update(f"{len(part)} {part}".encode("utf-8", "surrogatepass"))
     return digest.hexdigest()
 
 
-class _Teller:
-    """Writes values down so that different values are written differently, and equal ones alike in every process.
-    Tensors are told by the digest of their bytes, functions by their names and what they were made with."""
+class _Serializer:
+    """Injective serialisation of values, the same in every process: tensors by the digest of their bytes, functions by
+    name and bound values."""
 
     def __init__(self, threads: Executor) -> None:
         self._threads = threads
-        # With what it is the digest of: as long as that is here, nothing else has its id.
+        # With the tensor itself: while it is referenced, no other object has its id.
         self._digests: dict[int, tuple[torch.Tensor, str]] = {}
         self._objects: dict[int, tuple[object, int]] = {}
         self._above: set[int] = set()
 
-    def tell(self, value: Any) -> Iterator[str]:
+    def parts(self, value: Any) -> Iterator[str]:
         if isinstance(value, _SCALARS):
             yield f"{type(value).__name__} {value!r}"
         elif id(value) in self._above:
@@ -74,27 +73,27 @@ class _Teller:
         else:
             self._above.add(id(value))
             yield f"{type(value).__module__}.{type(value).__qualname__}"
-            yield from self._tell(value)
+            yield from self._parts(value)
             self._above.discard(id(value))
 
-    def _tell(self, value: Any) -> Iterator[str]:
+    def _parts(self, value: Any) -> Iterator[str]:
         if isinstance(value, torch.Tensor):
             yield from self._tensor(value)
         elif isinstance(value, torch.nn.Module):
-            # It is among the named modules if it takes part at all.
+            # Among the named modules if it takes part at all.
             return
         elif isinstance(value, Mapping):
             yield str(len(value))
             for key, entry in sorted(value.items(), key=lambda item: repr(item[0])):
                 yield repr(key)
-                yield from self.tell(entry)
+                yield from self.parts(entry)
         elif isinstance(value, Set):
             yield str(len(value))
             yield from sorted(map(repr, value))
         elif isinstance(value, Sequence):
             yield str(len(value))
             for entry in value:
-                yield from self.tell(entry)
+                yield from self.parts(entry)
         elif isinstance(value, type):
             yield f"{value.__module__}.{value.__qualname__}"
         elif isinstance(value, Enum):
@@ -103,15 +102,15 @@ class _Teller:
             yield f"object {self._objects[id(value)][1]}"
         else:
             self._objects[id(value)] = value, len(self._objects)
-            yield from self.tell(_made_of(value))
+            yield from self.parts(_made_of(value))
 
     def _tensor(self, tensor: torch.Tensor) -> Iterator[str]:
         yield f"{tuple(tensor.shape)} {tensor.dtype}"
         # Quantised weights keep their scales beside them.
-        yield from self.tell({name: entry for name, entry in vars(tensor).items() if name not in _WITHOUT_EFFECT})
+        yield from self.parts({name: entry for name, entry in vars(tensor).items() if name not in _WITHOUT_EFFECT})
         if hasattr(tensor, "__tensor_flatten__"):
             names, context = tensor.__tensor_flatten__()
-            yield from self.tell([context, {name: getattr(tensor, name) for name in names}])
+            yield from self.parts([context, {name: getattr(tensor, name) for name in names}])
             return
         if id(tensor) not in self._digests:
             self._digests[id(tensor)] = tensor, self._digest(tensor)
@@ -123,13 +122,13 @@ class _Teller:
             return digest_in_pieces(lambda start, end: numbers[start:end].cpu().numpy(), len(numbers), self._threads)
         except (NotImplementedError, RuntimeError, TypeError) as error:
             raise ValueError(
-                f"a disk tier needs to know whose KV it keeps, and weights on {tensor.device} ({tensor.layout}) cannot "
+                f"a disk tier needs the model's identity, and weights on {tensor.device} ({tensor.layout}) cannot "
                 "be read: load the whole model into memory, or leave disk_path out"
             ) from error
 
 
 def _made_of(value: Any) -> Any:
-    """What makes an object, or a function with what is bound to it, another one than its like."""
+    """The values that distinguish an object, or a function with its bound values, from others of its type."""
     if isinstance(value, transformers.PretrainedConfig):
         return {name: entry for name, entry in value.to_dict().items() if name not in _ORIGIN}
     if isinstance(value, partial):
@@ -145,22 +144,22 @@ def _bound(function: FunctionType) -> list[Any]:
     try:
         return [cell.cell_contents for cell in function.__closure__ or ()]
     except ValueError:
-        # Something that is not made yet.
+        # A variable that is not assigned yet.
         return []
 
 
-def _kept_by(module: torch.nn.Module) -> list[Any]:
-    """The kind of a module, and what it keeps beside parameters, buffers and other modules."""
+def _attributes(module: torch.nn.Module) -> list[Any]:
+    """The type of a module and its attributes beside parameters, buffers and modules."""
     kept = {}
     for name, entry in vars(module).items():
         if name.endswith("_hooks"):
-            # Their keys count all hooks of the process.
+            # Hooks' keys count all hooks of the process.
             kept[name] = list(entry.values())
-        elif "_hooks_" not in name and name not in _TOLD_OTHERWISE | _WITHOUT_EFFECT:
+        elif "_hooks_" not in name and name not in _DIGESTED_ELSEWHERE | _WITHOUT_EFFECT:
             kept[name] = entry
     return [type(module), kept]
 
 
 def _device(device: torch.device) -> str:
-    """What rounds alike."""
+    """The hardware, as far as it changes rounding."""
     return str(torch.cuda.get_device_name(device)) if device.type == "cuda" else device.type

@@ -1,4 +1,4 @@
-"""A model and its tokenizer from a folder or from the Hub, whole or not at all."""
+"""Models and tokenizers from a folder or the Hub, whole or not at all."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"
 
 
 class ModelLoadError(ValueError):
-    """The model cannot be had; the message says what is missing."""
+    """The model cannot be loaded; the message says what is missing."""
 
 
 def pick_device(name: str | None) -> torch.device:
-    """The device of that name, or a GPU if there is one. Raises ValueError for one that is not here."""
+    """The named device, by default a GPU if there is one. Raises ValueError for an absent device."""
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -45,10 +45,9 @@ def pick_device(name: str | None) -> torch.device:
 
 
 def load_model(name: str | Path, settings: EngineSettings) -> Any:
-    """A causal language model with all of its weights, on the device and in the dtype of the settings.
+    """A causal language model with all its weights, on the settings' device and in their dtype.
 
-    Raises ModelLoadError naming what is missing, UnsupportedModelError if it is no causal language model, and
-    ValueError for a device that is not here.
+    Raises ModelLoadError, UnsupportedModelError for other kinds of models, and ValueError for an absent device.
     """
     device = pick_device(settings.device)
     folder = Path(name)
@@ -86,10 +85,7 @@ def load_model(name: str | Path, settings: EngineSettings) -> Any:
 
 
 def load_tokenizer(name: str | Path) -> Any | None:
-    """The model's tokenizer; None, with a warning, where it has none: then requests are tokens, and answers, too.
-
-    Raises ModelLoadError if there is one that cannot be read.
-    """
+    """The model's tokenizer; None, with a warning, if it has none. Raises ModelLoadError for an unreadable one."""
     folder = Path(name)
     if folder.is_dir() and not any((folder / file).exists() for file in _TOKENIZER_FILES):
         _logger.warning("%s has no tokenizer: answers have tokens, but no text", folder)
@@ -101,8 +97,8 @@ def load_tokenizer(name: str | Path) -> Any | None:
 
 
 def may_be_on_hub(name: str) -> bool:
-    """Whether it is worth asking: where there is no network, that takes a minute. Names without an organisation are
-    old ones, which are good for what was downloaded already."""
+    """Whether the Hub may have the model: without a network, a request takes a minute. Names without an organisation
+    are old ones, accepted for downloaded models."""
     if _HUB_NAME.fullmatch(name):
         return True
     return _OLD_HUB_NAME.fullmatch(name) is not None and isinstance(try_to_load_from_cache(name, "config.json"), str)

@@ -1,7 +1,7 @@
-"""What a model does with its attention, found out by running it: shapes, windows, and whether our answer is its own.
+"""Probes of a model's attention: shapes, windows, and agreement with eager attention.
 
-A configuration does not say everything. So a new engine runs the model on a few tokens twice: once to see what each
-layer asks of its attention, and once to hold the engine's logits against those of transformers' eager attention.
+A configuration does not say everything, so a new engine runs a few tokens twice: once to record what each layer asks of
+its attention, and once to compare the engine's logits with those of transformers' eager attention.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ __all__ = ["AttentionFacts", "observe", "verify"]
 
 _logger = logging.getLogger("ragorder.kernels.engine")
 
-# Relative difference of the logits, as norms. Wrong masks, biases or positions are far above, rounding is far below.
+# Relative difference of the logits' norms. Wrong masks, biases or positions are far above, rounding is far below.
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionFacts:
-    """What the layers have in common."""
+    """Shapes and dtype of all layers' attention."""
 
     layers: int
     heads: int
@@ -39,7 +39,7 @@ class AttentionFacts:
 
 
 class _Observer:
-    """Attends plainly, and takes down what each layer asked for."""
+    """Plain attention that records what each layer asks for."""
 
     def __init__(self) -> None:
         self.shapes: dict[int, tuple[int, int, int, int, torch.dtype]] = {}
@@ -66,10 +66,9 @@ class _Observer:
 
 
 def observe(model: Any, forward: Forward) -> AttentionFacts:
-    """Run two tokens through the model and say what its attention looks like.
+    """Run two tokens through the model and return the facts of its attention.
 
-    Raises UnsupportedModelError where the layers are not alike, where some do not attend, or where their windows are
-    not those of the configuration.
+    Raises UnsupportedModelError if layers differ, do not attend, or have other windows than the configuration.
     """
     name = type(model).__name__
     observer = _Observer()
@@ -87,7 +86,7 @@ def observe(model: Any, forward: Forward) -> AttentionFacts:
     if sorted(observer.shapes) != list(range(wanted)):
         raise UnsupportedModelError(
             f"{name} cannot be served exactly: {len(observer.shapes)} of its {wanted} layers attend through "
-            "transformers' AttentionInterface, so others keep a state that the engine does not know"
+            "transformers' AttentionInterface, so the others keep a state outside the engine"
         )
     shapes = set(observer.shapes.values())
     if len(shapes) > 1:
@@ -104,7 +103,7 @@ def observe(model: Any, forward: Forward) -> AttentionFacts:
 
 
 def _check_windows(name: str, config: Any, windows: dict[int, int | None]) -> None:
-    """transformers says windows twice: in masks, of which there are none here, and to the attention."""
+    # transformers passes windows in masks, of which there are none here, and to the attention.
     window = getattr(config, "sliding_window", None)
     types = getattr(config, "layer_types", None)
     for layer, told in windows.items():
@@ -117,10 +116,10 @@ def _check_windows(name: str, config: Any, windows: dict[int, int | None]) -> No
 
 
 def verify(model: Any, forward: Forward, facts: AttentionFacts, block_size: int, longest: int | None) -> None:
-    """Hold the engine against the model's eager attention: a prompt computed in two pieces, the second of which finds
-    the first in the pool, with a boundary inside a block.
+    """Compare the engine with eager attention on a prompt in two pieces, the second behind the first in the pool, with
+    the boundary inside a block.
 
-    Raises UnsupportedModelError if the logits of the last token differ by more than rounding.
+    Raises UnsupportedModelError if the last token's logits differ by more than rounding.
     """
     length = min(2 * block_size + block_size // 2 + 3, 96, longest or 96)
     first = max(1, length - block_size // 2 - 2)
@@ -155,7 +154,7 @@ def verify(model: Any, forward: Forward, facts: AttentionFacts, block_size: int,
 
 
 def _tokens(model: Any, count: int) -> torch.Tensor:
-    """int64 (count,): tokens drawn anew but always the same."""
+    """int64 (count,): random tokens, the same at every call."""
     embedding = model.get_input_embeddings().weight
     drawn = torch.randint(0, embedding.shape[0], (count,), generator=torch.Generator().manual_seed(count))
     return drawn.to(embedding.device)

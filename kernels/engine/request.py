@@ -1,4 +1,4 @@
-"""What is asked of the engine, and what it gives back."""
+"""Requests, their updates and completions."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 class RequestRefusedError(ValueError):
-    """The request can never be served; the message says what to change, and nothing of the prompt."""
+    """The request can never be served. The message says what to change, and quotes nothing of the prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How tokens are chosen, and when that ends.
+    """How tokens are chosen, and what ends an answer.
 
-    `temperature` 0 takes the likeliest. `top_p` draws from the fewest tokens whose probabilities add up to as much.
-    The same `seed` draws the same, whatever else the engine serves meanwhile; without one every request differs.
-    `stop` are strings, of which the text ends in front, and tokens; the model's own end-of-text tokens are stops unless
-    `ignore_eos`. `logprobs` is how many alternatives are reported for each token, 0: the chosen token alone.
+    `temperature` 0 takes the likeliest token; `top_p` samples from the smallest set with that much probability. A
+    `seed` gives the same samples whatever else is served. `stop` has strings, which the text excludes, and tokens,
+    beside the model's end-of-text tokens (unless `ignore_eos`). `logprobs`: alternatives reported for each token (0:
+    the chosen token alone).
     """
 
     max_tokens: int = 16
@@ -62,10 +62,12 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A prompt in tokens. `document_ends` is where its documents end, ascending, in tokens from the beginning: what is
-    in front of the first end is the system prompt and the first document's beginning, what is behind the last is the
-    question and is not cached. `salt` keeps caches apart: only requests of the same salt share. `keep_logits` has the
-    completion carry the logits of the first token."""
+    """A prompt in tokens.
+
+    `document_ends`: where documents end, ascending, counted from the prompt's beginning. The first document's node
+    includes the system prompt; what follows the last end, the question, is not cached. Only requests of the same `salt`
+    share a cache. `keep_logits`: the completion has the first token's logits.
+    """
 
     token_ids: Sequence[int]
     document_ends: Sequence[int] = ()
@@ -76,7 +78,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """The natural logarithm of a chosen token's probability, before temperature and top_p, and of the likeliest."""
+    """Natural logarithms of probabilities before temperature and top_p: the chosen token's, and the `top` tokens'."""
 
     token_id: int
     logprob: float
@@ -85,10 +87,10 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """How a request ended. `token_ids` are all that were generated, a stop token included, of which `text` has nothing.
+    """The result of a request. `token_ids` include a stop token, `text` does not.
 
-    `ttft_s` runs from `add` to the first token, None if there was none, `total_s` to the end. `error` says why for the
-    finish reason "error". `logits` (vocabulary,) are those of the first token in fp32 on the CPU, if they were kept.
+    `ttft_s` (None without a token) and `total_s` run from `add`. `error` is set for the finish reason "error". `logits`
+    (vocabulary,) are the first token's, fp32 on the CPU.
     """
 
     request_id: int
@@ -106,8 +108,8 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What a step brought for one request: new tokens, the text that came new (none while a character or a stop string
-    is incomplete), their logprobs if asked for, and at the end the completion."""
+    """One step's news of a request: new tokens, new text (held back while a character or stop string is incomplete),
+    logprobs if wanted, and at the end the completion."""
 
     request_id: int
     token_ids: tuple[int, ...]

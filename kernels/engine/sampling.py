@@ -1,4 +1,4 @@
-"""How the next tokens are chosen, for all sequences of a step at once."""
+"""Choice of the next tokens, for all sequences of a step at once."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ __all__ = ["Choice", "choose"]
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The next token of a sequence; None where the model's logits are no numbers."""
+    """The next token of a sequence; None if the logits are not finite."""
 
     token_id: int | None
     logprobs: TokenLogprobs | None = None
 
 
 def choose(logits: torch.Tensor, samplings: Sequence[Sampling], randoms: Sequence[Random]) -> list[Choice]:
-    """logits (N, vocabulary); what is drawn for a sequence depends on its own row and its own `Random` alone."""
+    """Choose from logits (N, vocabulary); each sample depends on its row and its `Random` alone."""
     logits = logits.float()
     largest, best = logits.max(dim=-1)
     drawn = [row for row, sampling in enumerate(samplings) if sampling.temperature > 0]
@@ -31,17 +31,17 @@ def choose(logits: torch.Tensor, samplings: Sequence[Sampling], randoms: Sequenc
         best = best.clone()
         numbers = [randoms[row].random() for row in drawn]
         best[drawn] = _draw(logits[drawn], [samplings[row] for row in drawn], numbers)
-    # One wait for the device a step.
+    # One synchronisation with the device a step.
     tokens, finite = torch.stack((best, largest.isfinite().long())).tolist()
     wanted = {row: sampling.logprobs for row, sampling in enumerate(samplings) if sampling.logprobs is not None}
     logprobs = _logprobs(logits[list(wanted)], [tokens[row] for row in wanted], list(wanted.values()))
-    told = dict(zip(wanted, logprobs, strict=True))
+    by_row = dict(zip(wanted, logprobs, strict=True))
     rows = enumerate(zip(tokens, finite, strict=True))
-    return [Choice(token if sound else None, told.get(row)) for row, (token, sound) in rows]
+    return [Choice(token if sound else None, by_row.get(row)) for row, (token, sound) in rows]
 
 
 def _draw(logits: torch.Tensor, samplings: Sequence[Sampling], numbers: Sequence[float]) -> torch.Tensor:
-    """Inverse transform sampling in fp64, one number of [0, 1) a row. Returns int64 (rows,)."""
+    """Inverse transform sampling in fp64 with one number in [0, 1) a row; int64 (rows,)."""
     device = logits.device
     temperatures = torch.tensor([sampling.temperature for sampling in samplings], dtype=torch.float64, device=device)
     # With the largest at 0 no temperature is too small.
@@ -57,7 +57,7 @@ def _draw(logits: torch.Tensor, samplings: Sequence[Sampling], numbers: Sequence
 
 
 def _nucleus(probabilities: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """All but the likeliest tokens that add up to top_p, ties included, are out."""
+    """Keep the likeliest tokens that add up to top_p, ties included."""
     ranked = probabilities.sort(dim=-1, descending=True).values
     inside = ranked.cumsum(-1) - ranked < top_p[:, None]
     least = ranked.masked_fill(~inside, math.inf).amin(-1, keepdim=True)

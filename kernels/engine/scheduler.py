@@ -1,24 +1,23 @@
-"""Who is computed in a step: continuous batching, first come first served among those whose prefix is there."""
+"""Continuous batching: first come first served among sequences whose cached prefix is on the device."""
 
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Sequence as Many
 from dataclasses import dataclass
 
 from ragorder.kernels.cache import KnowledgeCache
 from ragorder.kernels.engine.sequence import Sequence
 from ragorder.kernels.paging import OutOfBlocksError
 
-__all__ = ["Chunk", "Scheduler"]
+__all__ = ["ScheduledChunk", "Scheduler"]
 
-# How many of those that wait for their turn have what is cached of them loaded ahead.
+# Waiting sequences whose cached prefix is prefetched.
 _PREFETCHED = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
-    """What a step computes of a sequence: its next `tokens` tokens. After the last chunk its next token is chosen."""
+class ScheduledChunk:
+    """The next `tokens` tokens of a sequence, computed in a step. `last`: the next token is chosen after it."""
 
     sequence: Sequence
     tokens: int
@@ -26,11 +25,11 @@ class Chunk:
 
 
 class Scheduler:
-    """Sequences that wait, in the order in which they came, and those that run, in the same order.
+    """Waiting and running sequences, each in the order of arrival.
 
-    A sequence is admitted when what it finds cached is on the device, and there are blocks for all of its tokens so
-    far. While its prefix is still being loaded others go first. If blocks run out for an answer, those that came last
-    give theirs up and wait again; what they had computed for the tree may still be cached when their turn comes.
+    A sequence is admitted when its cached prefix is on the device and there are blocks for all its tokens so far; while
+    the prefix loads, later ones go first. If blocks run out, the latest sequences are preempted and wait again; their
+    documents may still be cached when their turn comes.
     """
 
     def __init__(self, cache: KnowledgeCache, block_size: int, max_batch_tokens: int, max_requests: int) -> None:
@@ -41,26 +40,26 @@ class Scheduler:
         self._block_size = block_size
         self._max_batch_tokens = max_batch_tokens
         self._max_requests = max_requests
-        # There has been no room for the first who waits, and none has come free since.
+        # There was no room for the first waiting sequence, and none has come free since.
         self._full = False
 
     @property
     def loading(self) -> list[Sequence]:
-        """Those that wait for a part of their prefix."""
+        """Waiting sequences whose prefix is being loaded."""
         return [sequence for sequence in self.waiting if sequence.lease is not None and not sequence.lease.ready]
 
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
 
-    def plan(self) -> list[Chunk]:
-        """The next step, at most `max_batch_tokens` tokens; empty if everybody waits for a part of a prefix.
+    def plan(self) -> list[ScheduledChunk]:
+        """The next step, at most `max_batch_tokens` tokens; empty while all sequences wait for their prefixes.
 
-        Raises OutOfBlocksError if the first one cannot be computed although nothing else is in use.
+        Raises OutOfBlocksError if the first sequence does not fit into an otherwise unused pool.
         """
-        chunks: list[Chunk] = []
+        chunks: list[ScheduledChunk] = []
         left = self._max_batch_tokens
         for sequence in list(self.running):
-            # Somebody who came before may have taken its blocks meanwhile.
+            # An earlier sequence may have preempted it meanwhile.
             if left and sequence.lease is not None and self._make_room(sequence):
                 left -= self._schedule(sequence, left, chunks)
         self._admit(left, chunks)
@@ -69,14 +68,13 @@ class Scheduler:
         self._prefetch()
         return chunks
 
-    def computed(self, chunk: Chunk) -> None:
-        """The step has come about."""
+    def mark_computed(self, chunk: ScheduledChunk) -> None:
         chunk.sequence.computed += chunk.tokens
         if chunk.sequence.lease is not None:
             self._cache.mark_computed(chunk.sequence.lease)
 
     def finish(self, sequence: Sequence) -> None:
-        """It has ended, whatever it did: nothing is held for it any more."""
+        """Remove a sequence that has ended, wherever it is."""
         if sequence in self.running:
             self.running.remove(sequence)
         elif sequence in self.waiting:
@@ -84,32 +82,32 @@ class Scheduler:
         self._release(sequence)
 
     def drop(self, sequence: Sequence) -> None:
-        """It has ended, and what it computed last is not to be trusted."""
+        """Remove a sequence whose last step is not to be trusted."""
         (self.running if sequence in self.running else self.waiting).remove(sequence)
         if sequence.lease is not None:
             self._cache.discard(sequence.lease)
             sequence.lease = None
         self._full = False
 
-    def fail(self, sequences: Many[Sequence]) -> None:
-        """The step did not come about: what it would have computed is not cached, and its sequences have ended."""
-        # Who waits may have found what this step was to compute.
+    def fail(self, sequences: list[Sequence]) -> None:
+        """Remove the sequences of a failed step, and what it was to compute from the cache."""
+        # Waiting sequences may have found nodes that this step was to compute.
         for sequence in self.waiting:
             self._release(sequence)
         for sequence in sequences:
             self.drop(sequence)
 
-    def _schedule(self, sequence: Sequence, left: int, chunks: list[Chunk]) -> int:
+    def _schedule(self, sequence: Sequence, left: int, chunks: list[ScheduledChunk]) -> int:
         tokens = min(left, sequence.pending)
         assert sequence.lease is not None
         # The first commit also counts the use of what was found.
         if sequence.computed < sequence.path_tokens or not sequence.lease.counted:
             self._cache.commit(sequence.lease, sequence.computed + tokens)
-        chunks.append(Chunk(sequence, tokens, tokens == sequence.pending))
+        chunks.append(ScheduledChunk(sequence, tokens, tokens == sequence.pending))
         return tokens
 
     def _make_room(self, sequence: Sequence) -> bool:
-        """Whether there are blocks for the tokens of a running sequence, after those who came later gave up theirs."""
+        """Whether there are blocks for a running sequence, after preempting later ones if necessary."""
         assert sequence.lease is not None
         if len(sequence.tokens) <= len(sequence.lease.block_table) * self._block_size:
             return True
@@ -117,20 +115,20 @@ class Scheduler:
             try:
                 self._cache.extend(sequence.lease, len(sequence.tokens))
             except OutOfBlocksError:
-                if not self._take_back(sequence):
+                if not self._preempt_for(sequence):
                     return False
             else:
                 return True
 
-    def _take_back(self, sequence: Sequence) -> bool:
-        """Take the blocks of who came last: of one who waits, or else of one who runs and came after `sequence`."""
+    def _preempt_for(self, sequence: Sequence) -> bool:
+        """Take the blocks of the latest waiting sequence, or else of a running one later than `sequence`."""
         holder = next((other for other in reversed(self.waiting) if other.lease is not None), None)
         if holder is not None:
             self._release(holder)
             return True
         last = self.running[-1]
         if last is sequence:
-            # Who came before needs its blocks now, and will give them back.
+            # Earlier sequences need their blocks now, and will free them.
             return False
         self._preempt(last)
         return True
@@ -141,7 +139,7 @@ class Scheduler:
         insort(self.waiting, sequence, key=lambda other: other.request_id)
         self.preempted += 1
 
-    def _admit(self, left: int, chunks: list[Chunk]) -> None:
+    def _admit(self, left: int, chunks: list[ScheduledChunk]) -> None:
         if self._full and self.running:
             return
         self._full = False
@@ -157,21 +155,21 @@ class Scheduler:
                     continue
                 self._cache.extend(sequence.lease, len(sequence.tokens))
             except OutOfBlocksError:
-                # Who comes after must not take what this one waits for.
+                # Later sequences must not take the blocks that this one waits for.
                 self._full = True
                 return
             left -= self._start(sequence, left, chunks)
 
-    def _start(self, sequence: Sequence, left: int, chunks: list[Chunk]) -> int:
+    def _start(self, sequence: Sequence, left: int, chunks: list[ScheduledChunk]) -> int:
         self.waiting.remove(sequence)
         insort(self.running, sequence, key=lambda other: other.request_id)
         sequence.begin()
         return self._schedule(sequence, left, chunks)
 
-    def _admit_alone(self, chunks: list[Chunk]) -> None:
-        """Nobody can be computed as others who wait hold blocks: the first one has the pool for itself."""
+    def _admit_alone(self, chunks: list[ScheduledChunk]) -> None:
+        """Waiting sequences hold the blocks that each other needs: give the first one the whole pool."""
         if self.running:
-            raise OutOfBlocksError("the pool has no room for the only one who runs")
+            raise OutOfBlocksError("the pool has no room for the only running sequence")
         first, *others = self.waiting
         for sequence in others:
             self._release(sequence)

@@ -1,8 +1,10 @@
-"""A request under way."""
+"""Sequences: requests under way, and the checks before."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Tokens
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from operator import index
 from random import Random
 from time import perf_counter
 from typing import Any
@@ -10,23 +12,29 @@ from typing import Any
 import numpy as np
 import torch
 
-from ragorder.kernels.cache import KVLease, Segment, TierTokens
+from ragorder.kernels.cache import KVLease, Segment, TierTokens, segments_of
 from ragorder.kernels.engine.detokenize import TextStream
-from ragorder.kernels.engine.request import Completion, FinishReason, Request, TokenLogprobs, Update
+from ragorder.kernels.engine.request import (
+    Completion,
+    FinishReason,
+    Request,
+    RequestRefusedError,
+    TokenLogprobs,
+    Update,
+)
 
-__all__ = ["Sequence"]
+__all__ = ["RequestValidator", "Sequence"]
 
 
 class Sequence:
-    """Its tokens, how far their KV is computed, and what it has told.
+    """A request under way: `tokens` of prompt and answer, the KV of the first `computed` of them in the blocks of
+    `lease`.
 
-    `tokens` are prompt and answer, of which the KV of the first `computed` is in the blocks of `lease`. A sequence that
-    lost its blocks computes all of them again but those that it finds cached: prefill, recomputing and decoding are
-    one thing.
+    A preempted sequence computes again what it does not find cached, so prefill, recomputation and decoding are alike.
     """
 
     def __init__(
-        self, request_id: int, request: Request, path: Tokens[Segment], tokenizer: Any | None, stops: frozenset[int]
+        self, request_id: int, request: Request, path: tuple[Segment, ...], tokenizer: Any | None, stops: frozenset[int]
     ) -> None:
         self.request_id = request_id
         self.request = request
@@ -49,12 +57,12 @@ class Sequence:
 
     @property
     def pending(self) -> int:
-        """Tokens whose KV is to be computed before the next token can be chosen: 1 when decoding."""
+        """Tokens to compute before the next token can be chosen: 1 when decoding."""
         return len(self.tokens) - self.computed
 
     @property
     def most_tokens(self) -> int:
-        """Tokens whose KV it needs in the end: the last token's is never needed."""
+        """Tokens whose KV it needs in the end: all but the last."""
         return self.prompt_tokens + self.request.sampling.max_tokens - 1
 
     @property
@@ -62,7 +70,7 @@ class Sequence:
         return None if self._first is None else self._first - self._added
 
     def begin(self) -> None:
-        """The lease has all that it found cached."""
+        """Start computing behind what the lease has found cached."""
         assert self.lease is not None
         self.computed = self.lease.cached_tokens
         self._table = np.empty(0, dtype=np.int32)
@@ -70,7 +78,7 @@ class Sequence:
             self.cached = self.lease.tokens_by_tier
 
     def table(self, block_size: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
-        """The blocks of the lease. Those in front of what is to be computed stay as they are from step to step."""
+        """The lease's block table. Entries in front of `computed` stay the same from step to step."""
         assert self.lease is not None
         blocks = self.lease.block_table
         known = min(len(self._table), self.computed // block_size)
@@ -78,14 +86,14 @@ class Sequence:
         return self._table
 
     def take(self, token_id: int, logprobs: TokenLogprobs | None) -> Update:
-        """The next token is chosen. The update has a completion if that was the last."""
+        """Append the next token; the update has a completion if that was the last."""
         if self._first is None:
             self._first = perf_counter()
         self.tokens.append(token_id)
-        told: tuple[TokenLogprobs, ...] = ()
+        new_logprobs: tuple[TokenLogprobs, ...] = ()
         if self._logprobs is not None and logprobs is not None:
             self._logprobs.append(logprobs)
-            told = (logprobs,)
+            new_logprobs = (logprobs,)
         reason: FinishReason | None = None
         text = ""
         if token_id in self._stops:
@@ -97,12 +105,12 @@ class Sequence:
             elif len(self.tokens) - self.prompt_tokens == self.request.sampling.max_tokens:
                 reason = "length"
         if reason is None:
-            return Update(self.request_id, (token_id,), text, None, told)
+            return Update(self.request_id, (token_id,), text, None, new_logprobs)
         text += self._text.finish()
-        return Update(self.request_id, (token_id,), text, self.completion(reason), told)
+        return Update(self.request_id, (token_id,), text, self.completion(reason), new_logprobs)
 
     def end(self, reason: FinishReason, error: str | None = None) -> Update:
-        """It ends without another token."""
+        """End without another token."""
         text = "" if reason == "error" else self._text.finish()
         return Update(self.request_id, (), text, self.completion(reason, error))
 
@@ -120,3 +128,51 @@ class Sequence:
             self.logits,
             None if self._logprobs is None else tuple(self._logprobs),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class RequestValidator:
+    """Checks requests against the model's vocabulary and context and the size of the pool."""
+
+    vocabulary: int
+    max_model_len: int
+    device_tokens: int
+    block_size: int
+    chunk_tokens: int
+    tokenizer: Any | None
+    end_tokens: frozenset[int]
+
+    def admit(self, request_id: int, request: Request) -> Sequence:
+        """The sequence of a request. Raises RequestRefusedError if it can never be served."""
+        tokens = self._checked(request.token_ids)
+        self._check_room(len(tokens), request.sampling.max_tokens)
+        if request.sampling.stop_strings and self.tokenizer is None:
+            raise RequestRefusedError("stop strings need a tokenizer, and the engine has none: give stop tokens")
+        path = segments_of(tokens, request.document_ends, salt=request.salt, chunk_tokens=self.chunk_tokens)
+        return Sequence(request_id, replace(request, token_ids=tokens), path, self.tokenizer, self.end_tokens)
+
+    def _checked(self, token_ids: Iterable[object]) -> list[int]:
+        try:
+            tokens = [index(token) for token in token_ids]  # type: ignore[arg-type]
+        except TypeError as error:
+            raise RequestRefusedError("the prompt's tokens are not all integers") from error
+        if not tokens:
+            raise RequestRefusedError("the prompt is empty: give one token or more")
+        if min(tokens) < 0 or max(tokens) >= self.vocabulary:
+            raise RequestRefusedError(
+                f"the prompt has tokens outside the model's vocabulary of {self.vocabulary}: is the tokenizer another "
+                "model's?"
+            )
+        return tokens
+
+    def _check_room(self, prompt_tokens: int, max_tokens: int) -> None:
+        total = prompt_tokens + max_tokens
+        asked = f"the prompt's {prompt_tokens} tokens and max_tokens {max_tokens} are {total}"
+        if total > self.max_model_len:
+            raise RequestRefusedError(f"{asked}, more than the model's context of {self.max_model_len}: give less")
+        # The last token's KV is never needed.
+        if total - 1 > self.device_tokens:
+            raise RequestRefusedError(
+                f"{asked}, and the pool holds {self.device_tokens} in all (blocks of {self.block_size}): give less, or "
+                "the engine more device_tokens"
+            )

@@ -1,4 +1,4 @@
-"""What the engine has done so far."""
+"""Statistics of the engine."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from operator import add
 from ragorder.kernels.cache import CacheStats, TierTokens
 from ragorder.kernels.engine.request import Completion
 
-__all__ = ["Counters", "EngineStats"]
+__all__ = ["EngineCounters", "EngineStats"]
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """A snapshot. Prompt and cached tokens are those of requests that have a first token; `finished` counts requests by
-    how they ended, `refused` those that never began; `failed_steps` are forwards that raised."""
+    """A snapshot. `finished` counts requests by finish reason, `refused` those that never began; prompt and cached
+    tokens are of requests with a first token; `failed_steps` are forwards that raised."""
 
     cache: CacheStats
     running: int
@@ -35,9 +35,7 @@ class EngineStats:
 
 
 @dataclass(slots=True)
-class Counters:
-    """What `EngineStats` sums up."""
-
+class EngineCounters:
     finished: Counter[str] = field(default_factory=Counter)
     refused: int = 0
     prompt_tokens: int = 0

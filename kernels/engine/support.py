@@ -1,7 +1,4 @@
-"""Which models can be served exactly. The others are refused by name, and what they cannot have is named.
-
-What a configuration says is looked at here; what it does not say is found out by `probe`.
-"""
+"""Models that can be served exactly, by their configuration; `probe` finds out what a configuration does not say."""
 
 from __future__ import annotations
 
@@ -12,8 +9,8 @@ __all__ = ["UnsupportedModelError", "check_model", "longest_exact_length", "text
 
 _LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 
-# A configuration's entries that change what a token may see, or what of it is kept: the value that does not, and what
-# any other would ask for.
+# Entries of a configuration that change what a token attends to or what is cached of it: the harmless values, and the
+# feature that any other value asks for.
 _REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = {
     "kv_lora_rank": ((None, 0), "multi-head latent attention (MLA), whose cache is not keys and values"),
     "num_kv_shared_layers": ((None, 0), "layers that share the keys and values of others"),
@@ -29,26 +26,26 @@ _REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = {
 
 
 class UnsupportedModelError(ValueError):
-    """The engine cannot serve this model exactly; the message names the model and the reason."""
+    """The engine cannot serve this model exactly; the message has the reasons."""
 
 
 def text_config(model: Any) -> Any:
-    """The part of the configuration that describes the language model."""
+    """The language model's part of the configuration."""
     return model.config.get_text_config()
 
 
 def check_model(model: Any) -> None:
-    """Raises UnsupportedModelError if the model's configuration asks for what the engine cannot do exactly."""
+    """Raises UnsupportedModelError if the configuration has a feature that the engine lacks."""
     reasons = list(dict.fromkeys(_reasons(model)))
     if reasons:
         raise UnsupportedModelError(f"{_name(model)} cannot be served exactly: it has {'; '.join(reasons)}")
 
 
 def longest_exact_length(model: Any) -> int | None:
-    """Tokens of prompt and answer up to which the model's positions mean the same at every length; None: no limit told.
+    """The length up to which cached keys stay valid; None if the configuration sets no limit.
 
-    LongRoPE (Phi-3 128k) has two sets of frequencies, and a sequence changes over to the other as it grows beyond the
-    original window: keys that were cached before would be wrong from then on. So it is served up to that window.
+    LongRoPE (Phi-3 128k) changes its frequencies when a sequence outgrows the original window, which makes keys cached
+    before wrong: such models are served up to that window.
     """
     config = text_config(model)
     original = getattr(config, "original_max_position_embeddings", None)
@@ -83,7 +80,7 @@ def _reasons(model: Any) -> Iterator[str]:
 
 
 def _ropes(config: Any) -> Iterator[Mapping[str, Any]]:
-    """The rotary settings, one for all layers or one for each type of layer."""
+    """Rotary settings: one for all layers, or one for each type of layer."""
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
     if not isinstance(rope, Mapping):
         return

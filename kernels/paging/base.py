@@ -1,4 +1,4 @@
-"""What copies blocks from one pool into another while others compute."""
+"""Protocols of copies between pools, beside computation."""
 
 from __future__ import annotations
 
@@ -11,41 +11,41 @@ __all__ = ["Transfer", "Transfers", "runs"]
 
 
 class Transfer(Protocol):
-    """A copy under way. Until it has ended, nobody may write its source or reuse either side."""
+    """A copy under way. Until it has ended, its source must not be written, nor either side reused."""
 
     @property
     def done(self) -> bool:
-        """Whether it has ended. Then the target may be read, by whomever."""
+        """Whether it has ended: the target may be read."""
 
     @property
     def failed(self) -> bool:
-        """Whether it has ended without having copied: the target may hold anything."""
+        """Whether it has ended without copying: the target may hold anything."""
 
     def wait(self) -> None:
-        """Until it has ended. Any thread may wait."""
+        """Wait until it has ended, on any thread."""
 
     def fence(self) -> None:
-        """Whatever the caller computes from now on comes after the copy, so that the source may be written anew. A GPU
-        waits for that by itself; without one, this is `wait`."""
+        """Order later computations of the caller behind the copy, so that they may overwrite the source. Does not block
+        on a GPU; on a CPU it is `wait`."""
 
 
 class Transfers(Protocol):
-    """Copies begin in the order in which they are started. A copy sees all that the caller has computed, or has given
-    the GPU to compute, until it starts it."""
+    """Makes copies, in the order of their starts. A copy sees everything that the caller has computed, or queued on the
+    GPU, before `start`."""
 
     def start(
         self, source: BlockPool, source_blocks: Sequence[int], target: BlockPool, target_blocks: Sequence[int]
     ) -> Transfer:
-        """Copy blocks, each into the one with the same place in the other list. The pools have the same shape."""
+        """Copy blocks, each to the one at the same place in the other list, between pools of the same shape."""
 
     def close(self) -> None:
-        """Once the copies under way have ended."""
+        """Wait for the copies under way, and stop."""
 
 
 def runs(source_blocks: Sequence[int], target_blocks: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Blocks that lie side by side in both pools, as (first source, first target, how many): one copy each.
+    """Runs of blocks that are adjacent in both pools, as (first source, first target, count).
 
-    Raises ValueError if the lists are not of the same length.
+    Raises ValueError for lists of different lengths.
     """
     if len(source_blocks) != len(target_blocks):
         raise ValueError(f"{len(source_blocks)} blocks cannot be copied into {len(target_blocks)}")

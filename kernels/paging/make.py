@@ -1,4 +1,4 @@
-"""Which copies a device needs."""
+"""Choice of transfers by device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["make_transfers"]
 
 
 def make_transfers(device: torch.device | str) -> Transfers:
-    """Between the host and a device. Raises ValueError for a device that is neither a GPU of CUDA nor the CPU."""
+    """Transfers between the host and a device. Raises ValueError for devices other than CUDA and CPU."""
     kind = torch.device(device).type
     if kind == "cuda":
         return StreamTransfers(device)

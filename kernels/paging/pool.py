@@ -1,4 +1,4 @@
-"""A pool of KV blocks in one memory."""
+"""Pool of KV blocks in one memory."""
 
 from __future__ import annotations
 
@@ -13,26 +13,28 @@ __all__ = ["BlockPool", "OutOfBlocksError"]
 
 
 class OutOfBlocksError(RuntimeError):
-    """There are not so many free blocks now. Nothing has changed."""
+    """Too few free blocks now. Nothing has changed."""
 
 
 class BlockPool:
-    """`blocks` blocks on `device`. A block that was taken is held by as many as it has references, and free again when
-    the last one is given back.
+    """`blocks` reference-counted blocks on `device`, each free again when its last reference is released.
 
-    `kv` has the shape (blocks, layers, 2, block_size, kv_heads, head_dim): a block is one contiguous piece for all
-    layers, so that it is copied in one go. It begins with zeros, as what is masked is multiplied by 0, and must be
-    finite. `pinned`: page-locked memory, from which a GPU copies by itself.
+    `kv` has the shape (blocks, layers, 2, block_size, kv_heads, head_dim), so that a block is one contiguous piece. It
+    starts as zeros, as masked values are multiplied by 0 and must be finite. `pinned`: page-locked host memory, for
+    asynchronous copies by a GPU.
 
-    Not thread-safe, but for what it holds: copies may read and write blocks on other threads.
-    Raises ValueError if `blocks` is negative, MemoryError if the device has not so much memory.
+        pool = BlockPool(KVShape(layers=24, kv_heads=2, head_dim=64), blocks=1024)
+        blocks = pool.allocate(4)
+
+    Not thread-safe; copies may access block contents on other threads.
+    Raises ValueError if `blocks` is negative, MemoryError if the device has too little memory.
     """
 
     def __init__(
         self, shape: KVShape, blocks: int, device: torch.device | str = "cpu", *, pinned: bool = False
     ) -> None:
         if blocks < 0:
-            raise ValueError(f"a pool of {blocks} blocks cannot be: give 0 or more")
+            raise ValueError(f"blocks is {blocks}: give 0 or more")
         self.shape = shape
         self.blocks = blocks
         self.device = torch.device(device)
@@ -44,7 +46,7 @@ class BlockPool:
                 f"{self.device} has no room for {blocks} blocks of {shape.block_bytes} bytes: give the pool fewer"
             ) from error
         self._references = [0] * blocks
-        # The last one is taken first.
+        # A stack: the last one is taken first.
         self._free = list(range(blocks - 1, -1, -1))
 
     @property
@@ -64,25 +66,23 @@ class BlockPool:
         return self.blocks * self.shape.block_bytes
 
     def key_cache(self, layer: int) -> torch.Tensor:
-        """The keys of one layer: a view (blocks, block_size, kv_heads, head_dim)."""
+        """Keys of one layer: a view (blocks, block_size, kv_heads, head_dim)."""
         return self.kv[:, layer, 0]
 
     def value_cache(self, layer: int) -> torch.Tensor:
-        """The values of one layer: a view (blocks, block_size, kv_heads, head_dim)."""
+        """Values of one layer: a view (blocks, block_size, kv_heads, head_dim)."""
         return self.kv[:, layer, 1]
 
     def rows(self) -> Any:
-        """The same memory as bytes: a NumPy array (blocks, block_bytes). Of a pool in host memory only."""
+        """The memory of a host pool as a NumPy array of bytes (blocks, block_bytes)."""
         return self.kv.view(torch.uint8).numpy().reshape(self.blocks, self.shape.block_bytes)
 
     def references(self, block: int) -> int:
         return self._references[block]
 
     def allocate(self, count: int) -> list[int]:
-        """Take free blocks, with one reference each. What they contain is anything finite.
-
-        Raises OutOfBlocksError, and takes none, if there are fewer.
-        """
+        """Take free blocks, with one reference each and any finite contents. Raises OutOfBlocksError, and takes none,
+        if there are fewer."""
         free = self._free
         if count > len(free):
             raise OutOfBlocksError(f"{count} blocks are needed, and {len(free)} of {self.blocks} are free")
@@ -93,17 +93,17 @@ class BlockPool:
         return taken
 
     def retain(self, blocks: Iterable[int]) -> None:
-        """One more reference each. Raises ValueError for a free block."""
+        """Add a reference to each. Raises ValueError for a free block."""
         references = self._references
         for block in blocks:
             if not references[block]:
-                raise ValueError("a free block cannot be held: allocate it")
+                raise ValueError("a free block cannot be retained: allocate it")
             references[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """One reference less each. Raises ValueError for a free block."""
+        """Drop a reference of each. Raises ValueError for a free block."""
         references, free = self._references, self._free
-        # So that those side by side are taken side by side again, and copied in one piece.
+        # Reversed, so that adjacent blocks are allocated together again, and copied in one piece.
         for block in reversed(blocks):
             if not references[block]:
                 raise ValueError("the block is free already")
@@ -112,5 +112,5 @@ class BlockPool:
                 free.append(block)
 
     def copy(self, source: int, target: int) -> None:
-        """One block's content into another one, in the order of what the device computes now."""
+        """Copy a block's content, in the order of the device's computations."""
         self.kv[target].copy_(self.kv[source])

@@ -1,4 +1,4 @@
-"""What the KV of a token looks like, and how much of it is a block."""
+"""Shape of KV blocks."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ __all__ = ["KVShape"]
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """`layers` layers, in each of them a key and a value of `head_dim` numbers for each of `kv_heads` heads and each
-    token; `block_size` tokens are a block.
+    """A key and a value of `head_dim` numbers for each layer, KV head and token; `block_size` tokens are a block.
 
-    Raises ValueError if one of these is below 1.
+    Raises ValueError for a number below 1.
     """
 
     layers: int
@@ -30,7 +29,7 @@ class KVShape:
 
     @property
     def token_bytes(self) -> int:
-        """What a token takes in all layers."""
+        """Bytes of a token in all layers."""
         return self.layers * 2 * self.kv_heads * self.head_dim * int(self.dtype.itemsize)
 
     @property
@@ -38,9 +37,9 @@ class KVShape:
         return self.block_size * self.token_bytes
 
     def blocks_for(self, tokens: int) -> int:
-        """How many blocks hold the first `tokens` tokens."""
+        """The number of blocks for the first `tokens` tokens."""
         return -(-tokens // self.block_size)
 
     def covering(self, start: int, tokens: int) -> range:
-        """Which blocks of a sequence hold `tokens` tokens (1 or more) from position `start` on."""
+        """The blocks of a sequence that hold `tokens` tokens (1 or more) from position `start` on."""
         return range(start // self.block_size, (start + tokens - 1) // self.block_size + 1)

@@ -1,4 +1,4 @@
-"""Copies between a GPU and the host: streams of their own make them, beside the one that computes."""
+"""Copies between a GPU and the host on streams of their own."""
 
 from __future__ import annotations
 
@@ -14,14 +14,11 @@ __all__ = ["StreamTransfers"]
 
 
 class StreamTransfers:
-    """One stream into the GPU and one out of it, as the bus carries both ways at once. What is within host memory is
-    left to a thread.
+    """One stream into the GPU and one out of it, as the bus is full duplex; copies within the host use a thread.
 
-    A copy waits, on the GPU, for all that the caller's current stream was given before: whoever wrote the source, and
-    whoever still reads what the target held. Copies of the two directions do not wait for one another: do not start one
-    from where another one still writes.
-
-    The host's pool must be pinned; from other memory the driver copies piece by piece, and the caller waits for it.
+    A copy waits, on the GPU, for everything queued on the caller's current stream: writers of the source, and readers
+    of the target's old contents. The two directions do not wait for each other, so a copy must not start from blocks
+    that another copy still writes. The host's pool must be pinned: otherwise the driver copies piecewise, and blocks.
     """
 
     def __init__(self, device: torch.device | str) -> None:
@@ -40,7 +37,7 @@ class StreamTransfers:
         with torch.cuda.stream(stream):
             for first, into, count in runs(source_blocks, target_blocks):
                 target.kv[into : into + count].copy_(source.kv[first : first + count], non_blocking=True)
-            # Blocking: whoever waits sleeps.
+            # Blocking: a waiting thread sleeps.
             ended = torch.cuda.Event(blocking=True)
             ended.record(stream)
         return _StreamTransfer(ended, self._device, source, target)
@@ -52,13 +49,13 @@ class StreamTransfers:
 
 
 class _StreamTransfer:
-    # A copy that fails on a GPU is an error of the whole context: whatever asks for it next raises it.
+    # A copy that fails on a GPU is an error of the whole context, which the next call raises.
     failed = False
 
     def __init__(self, ended: torch.cuda.Event, device: torch.device, *pools: BlockPool) -> None:
         self._ended = ended
         self._device = device
-        # A staging pool must not go while it is read.
+        # Keeps a staging pool alive while it is read.
         self._pools = pools
 
     @property

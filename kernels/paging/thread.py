@@ -1,4 +1,4 @@
-"""Copies within host memory: a thread makes them."""
+"""Copies within host memory on a thread."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _logger = logging.getLogger("ragorder.kernels")
 
 
 class ThreadTransfers:
-    """One thread, which makes one copy after the other.
+    """One thread that makes one copy after the other.
 
-    By NumPy, which copies on this thread alone and without Python's lock: PyTorch would start a second set of its
-    threads here, to compete with those that compute.
+    NumPy copies on this thread alone and without Python's lock; PyTorch would start a second set of threads here, which
+    would compete with those that compute.
     """
 
     def __init__(self) -> None:
@@ -68,6 +68,6 @@ class _ThreadTransfer:
                 target[into : into + count] = source[first : first + count]
         except Exception:
             self.failed = True
-            _logger.exception("%d pieces of KV could not be copied", len(self._pieces))
+            _logger.exception("copying %d pieces of KV failed", len(self._pieces))
         finally:
             self._ended.set()

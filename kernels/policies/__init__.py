@@ -1,4 +1,4 @@
-"""Replacement: what a tier (device, host, disk) gives up first when it is full (RAGCache section 5.1)."""
+"""Replacement policies of full tiers: device, host, disk (RAGCache section 5.1)."""
 
 from ragorder.kernels.policies.base import Clocked, ReplacementPolicy, TierNode
 from ragorder.kernels.policies.gdsf import GDSF

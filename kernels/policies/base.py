@@ -1,4 +1,4 @@
-"""What a replacement policy must tell: how much a node is worth to its tier."""
+"""Protocol of replacement policies."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ __all__ = ["Clocked", "ReplacementPolicy", "TierNode"]
 
 
 class TierNode:
-    """A node of the knowledge tree as one tier knows it: a document, or a chunk of one, behind a particular prefix.
+    """A tier's record of a node of the knowledge tree: a document, or a chunk of one, behind a particular prefix.
 
-    `size` is in the tier's unit (tokens, bytes or chunks). `frequency` counts the requests that used the node, and
-    `misses` those of them that had to compute it; `cost` is the mean, over these, of the seconds that a new token took
-    (formula 4's Cost/Size; without any, an estimate, or 0 where there is none). `priority` was set at the last use,
-    which was the tier's use number `order`. Of a node that is in the tier, `children` are in the tier, too, and `pins`
-    hold it there; `place` is where a heap has it, -1 if none has. Only the tier writes any of these.
+    `size` is in the tier's unit. `frequency` counts the requests that used the node, `misses` those that computed it;
+    `cost` is their mean seconds per new token (formula 4's Cost/Size), an estimate without misses, or 0. `priority` was
+    set at the last use, the tier's use number `order`. Nodes in the tier also have `children` there, `pins`, and their
+    `place` in a heap (-1: none). Written by the tier only.
     """
 
     __slots__ = (
@@ -48,26 +47,24 @@ class TierNode:
 
 
 class ReplacementPolicy(Protocol):
-    """Gives nodes their priorities: of the leaves, the one with the lowest goes first; equal ones go in the order of
-    their last use. An instance serves one tier, as a clock (formula 3) is one tier's."""
+    """Priorities of nodes: the leaf with the lowest is evicted first, among equals the least recently used. One
+    instance serves one tier, as a clock (formula 3) is a tier's."""
 
     name: ClassVar[str]
 
     def priority(self, node: TierNode) -> float:
-        """The node is used, or comes into the tier, and this is its priority from now on."""
+        """The new priority of a node that is used or enters the tier."""
 
     def evicted(self, priority: float) -> None:
-        """A node with this priority was evicted."""
+        """Note the eviction of a node with this priority."""
 
 
 class Clocked:
-    """A clock that starts at zero and goes on to the highest priority that was evicted (formula 3), so that what is
-    used now stands above what has not been used for long, however often that was."""
+    """A clock at the highest evicted priority (formula 3): recent uses outrank frequent ones of long ago."""
 
     def __init__(self) -> None:
         self.clock = 0.0
 
     def evicted(self, priority: float) -> None:
-        """Clock = max(Clock, priority)."""
         if priority > self.clock:
             self.clock = priority

@@ -1,4 +1,4 @@
-"""GDSF, as RAGCache compares itself with it (section 7.4)."""
+"""GDSF, RAGCache's baseline (section 7.4)."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ __all__ = ["GDSF"]
 
 
 class GDSF(Clocked):
-    """Greedy-Dual-Size-Frequency with a cost that is proportional to the size, as the paper sets it: Clock + Frequency.
-
-    The unit of cost is free, as only sums of such terms are compared: it is that of one size.
-    """
+    """Greedy-Dual-Size-Frequency with the paper's cost, proportional to the size: Clock + Frequency. The unit of cost
+    is free, as only such sums are compared."""
 
     name: ClassVar[str] = "gdsf"
 

@@ -1,4 +1,4 @@
-"""A heap of nodes that can change their places."""
+"""Addressable binary heap of nodes."""
 
 from __future__ import annotations
 
@@ -9,15 +9,12 @@ from ragorder.kernels.policies.base import TierNode
 __all__ = ["Entry", "NodeHeap"]
 
 Entry = tuple[float, int, TierNode]
-"""A node behind what it is ordered by: its priority, then the order of use, which no two nodes have in common."""
+"""Priority, order of use (unique), node."""
 
 
 class NodeHeap:
-    """A binary heap in which every node knows its place: one entry a node, never one that is out of date, so that
-    every step takes O(log n), whatever was before it, and there is nothing to clean up.
-
-    `entries` may be read: behind place p stand 2p + 1 and 2p + 2.
-    """
+    """A binary heap in which every node knows its place, so that each operation takes O(log n) in the worst case and no
+    stale entries collect. `entries` may be read: the children of place p are 2p + 1 and 2p + 2."""
 
     def __init__(self) -> None:
         self._entries: list[Entry] = []
@@ -30,28 +27,26 @@ class NodeHeap:
         return self._entries
 
     def add(self, node: TierNode) -> None:
-        """A node that is in no heap."""
         entry = (node.priority, node.order, node)
         self._entries.append(entry)
         self._rise(entry, len(self._entries) - 1)
 
     def remove(self, node: TierNode) -> None:
-        """A node that is in this heap."""
         place, node.place = node.place, -1
         last = self._entries.pop()
         if last[2] is not node:
-            self._settle(last, place)
+            self._sift(last, place)
 
     def replace(self, node: TierNode, other: TierNode) -> None:
-        """As `remove` and `add`, in one step: cheaper where the two are neighbours in the tree, and alike."""
+        """`remove` and `add` in one step: cheaper for nodes of similar priority."""
         place, node.place = node.place, -1
-        self._settle((other.priority, other.order, other), place)
+        self._sift((other.priority, other.order, other), place)
 
     def update(self, node: TierNode) -> None:
-        """The priority or the order of a node in this heap is another one."""
-        self._settle((node.priority, node.order, node), node.place)
+        """Restore the heap after a node's priority or order has changed."""
+        self._sift((node.priority, node.order, node), node.place)
 
-    def _settle(self, entry: Entry, place: int) -> None:
+    def _sift(self, entry: Entry, place: int) -> None:
         if place and entry < self._entries[(place - 1) >> 1]:
             self._rise(entry, place)
         else:

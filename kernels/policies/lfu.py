@@ -10,7 +10,7 @@ __all__ = ["LFU"]
 
 
 class LFU:
-    """The number of uses; of equal ones, the one that was used last stays longest."""
+    """Number of uses; among equals the least recently used goes first."""
 
     name: ClassVar[str] = "lfu"
 
@@ -18,4 +18,4 @@ class LFU:
         return float(node.frequency)
 
     def evicted(self, priority: float) -> None:
-        """Nothing depends on what went."""
+        """No effect."""

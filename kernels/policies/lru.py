@@ -10,7 +10,7 @@ __all__ = ["LRU"]
 
 
 class LRU:
-    """The order of last use; coming into the tier counts as one."""
+    """Order of last use; entering the tier counts as one."""
 
     name: ClassVar[str] = "lru"
 
@@ -22,4 +22,4 @@ class LRU:
         return float(self._uses)
 
     def evicted(self, priority: float) -> None:
-        """Nothing depends on what went."""
+        """No effect."""

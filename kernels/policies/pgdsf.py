@@ -10,12 +10,11 @@ __all__ = ["PGDSF"]
 
 
 class PGDSF(Clocked):
-    """Prefix-aware Greedy-Dual-Size-Frequency: Clock + Frequency x Cost / Size (formula 2), with formula 4 for
-    Cost / Size: what a new token cost the requests that had to compute the node, on average.
+    """Prefix-aware Greedy-Dual-Size-Frequency: Clock + Frequency x Cost / Size (formula 2), where Cost / Size is the
+    mean cost of a new token for the requests that computed the node (formula 4).
 
-    Algorithm 1 prints the line that sets the priority (9) inside the branch for what is not cached. The text has "when
-    a document is retrieved, its node's clock is set and its priority is adjusted", and otherwise no hit would ever
-    count: it is set at every use.
+    Set at every use, as the paper's text says; Algorithm 1 prints line 9 inside the branch for uncached nodes, where no
+    hit would ever count.
     """
 
     name: ClassVar[str] = "pgdsf"

@@ -714,12 +714,12 @@ class TestKVEvents:
         endpoint = f"tcp://127.0.0.1:{free_port()}"
         found = findings(fake, events=Events(endpoint, endpoint), timeout_s=0.5)
         assert found["KV events"].verdict == found["event replay"].verdict == "bad"
-        assert "nobody publishes" in found["KV events"].found
+        assert "no publisher" in found["KV events"].found
         assert "--kv-events-config" in str(found["KV events"].advice)
 
     def test_do_not_come_from_a_web_server(self, fake: FakeServer) -> None:
         endpoint = fake.base_url.replace("http", "tcp")
-        assert "nobody publishes" in findings(fake, events=Events(endpoint), timeout_s=0.5)["KV events"].found
+        assert "no publisher" in findings(fake, events=Events(endpoint), timeout_s=0.5)["KV events"].found
 
     @pytest.mark.parametrize("endpoint", ["tcp://*:5557", "127.0.0.1:5557", "", "tcp://host:port"])
     def test_cannot_be_listened_to_at_what_is_no_endpoint(self, fake: FakeServer, endpoint: str) -> None:

@@ -188,7 +188,7 @@ def test_the_kv_of_a_wrong_document_is_noticed(name: str) -> None:
         engine.generate([ask([right], question), ask([wrong], question)])
         pool = engine._cache.pool
         path = {
-            which: engine._admission.admit(-1, ask([document], question)).path
+            which: engine._validator.admit(-1, ask([document], question)).path
             for which, document in (("right", right), ("wrong", wrong))
         }
         leases = {which: engine._cache.acquire(path[which]) for which in path}
@@ -348,7 +348,7 @@ def test_the_model_is_given_back_as_it_was() -> None:
     prompt = torch.tensor([tokens(20, 1)])
     with TieredEngine(model, settings=SETTINGS):
         assert not model.training
-        with pytest.raises(UnsupportedModelError, match="somebody but the engine"):
+        with pytest.raises(UnsupportedModelError, match="outside the engine"):
             model(prompt)
     assert model.training
     assert model.config._attn_implementation == "sdpa"

@@ -1050,7 +1050,7 @@ class TestAllAtOnce:
             ({"device_blocks": 0}, "1 or more"),
             ({"host_blocks": -1}, "0 or more"),
             ({"replicate_nodes": -1}, "0 or more"),
-            ({"disk": PLENTY, "identity": ""}, "whose KV"),
+            ({"disk": PLENTY, "identity": ""}, "identity of the model"),
         ],
     )
     def test_settings_that_cannot_be_are_refused(self, engine: Made, settings: dict[str, Any], message: str) -> None:

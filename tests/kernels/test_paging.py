@@ -267,7 +267,7 @@ class TestOnAThread(TransfersTests):
             failing = transfers.start(source, [0], other, [0])
             failing.wait()
         assert failing.done and failing.failed
-        assert "could not be copied" in caplog.text
+        assert "of KV failed" in caplog.text
         working = transfers.start(source, [0], target, [0])
         working.wait()
         assert working.done and not working.failed

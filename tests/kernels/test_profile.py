@@ -191,11 +191,11 @@ class TestAFile:
     @pytest.mark.parametrize(
         ("content", "said"),
         [
-            (b"{", "this is no JSON"),
-            (b"\xff\xfe", "this is no JSON"),
-            (b"[" * 100_000, "this is no JSON"),
-            (b"[]", "no prefill profile"),
-            (changed(format="other"), "no prefill profile"),
+            (b"{", "this is not JSON"),
+            (b"\xff\xfe", "this is not JSON"),
+            (b"[" * 100_000, "this is not JSON"),
+            (b"[]", "not a prefill profile"),
+            (changed(format="other"), "not a prefill profile"),
             (changed(version=2), "of version 2, and this ragorder reads 1"),
             (changed(seconds=None), "a list of rows"),
             (changed(seconds=[1.0, 2.0]), "a list of rows"),

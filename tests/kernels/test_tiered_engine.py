@@ -902,8 +902,8 @@ class TestFailures:
             (Request([]), "empty"),
             (Request([1, VOCABULARY]), f"vocabulary of {VOCABULARY}"),
             (Request([1, -1]), f"vocabulary of {VOCABULARY}"),
-            (Request([1, "a"]), "no integers"),  # type: ignore[list-item]
-            (Request([1, 2.5]), "no integers"),  # type: ignore[list-item]
+            (Request([1, "a"]), "not all integers"),  # type: ignore[list-item]
+            (Request([1, 2.5]), "not all integers"),  # type: ignore[list-item]
             (Request([1] * 1024), "1040, more than the model's context of 1024"),
             (Request([1] * 90, sampling=Sampling(max_tokens=600)), "pool holds 512"),
             (Request([1], sampling=Sampling(stop=["x"])), "tokenizer"),

@@ -1,7 +1,8 @@
-"""A model in the engine's hands."""
+"""Models patched for the engine, and the size of their KV pool."""
 
 from __future__ import annotations
 
+import os
 from threading import Lock
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -16,20 +17,24 @@ from ragorder.kernels.engine.support import check_model, longest_exact_length
 from ragorder.kernels.engine_settings import EngineSettings
 from ragorder.kernels.paging import KVShape
 
-__all__ = ["AdoptedModel"]
+__all__ = ["PatchedModel", "device_blocks"]
 
+_CPU_PROMPTS = 4
+_CPU_SHARE = 0.25
+# For models without a greatest length.
+_CPU_TOKENS = 32768
 
-# How many engines each model is with, and what its attention and mode were before the first.
+# The number of engines on each model, and its attention and mode before the first.
 _held: WeakKeyDictionary[Any, tuple[int, str, bool]] = WeakKeyDictionary()
 _lock = Lock()
 
 
-class AdoptedModel:
-    """A model whose attention is ours until the last engine that it is with has given it back. `longest` is how many
-    tokens of prompt and answer it takes, None where nothing says; `shape` what the KV of its tokens looks like.
+class PatchedModel:
+    """A model with the engine's attention, until the last engine on it calls `restore`. `longest`: its greatest length
+    of prompt and answer in tokens, None if it has none; `shape`: the layout of its KV.
 
-    Raises UnsupportedModelError, and leaves its attention as it was, if the model cannot be served exactly; ValueError
-    for a device or a length that cannot be.
+    Raises UnsupportedModelError, with the model restored, if it cannot be served exactly; ValueError for an invalid
+    device or length.
     """
 
     def __init__(self, model: Any, settings: EngineSettings) -> None:
@@ -45,26 +50,26 @@ class AdoptedModel:
         self.vocabulary = int(model.get_input_embeddings().weight.shape[0])
         self.forward = Forward(model)
         register()
-        self._take()
+        self._patch()
         try:
             facts = observe(model, self.forward)
             if settings.verify:
                 verify(model, self.forward, facts, settings.block_size, self.longest)
         except BaseException:
-            self.give_back()
+            self.restore()
             raise
         self.shape = KVShape(facts.layers, facts.kv_heads, facts.head_dim, settings.block_size, facts.dtype)
 
     def end_tokens(self, tokenizer: Any | None) -> frozenset[int]:
-        """The tokens with which the model ends a text: one, several or none."""
+        """The model's end-of-text tokens."""
         ends: set[int] = set()
         generation = getattr(self.model, "generation_config", None)
-        for told in (getattr(generation, "eos_token_id", None), getattr(tokenizer, "eos_token_id", None)):
-            ends.update([told] if isinstance(told, int) else told or ())
+        for ids in (getattr(generation, "eos_token_id", None), getattr(tokenizer, "eos_token_id", None)):
+            ends.update([ids] if isinstance(ids, int) else ids or ())
         return frozenset(ends)
 
-    def give_back(self) -> None:
-        """The attention and the mode are what they were, unless another engine has the model, too."""
+    def restore(self) -> None:
+        """Restore attention and mode, unless another engine uses the model."""
         with _lock:
             engines, implementation, training = _held.pop(self.model)
             if engines > 1:
@@ -73,7 +78,7 @@ class AdoptedModel:
             self.model.set_attn_implementation(implementation)
             self.model.train(training)
 
-    def _take(self) -> None:
+    def _patch(self) -> None:
         with _lock:
             model = self.model
             engines, implementation, training = _held.get(model, (0, model.config._attn_implementation, model.training))
@@ -88,3 +93,30 @@ class AdoptedModel:
                 f"max_model_len is {wanted}, and {self.name} is exact up to {exact} tokens: give less, or none"
             )
         return wanted or exact
+
+
+def device_blocks(
+    shape: KVShape, device: torch.device, device_tokens: int | None, longest: int | None, gpu_share: float
+) -> int:
+    """Blocks of the pool: those of `device_tokens`, or else a share of a GPU's free memory, or on a CPU four prompts of
+    the greatest length in at most a quarter of the memory.
+
+    Raises ValueError if that is less than one block.
+    """
+    if device_tokens is not None:
+        return max(1, device_tokens // shape.block_size)
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        blocks = int(free * gpu_share) // shape.block_bytes
+        room = f"{gpu_share:.0%} of the {free} free bytes of {device}"
+    else:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        wanted = shape.blocks_for(_CPU_PROMPTS * (longest or _CPU_TOKENS))
+        blocks = min(wanted, int(memory * _CPU_SHARE) // shape.block_bytes)
+        room = f"{_CPU_SHARE:.0%} of the {memory} bytes of memory"
+    if blocks < 1:
+        raise ValueError(
+            f"{room} hold no KV block of {shape.block_bytes} bytes: give device_tokens, a smaller block_size, or "
+            "a smaller model"
+        )
+    return blocks
