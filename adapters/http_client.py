@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
-    import httpx
+    import httpx2
 
 __all__ = ["AddressError", "Server", "ServerError", "live_extra", "printable"]
 
@@ -36,15 +36,15 @@ class Server:
     as basic authentication.
 
     Raises ServerError for an unreachable server, an HTTP error and an answer incomplete after `timeout_s`; AddressError
-    for a malformed `base_url` or `api_key`; ImportError without httpx.
+    for a malformed `base_url` or `api_key`; ImportError without httpx2.
     """
 
     def __init__(self, base_url: str, *, timeout_s: float, api_key: str | None = None) -> None:
         try:
-            import httpx
+            import httpx2
         except ImportError as error:
             raise live_extra(error) from error
-        self._httpx = httpx
+        self._httpx2 = httpx2
         url = self._parse(base_url)
         self.root = str(url.copy_with(username=None, password=None, query=None, fragment=None)).rstrip("/")
         self.root = self.root.removesuffix("/v1").rstrip("/")
@@ -59,12 +59,12 @@ class Server:
         headers["Accept-Encoding"] = "identity"
         # No HTTP_PROXY, which would see the key: requests to the model go directly, too. Without trust_env,
         # certificates from the environment need an explicit context, as in the proxy.
-        self._client = httpx.Client(
+        self._client = httpx2.Client(
             auth=basic,
             headers=headers,
             timeout=timeout_s,
             follow_redirects=True,
-            verify=httpx.create_ssl_context(),
+            verify=httpx2.create_ssl_context(),
             trust_env=False,
         )
 
@@ -85,7 +85,7 @@ class Server:
         return self._json(path, self._call("POST", path, body))
 
     def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> bytes:
-        httpx, where = self._httpx, f"{self.root}{path}"
+        httpx2, where = self._httpx2, f"{self.root}{path}"
         late = f"{where} did not answer within {self._timeout_s:g} s: allow more time, or see what keeps the server"
         deadline = time.monotonic() + self._timeout_s
         chunks: list[bytes] = []
@@ -102,12 +102,12 @@ class Server:
                         raise ServerError(f"{where} answers with more than {_LONGEST >> 20} MiB: check the address")
                     if time.monotonic() > deadline:
                         raise ServerError(late)
-        except httpx.TimeoutException:
+        except httpx2.TimeoutException:
             raise ServerError(late) from None
-        except httpx.ConnectError as error:
+        except httpx2.ConnectError as error:
             message = f"{self.root} cannot be reached ({error}): check host and port, and that the server is up"
             raise ServerError(message) from None
-        except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
+        except (httpx2.HTTPError, httpx2.InvalidURL, OSError) as error:
             # The text of such an error may quote a header or a URL, and with it a key.
             message = f"{where} gave no answer in HTTP ({type(error).__name__}): check the port, and http or https"
             raise ServerError(message) from None
@@ -125,12 +125,12 @@ class Server:
             message = f"{self.root}{path} does not answer in JSON: give the address of an OpenAI-compatible server"
             raise ServerError(message, 200) from None
 
-    def _parse(self, base_url: str) -> httpx.URL:
+    def _parse(self, base_url: str) -> httpx2.URL:
         # Everything in front of an @ may be a password, even where the rest is no URL.
         shown = printable(re.sub(r"^(\w+://)?.*@", r"\1", base_url.partition("?")[0]))
         try:
-            url = self._httpx.URL(base_url.strip())
-        except (self._httpx.InvalidURL, ValueError):
+            url = self._httpx2.URL(base_url.strip())
+        except (self._httpx2.InvalidURL, ValueError):
             url = None
         if url is None or url.scheme not in ("http", "https") or not url.host or not 0 < (url.port or 80) < 65536:
             meant = "http://HOST:PORT"

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from zlib import crc32
 
 import click
-import httpx
+import httpx2
 from starlette.requests import Request
 
 from ragorder.eval.corpora import Corpus, load_pydocs
@@ -186,7 +186,7 @@ class Server(Protocol):
     def capacity_tokens(self) -> int: ...
 
     @property
-    def transport(self) -> httpx.AsyncBaseTransport | None: ...
+    def transport(self) -> httpx2.AsyncBaseTransport | None: ...
 
     def reset(self) -> None:
         """Empty the cache."""
@@ -201,7 +201,7 @@ class RealServer(VLLMServer):
     transport = None
 
     def counts(self) -> tuple[float, float]:
-        page = httpx.get(f"{self.base_url}/metrics", timeout=60, trust_env=False).text
+        page = httpx2.get(f"{self.base_url}/metrics", timeout=60, trust_env=False).text
         queries, hits = (
             sum(map(float, re.findall(rf"^{name}(?:_total)?{{.*}} (\S+)$", page, re.MULTILINE))) for name in _COUNTERS
         )
@@ -218,7 +218,7 @@ class SimulatedServer:
     def __init__(self, blocks: int, block_size: int = 32) -> None:
         self.block_size = block_size
         self.capacity_tokens = blocks * block_size
-        self.transport = httpx.ASGITransport(self)
+        self.transport = httpx2.ASGITransport(self)
         self._engine = SimEngine(block_size=block_size, capacity_tokens=self.capacity_tokens, like="vllm-0.32")
         self._queries = self._hits = self._answers = 0
 
@@ -267,9 +267,9 @@ async def run(
     server.reset()
     before = server.counts()
     predicted: list[int] = []
-    transport = server.transport if proxy is None else httpx.ASGITransport(proxy)
+    transport = server.transport if proxy is None else httpx2.ASGITransport(proxy)
     common = {"model": server.model_name, "max_tokens": max_tokens, "temperature": 0.0, "ignore_eos": True}
-    async with httpx.AsyncClient(base_url=server.base_url, timeout=600, trust_env=False, transport=transport) as http:
+    async with httpx2.AsyncClient(base_url=server.base_url, timeout=600, trust_env=False, transport=transport) as http:
         for number in range(len(made[0])):
             for turns in made:
                 response = await http.post(_CHAT, json=layout(turns[: number + 1]) | common)

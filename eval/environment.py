@@ -18,7 +18,7 @@ _PACKAGES = (
     "faiss-cpu",
     "sentence-transformers",
     "bm25s",
-    "httpx",
+    "httpx2",
 )
 
 

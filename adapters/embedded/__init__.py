@@ -1,9 +1,9 @@
-"""The embedded engine as a server: OpenAI's API in this process, on `ragorder.kernels.engine` (docs/embedded.md)."""
+"""OpenAI's API on the embedded engine, `ragorder.kernels.engine` (docs/embedded.md)."""
 
 from __future__ import annotations
 
 try:
-    import httpx  # noqa: F401
+    import httpx2  # noqa: F401
     import msgspec  # noqa: F401
     import prometheus_client  # noqa: F401
     import starlette  # noqa: F401

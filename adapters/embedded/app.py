@@ -20,9 +20,15 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ragorder.adapters.embedded.answers import DONE, Answer, ChatAnswer, CompletionAnswer, event
 from ragorder.adapters.embedded.metrics import EngineMetrics
-from ragorder.adapters.embedded.prompts import Asked, Prompts
+from ragorder.adapters.embedded.responses import (
+    DONE,
+    ChatResponseBuilder,
+    CompletionResponseBuilder,
+    ResponseBuilder,
+    event,
+)
+from ragorder.adapters.embedded.translation import RequestTranslator, TranslatedRequest
 from ragorder.adapters.embedded.worker import EngineStoppedError, EngineWorker, TooManyAtOnceError, TooManyWaitingError
 from ragorder.adapters.http_server.errors import ErrorMiddleware, HTTPError
 from ragorder.adapters.http_server.request_body import ClientGoneError, RequestBody
@@ -42,18 +48,19 @@ _RETRY = [(b"retry-after", b"1")]
 def make_engine_app(
     worker: EngineWorker, *, metrics: EngineMetrics | None = None, body_limit: int = BODY_LIMIT
 ) -> ASGIApp:
-    """The application that has requests answered by the worker's engine.
+    """An OpenAI-compatible application on the worker's engine: /v1/completions, /v1/chat/completions, /v1/models,
+    /tokenize, /health and /metrics. It has no access control, and is meant to run behind the proxy. `body_limit` is in
+    bytes.
 
-    /v1/completions, /v1/chat/completions, /v1/models, /tokenize, /health and, with what `metrics` counts, /metrics. It
-    asks for no key, and is meant to stand behind the proxy. `body_limit` is in bytes.
+        app = make_engine_app(EngineWorker(TieredEngine.load("/models/llama")))
     """
     metrics = metrics or EngineMetrics(worker)
     registry = CollectorRegistry()
     registry.register(metrics)
-    server = _Server(worker, metrics, body_limit)
+    handlers = _Handlers(worker, metrics, body_limit)
     name = worker.engine.model_name
     model = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "ragorder"}
-    model |= {"root": name, "parent": None, "max_model_len": server.longest}
+    model |= {"root": name, "parent": None, "max_model_len": handlers.longest}
 
     async def models(_: HTTPRequest) -> JSONResponse:
         return JSONResponse({"object": "list", "data": [model]})
@@ -68,9 +75,9 @@ def make_engine_app(
         raise HTTPError(404, "The embedded engine has no such route.", code="not_found")
 
     routes = [
-        Route("/v1/completions", _Endpoint(server, server.complete), methods=["POST"]),
-        Route("/v1/chat/completions", _Endpoint(server, server.chat), methods=["POST"]),
-        Route("/tokenize", _Endpoint(server, server.tokenize), methods=["POST"]),
+        Route("/v1/completions", _Endpoint(handlers, handlers.complete), methods=["POST"]),
+        Route("/v1/chat/completions", _Endpoint(handlers, handlers.chat), methods=["POST"]),
+        Route("/tokenize", _Endpoint(handlers, handlers.tokenize), methods=["POST"]),
         Route("/v1/models", models),
         Route("/health", _health_of(worker)),
         Route("/metrics", show_metrics),
@@ -79,8 +86,8 @@ def make_engine_app(
 
 
 def hosted(app: ASGIApp, worker: EngineWorker) -> ASGIApp:
-    """The proxy's application, whose health is the engine's, for probes without a key, and which closes the worker when
-    its server has answered all requests and ends."""
+    """The proxy's application with the engine's health in place of its own. It closes the worker at shutdown, after all
+    requests are answered."""
 
     @asynccontextmanager
     async def lifespan(_: Any) -> AsyncIterator[None]:
@@ -101,14 +108,14 @@ def _health_of(worker: EngineWorker) -> Callable[[HTTPRequest], Awaitable[Respon
 
 
 class _Endpoint:
-    """An ASGI application that reads a body and has it answered, as long as its client is there."""
+    """An ASGI application that reads a body and answers it, until its client disconnects."""
 
-    def __init__(self, server: _Server, answer: Callable[[bytes, Send], Awaitable[None]]) -> None:
-        self._server = server
+    def __init__(self, handlers: _Handlers, answer: Callable[[bytes, Send], Awaitable[None]]) -> None:
+        self._handlers = handlers
         self._answer = answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = RequestBody(scope["headers"], receive, self._server.body_limit)
+        body = RequestBody(scope["headers"], receive, self._handlers.body_limit)
         with anyio.CancelScope() as client_is_there:
             leaving = asyncio.create_task(body.wait_until_gone(client_is_there))
             try:
@@ -119,17 +126,15 @@ class _Endpoint:
                 leaving.cancel()
 
 
-class _Server:
-    """Answers bodies."""
-
+class _Handlers:
     def __init__(self, worker: EngineWorker, metrics: EngineMetrics, body_limit: int) -> None:
         engine = worker.engine
         self.body_limit = body_limit
         self.longest = min(engine.max_model_len, engine.device_tokens)
         self._worker = worker
         self._metrics = metrics
-        self._prompts = Prompts(
-            # The engine's own thread has one as well, and they are not for two threads.
+        self._translator = RequestTranslator(
+            # Tokenizers are not thread-safe, and the engine's thread has its own.
             deepcopy(engine.tokenizer),
             model_name=engine.model_name,
             longest=self.longest,
@@ -137,28 +142,32 @@ class _Server:
         self._one_thread = anyio.CapacityLimiter(1)
 
     async def complete(self, content: bytes, send: Send) -> None:
-        asked = await self._run(partial(self._prompts.completion, content))
-        await self._generate(asked, CompletionAnswer(self._worker.engine.model_name, self._prompts.token_text), send)
+        translated = await self._run(partial(self._translator.completion, content))
+        await self._generate(
+            translated, CompletionResponseBuilder(self._worker.engine.model_name, self._translator.token_text), send
+        )
 
     async def chat(self, content: bytes, send: Send) -> None:
-        asked = await self._run(partial(self._prompts.chat, content))
-        await self._generate(asked, ChatAnswer(self._worker.engine.model_name, self._prompts.token_text), send)
+        translated = await self._run(partial(self._translator.chat, content))
+        await self._generate(
+            translated, ChatResponseBuilder(self._worker.engine.model_name, self._translator.token_text), send
+        )
 
     async def tokenize(self, content: bytes, send: Send) -> None:
-        await _send_json(await self._run(partial(self._prompts.tokenize, content)), send)
+        await _send_json(await self._run(partial(self._translator.tokenize, content)), send)
 
     async def _run(self, work: Callable[[], T]) -> T:
         return await anyio.to_thread.run_sync(work, limiter=self._one_thread)
 
-    async def _generate(self, asked: Asked[Any], answer: Answer, send: Send) -> None:
-        self._metrics.asked(asked)
+    async def _generate(self, translated: TranslatedRequest[Any], builder: ResponseBuilder, send: Send) -> None:
+        self._metrics.count(translated)
         try:
-            async with self._worker.submit(asked.requests) as updates:
-                if asked.body.stream:
-                    await self._stream(asked, answer, updates, send)
+            async with self._worker.submit(translated.requests) as updates:
+                if translated.body.stream:
+                    await self._stream(translated, builder, updates, send)
                 else:
-                    completions = await _completions(updates, len(asked.requests))
-                    await _send_json(answer.whole(completions), send)
+                    completions = await _completions(updates, len(translated.requests))
+                    await _send_json(builder.complete(completions), send)
         except RequestRefusedError as error:
             raise HTTPError(400, f"The engine refuses this request: {error}", code="request_refused") from None
         except TooManyAtOnceError as error:
@@ -170,34 +179,38 @@ class _Server:
             raise _stopped(str(error)) from None
 
     async def _stream(
-        self, asked: Asked[Any], answer: Answer, updates: AsyncIterator[tuple[int, Update]], send: Send
+        self,
+        translated: TranslatedRequest[Any],
+        builder: ResponseBuilder,
+        updates: AsyncIterator[tuple[int, Update]],
+        send: Send,
     ) -> None:
-        """Headers go with the first token: what fails before still gets a status of its own."""
+        """The headers are sent with the first token: what fails before gets a status of its own."""
         completions: list[Completion] = []
         begun = False
         try:
             async for place, update in updates:
-                pieces = b"".join(map(event, answer.pieces(place, update)))
+                chunks = b"".join(map(event, builder.chunks(place, update)))
                 if update.completion is not None:
                     completions.append(update.completion)
-                if pieces and not begun:
+                if chunks and not begun:
                     await send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
                     begun = True
-                if pieces:
-                    await send({"type": "http.response.body", "body": pieces, "more_body": True})
+                if chunks:
+                    await send({"type": "http.response.body", "body": chunks, "more_body": True})
         except (HTTPError, EngineStoppedError) as error:
             if not begun:
                 raise
             failure = error if isinstance(error, HTTPError) else _stopped(str(error))
             await send({"type": "http.response.body", "body": event(failure.content)})
             return
-        options = asked.body.stream_options
-        usage = event(answer.last(completions)) if options is not None and options.include_usage else b""
+        options = translated.body.stream_options
+        usage = event(builder.last(completions)) if options is not None and options.include_usage else b""
         await send({"type": "http.response.body", "body": usage + DONE})
 
 
 async def _completions(updates: AsyncIterator[tuple[int, Update]], count: int) -> Sequence[Completion]:
-    """In the order of their prompts."""
+    """The completions in the order of their prompts."""
     completions = {place: update.completion async for place, update in updates if update.completion is not None}
     return [completions[place] for place in range(count)]
 
@@ -210,4 +223,4 @@ async def _send_json(content: Any, send: Send) -> None:
 
 
 def _stopped(why: str) -> HTTPError:
-    return HTTPError(503, f"The engine computes nothing any more: {why}.", code="engine_stopped")
+    return HTTPError(503, f"The engine has stopped: {why}.", code="engine_stopped")

@@ -1,12 +1,13 @@
-"""What the embedded engine publishes for Prometheus: under names of its own, and under those by which a vLLM with
-ragorder's tiers says the same, so that the commands that read these (`ragorder tiers stats`, `ragorder doctor`,
-`Orderer.for_vllm`) work on it. No label tells of a document or of a tenant.
+"""Prometheus metrics of the embedded engine, under names of its own and under those of a vLLM with ragorder's tiers.
+
+The latter are read by `ragorder tiers stats`, `ragorder doctor` and `Orderer.for_vllm`. No label names a document or a
+tenant.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from prometheus_client.metrics_core import (
     CounterMetricFamily,
@@ -16,10 +17,9 @@ from prometheus_client.metrics_core import (
     SummaryMetricFamily,
 )
 
-if TYPE_CHECKING:
-    from ragorder.adapters.embedded.prompts import Asked
-    from ragorder.adapters.embedded.worker import EngineWorker
-    from ragorder.kernels.engine import EngineStats
+from ragorder.adapters.embedded.translation import TranslatedRequest
+from ragorder.adapters.embedded.worker import EngineWorker
+from ragorder.kernels.engine import EngineStats
 
 __all__ = ["EngineMetrics"]
 
@@ -30,25 +30,23 @@ _NAMES = ("device", "host", "disk")
 
 
 class EngineMetrics:
-    """A collector for a Prometheus registry, and what it counts of requests that `asked` for something."""
+    """A collector for a Prometheus registry, with the counts of requests that `count` gets."""
 
     def __init__(self, worker: EngineWorker) -> None:
         self._worker = worker
         self._with_facts = self._without_facts = self._unreadable_facts = self._documents = 0
 
-    def asked(self, asked: Asked[Any]) -> None:
-        """A body came."""
-        requests = len(asked.requests)
-        if not asked.readable:
+    def count(self, translated: TranslatedRequest[Any]) -> None:
+        requests = len(translated.requests)
+        if not translated.readable:
             self._unreadable_facts += requests
-        elif asked.facts is None or not asked.facts.documents:
+        elif translated.facts is None or not translated.facts.documents:
             self._without_facts += requests
         else:
             self._with_facts += requests
-            self._documents += len(asked.facts.documents)
+            self._documents += len(translated.facts.documents)
 
     def collect(self) -> Iterator[Metric]:
-        """What a registry asks for."""
         stats = self._worker.stats()
         yield from self._engine(stats)
         yield from _tiers(stats)

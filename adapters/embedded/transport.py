@@ -1,4 +1,4 @@
-"""The way to an application in this process: as over HTTP, without a socket."""
+"""An httpx2 transport to an application in this process."""
 
 from __future__ import annotations
 
@@ -8,39 +8,36 @@ from contextlib import suppress
 from typing import cast
 from urllib.parse import unquote
 
-import httpx
+import httpx2
 from starlette.types import ASGIApp, Message, Scope
 
 __all__ = ["AppTransport"]
 
-# So many pieces of an answer wait for a slow reader; then the application does.
+# Chunks of an answer that wait for a slow reader before the application has to.
 _AHEAD = 16
 
 
-class AppTransport(httpx.AsyncBaseTransport):
-    """Brings requests to an ASGI application, and its answers back piece by piece as they come (httpx's own
-    ASGITransport collects them). To close an answer, or to be cancelled while waiting for it, cancels the application's
-    work on it."""
+class AppTransport(httpx2.AsyncBaseTransport):
+    """Calls an ASGI application, and streams its responses (httpx2's own ASGITransport collects them). Closing a
+    response, or cancelling the wait for it, cancels the application's work on it."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
-    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """Raises httpx.ReadTimeout if the application takes too long, httpx.RemoteProtocolError if it gives up."""
+    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+        """Raises httpx2.ReadTimeout if the application takes too long, httpx2.RemoteProtocolError if it breaks off."""
         exchange = _Exchange(self._app, request)
         try:
             start = await exchange.next_message()
         except BaseException:
             await exchange.aclose()
             raise
-        return httpx.Response(start["status"], headers=start.get("headers", []), stream=exchange)
+        return httpx2.Response(start["status"], headers=start.get("headers", []), stream=exchange)
 
 
-class _Exchange(httpx.AsyncByteStream):
-    """One request, and the body of its answer."""
-
-    def __init__(self, app: ASGIApp, request: httpx.Request) -> None:
-        self._body = aiter(cast(httpx.AsyncByteStream, request.stream))
+class _Exchange(httpx2.AsyncByteStream):
+    def __init__(self, app: ASGIApp, request: httpx2.Request) -> None:
+        self._body = aiter(cast(httpx2.AsyncByteStream, request.stream))
         self._timeout_s: float | None = request.extensions.get("timeout", {}).get("read")
         self._messages: asyncio.Queue[Message | None] = asyncio.Queue(_AHEAD)
         self._work = asyncio.create_task(self._run(app, _scope(request)))
@@ -50,9 +47,9 @@ class _Exchange(httpx.AsyncByteStream):
             async with asyncio.timeout(self._timeout_s):
                 message = await self._messages.get()
         except TimeoutError:
-            raise httpx.ReadTimeout("the application did not answer in time") from None
+            raise httpx2.ReadTimeout("the application did not answer in time") from None
         if message is None:
-            raise httpx.RemoteProtocolError("the application broke off")
+            raise httpx2.RemoteProtocolError("the application broke off")
         return message
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
@@ -68,7 +65,7 @@ class _Exchange(httpx.AsyncByteStream):
         await asyncio.wait([self._work])
 
     async def _run(self, app: ASGIApp, scope: Scope) -> None:
-        # What it raises may quote the request: the application is to log what it wants to be known.
+        # Its errors may quote the request: the application logs what is to be known.
         with suppress(Exception):
             await app(scope, self._receive, self._messages.put)
         await self._messages.put(None)
@@ -82,12 +79,12 @@ class _Exchange(httpx.AsyncByteStream):
 
 
 async def _nothing() -> AsyncIterator[bytes]:
-    """What comes behind the body: nothing. A client that leaves is no message, but cancels the application."""
+    """Nothing follows the body. A client that disconnects sends no message, but cancels the application."""
     await asyncio.Event().wait()
     yield b""
 
 
-def _scope(request: httpx.Request) -> Scope:
+def _scope(request: httpx2.Request) -> Scope:
     path, _, query = request.extensions.get("target", request.url.raw_path).partition(b"?")
     return {
         "type": "http",

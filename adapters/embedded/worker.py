@@ -1,4 +1,4 @@
-"""The engine's asynchronous face: one thread computes, requests go to it and what they bring comes back over queues."""
+"""Asynchronous access to an engine that runs in a thread of its own."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Thread
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
-if TYPE_CHECKING:
-    from ragorder.kernels.engine import EngineStats, Request, TieredEngine, Update
+from ragorder.kernels.engine import EngineStats, Request, TieredEngine, Update
 
 __all__ = ["EngineStoppedError", "EngineWorker", "TooManyAtOnceError", "TooManyWaitingError"]
 
@@ -27,24 +26,24 @@ _END_S = 60.0
 
 
 class EngineStoppedError(RuntimeError):
-    """The engine computes no more: it has failed, or is told to end."""
+    """The engine has failed, or was closed."""
 
 
 class TooManyWaitingError(RuntimeError):
-    """There is no room for one more request: try again later."""
+    """Too many requests are unfinished: try again later."""
 
 
 class TooManyAtOnceError(ValueError):
-    """So many requests can never be in the engine together: send fewer at a time."""
+    """More requests than the engine can ever hold together: send fewer at a time."""
 
 
-News = tuple[int, "Update"] | Exception
+News = tuple[int, Update] | Exception
 
 
 @dataclass(eq=False, slots=True)
-class _Ticket:
-    """Requests that came together, and the way back to whoever asked: whether all were accepted (None, or why not),
-    then what comes of them."""
+class _Submission:
+    """Requests submitted together, and the queues back to the event loop: `verdict` (None if all were accepted, or the
+    refusal), then `news`."""
 
     requests: Sequence[Request]
     loop: asyncio.AbstractEventLoop
@@ -73,16 +72,20 @@ class _Ticket:
             yield news
 
     def _put(self, queue: asyncio.Queue[T], item: T) -> None:
-        # A loop that has ended has nobody left who would ask.
+        # A closed loop has no waiting task left.
         with suppress(RuntimeError):
             self.loop.call_soon_threadsafe(queue.put_nowait, item)
 
 
 class EngineWorker:
-    """Steps an engine in a thread of its own. At most `max_unfinished` requests are in it, those that wait included.
+    """Steps an engine in a thread of its own, with at most `max_unfinished` requests, waiting ones included.
 
-    `submit` is for one event loop, `stats` and `close` for any thread. What is constant in `engine` (its model's name,
-    its sizes, its tokenizer) may be read by all; nothing else of it is to be touched from outside.
+    `submit` is for one event loop, `stats` and `close` for any thread. Of `engine` only constants (its model's name,
+    its sizes, its tokenizer) may be read from outside.
+
+        async with worker.submit([request]) as updates:
+            async for place, update in updates:
+                ...
     """
 
     def __init__(self, engine: TieredEngine, *, max_unfinished: int = 1024) -> None:
@@ -92,23 +95,23 @@ class EngineWorker:
         self._failure: str | None = None
         self._ended = False
         self._commands: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._tickets: dict[Any, tuple[_Ticket, int]] = {}
+        self._submissions: dict[Any, tuple[_Submission, int]] = {}
         self._figures = engine.stats()
         self._thread = Thread(target=self._run, name="ragorder-engine", daemon=True)
         self._thread.start()
 
     @property
     def failure(self) -> str | None:
-        """Why nothing is computed any more; None while all is well."""
+        """The reason why the engine stopped; None while it runs."""
         return self._failure
 
     @asynccontextmanager
     async def submit(self, requests: Sequence[Request]) -> AsyncIterator[AsyncIterator[tuple[int, Update]]]:
-        """All of these requests, or none: gives what comes of each, with its place among them, until each has its
-        completion. What is unfinished at the end of the block is aborted.
+        """Submit all of these requests, or none. Gives the updates of each with its place among them, until all are
+        completed; at the end of the block unfinished ones are aborted.
 
-        Raises what the engine refuses a request with, TooManyAtOnceError, TooManyWaitingError and EngineStoppedError;
-        the last one also where the updates are taken.
+        Raises the engine's refusal of a request, TooManyAtOnceError, TooManyWaitingError and EngineStoppedError; the
+        last one also while updates are iterated.
         """
         if self._failure is not None:
             raise EngineStoppedError(self._failure)
@@ -120,29 +123,29 @@ class EngineWorker:
         if self._unfinished + len(requests) > self.max_unfinished:
             raise TooManyWaitingError(f"{self._unfinished:,} requests are being answered or wait already")
         self._unfinished += len(requests)
-        ticket = _Ticket(requests, asyncio.get_running_loop())
+        submission = _Submission(requests, asyncio.get_running_loop())
         try:
-            self._commands.put(partial(self._admit, ticket))
+            self._commands.put(partial(self._admit, submission))
             if self._ended:
                 raise EngineStoppedError(self._failure)
-            await ticket.accepted()
-            yield ticket.updates()
+            await submission.accepted()
+            yield submission.updates()
         finally:
             self._unfinished -= len(requests)
-            ticket.left = True
-            self._commands.put(partial(self._withdraw, ticket))
+            submission.left = True
+            self._commands.put(partial(self._withdraw, submission))
 
     def stats(self) -> EngineStats:
-        """The engine's figures after its present step; as they were seen last if that takes longer than a second."""
+        """The engine's statistics after its current step; the previous ones if that takes longer than a second."""
         if self._thread.is_alive():
-            asked: Future[EngineStats] = Future()
-            self._commands.put(partial(self._tell_figures, asked))
+            answer: Future[EngineStats] = Future()
+            self._commands.put(partial(self._tell_figures, answer))
             with suppress(TimeoutError):
-                self._figures = asked.result(_FIGURES_S)
+                self._figures = answer.result(_FIGURES_S)
         return self._figures
 
     def close(self) -> None:
-        """Abort what is unfinished, close the engine and wait for both. What comes later is refused."""
+        """Abort unfinished requests, close the engine and wait for both. Later requests are refused."""
         self._commands.put(None)
         self._thread.join(_END_S)
         if self._thread.is_alive():
@@ -161,14 +164,14 @@ class EngineWorker:
         except Exception as error:
             _logger.error("the engine could not be closed: %s", type(error).__name__)
         self._ended = True
-        # Whoever came meanwhile is refused as well, whoever comes from now on sees that it has ended.
+        # Requests that came meanwhile are refused here, later ones by `_ended`.
         with suppress(Empty):
             while True:
                 if (command := self._commands.get_nowait()) is not None:
                     command()
 
     def _obey(self) -> bool:
-        """Do what is asked for; wait for it if there is nothing else to do. Whether to go on."""
+        """Run the commands in the queue, waiting if the engine is idle. False once the worker is to end."""
         idle = self._failure is not None or not self.engine.has_unfinished
         with suppress(Empty):
             while (command := self._commands.get(block=idle)) is not None:
@@ -177,24 +180,24 @@ class EngineWorker:
             return False
         return True
 
-    def _admit(self, ticket: _Ticket) -> None:
+    def _admit(self, submission: _Submission) -> None:
         if self._failure is not None:
-            ticket.judge(EngineStoppedError(self._failure))
+            submission.judge(EngineStoppedError(self._failure))
             return
         try:
-            for place, request in enumerate(ticket.requests if not ticket.left else ()):
+            for place, request in enumerate(submission.requests if not submission.left else ()):
                 request_id = self.engine.add(request)
-                ticket.ids.append(request_id)
-                self._tickets[request_id] = (ticket, place)
+                submission.ids.append(request_id)
+                self._submissions[request_id] = (submission, place)
         except Exception as error:
-            self._withdraw(ticket)
-            ticket.judge(error)
+            self._withdraw(submission)
+            submission.judge(error)
         else:
-            ticket.judge(None)
+            submission.judge(None)
 
-    def _withdraw(self, ticket: _Ticket) -> None:
-        for request_id in ticket.ids:
-            if self._tickets.pop(request_id, None) is not None and self._failure is None:
+    def _withdraw(self, submission: _Submission) -> None:
+        for request_id in submission.ids:
+            if self._submissions.pop(request_id, None) is not None and self._failure is None:
                 try:
                     self.engine.abort(request_id)
                 except Exception as error:
@@ -202,29 +205,29 @@ class EngineWorker:
 
     def _deliver(self, updates: Sequence[Update]) -> None:
         for update in updates:
-            # What was aborted may still be mentioned.
-            if (found := self._tickets.get(update.request_id)) is None:
+            # An aborted request may still have updates.
+            if (found := self._submissions.get(update.request_id)) is None:
                 continue
-            ticket, place = found
+            submission, place = found
             if update.completion is not None:
-                del self._tickets[update.request_id]
-            ticket.tell((place, update))
+                del self._submissions[update.request_id]
+            submission.tell((place, update))
 
-    def _tell_figures(self, asked: Future[EngineStats]) -> None:
+    def _tell_figures(self, answer: Future[EngineStats]) -> None:
         try:
-            asked.set_result(self.engine.stats())
+            answer.set_result(self.engine.stats())
         except Exception:
-            # It may have failed for good: then these are its last.
-            asked.set_result(self._figures)
+            # After a failure the previous statistics are the last ones.
+            answer.set_result(self._figures)
 
     def _fail(self, error: BaseException) -> None:
-        # The message of an error may quote a prompt; the lines that it passed do not.
+        # The message of an error may quote a prompt; its traceback does not.
         where = "".join(traceback.format_tb(error.__traceback__))
-        _logger.error("the engine failed with %s and computes no more\n%s", type(error).__name__, where)
+        _logger.error("the engine failed with %s and has stopped\n%s", type(error).__name__, where)
         self._stop(f"the engine has failed ({type(error).__name__}): start the server again, its log has the place")
 
     def _stop(self, why: str) -> None:
         self._failure = self._failure or why
-        for ticket in {id(ticket): ticket for ticket, _ in self._tickets.values()}.values():
-            ticket.tell(EngineStoppedError(self._failure))
-        self._tickets.clear()
+        for submission in {id(submission): submission for submission, _ in self._submissions.values()}.values():
+            submission.tell(EngineStoppedError(self._failure))
+        self._submissions.clear()

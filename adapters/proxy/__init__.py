@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 try:
-    import httpx  # noqa: F401
+    import httpx2  # noqa: F401
     import msgspec  # noqa: F401
     import starlette  # noqa: F401
 except ImportError as error:

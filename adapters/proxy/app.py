@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-import httpx
+import httpx2
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import BaseRoute, Route, Router
@@ -63,7 +63,7 @@ def make_app(
     number_by_place: bool = False,
     on_passed: Callable[[str], None] | None = None,
     routes: Sequence[BaseRoute] = (),
-    make_transport: Callable[[], httpx.AsyncBaseTransport] | None = None,
+    make_transport: Callable[[], httpx2.AsyncBaseTransport] | None = None,
 ) -> ASGIApp:
     """The proxy in front of the OpenAI-compatible server at `upstream` (with or without /v1).
 

@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import unquote_to_bytes
 
 import anyio
-import httpx
+import httpx2
 
 from ragorder.adapters.http_client import Server
 from ragorder.adapters.http_server.errors import HTTPError
@@ -54,28 +54,28 @@ class Upstream:
         api_key: str | None = None,
         forwards_authorization: bool = True,
         timeouts: Timeouts = Timeouts(),
-        make_transport: Callable[[], httpx.AsyncBaseTransport] | None = None,
+        make_transport: Callable[[], httpx2.AsyncBaseTransport] | None = None,
     ) -> None:
         with Server(address, timeout_s=1, api_key=api_key) as server:
             self.root = server.root
-        self._url = httpx.URL(self.root)
+        self._url = httpx2.URL(self.root)
         self._authorization = _authorization(address, api_key)
         self._dropped = [b"host", b"expect"]
         if self._authorization or not forwards_authorization:
             self._dropped.append(b"authorization")
         limit = timeouts.read_s
-        self._timeout = httpx.Timeout(limit, connect=timeouts.connect_s, pool=None).as_dict()
+        self._timeout = httpx2.Timeout(limit, connect=timeouts.connect_s, pool=None).as_dict()
         self._pool = _ConnectionPool(make_transport or _transport_factory(encrypted=self._url.scheme == "https"))
 
     @asynccontextmanager
     async def send(
         self, method: str, target: bytes, headers: Headers, content: AsyncIterator[bytes] | None
-    ) -> AsyncIterator[httpx.Response]:
+    ) -> AsyncIterator[httpx2.Response]:
         """The response to a request for `target` (path and query), its body unread. Raises HTTPError, here and while
         the body is read, if the server does not answer in time or in HTTP."""
         sent = end_to_end(headers, *self._dropped) + self._authorization
         target = self._url.raw_path.rstrip(b"/") + target
-        request = httpx.Request(
+        request = httpx2.Request(
             method, self._url, headers=sent, content=content, extensions={"timeout": self._timeout, "target": target}
         )
         try:
@@ -87,13 +87,13 @@ class Upstream:
                 finally:
                     with anyio.CancelScope(shield=True):
                         await response.aclose()
-        except httpx.TimeoutException:
+        except httpx2.TimeoutException:
             message = "The upstream server did not answer in time."
             raise HTTPError(504, message, code="upstream_timeout") from None
-        except httpx.LocalProtocolError:
+        except httpx2.LocalProtocolError:
             message = "The request has a header or an address that is no HTTP."
             raise HTTPError(400, message, code="invalid_http") from None
-        except httpx.TransportError:
+        except httpx2.TransportError:
             message = "The upstream server cannot be reached, or broke off."
             raise HTTPError(502, message, code="upstream_unavailable") from None
 
@@ -104,17 +104,17 @@ class Upstream:
 class _ConnectionPool:
     """Transports with one connection each: one for each request in flight, and some that are idle.
 
-    httpx's own pool scans all of its connections several times for each request: with a thousand of them it does
+    httpx2's own pool scans all of its connections several times for each request: with a thousand of them it does
     nothing else. A connection on which a server sent more than its answer is closed: the rest would be the answer to
     the next client.
     """
 
-    def __init__(self, make: Callable[[], httpx.AsyncBaseTransport]) -> None:
+    def __init__(self, make: Callable[[], httpx2.AsyncBaseTransport]) -> None:
         self._make = make
-        self._idle: deque[tuple[float, httpx.AsyncBaseTransport]] = deque()
+        self._idle: deque[tuple[float, httpx2.AsyncBaseTransport]] = deque()
 
     @asynccontextmanager
-    async def connection(self, *, once: bool = False) -> AsyncIterator[httpx.AsyncBaseTransport]:
+    async def connection(self, *, once: bool = False) -> AsyncIterator[httpx2.AsyncBaseTransport]:
         transport = self._idle.pop()[1] if self._idle else self._make()
         try:
             yield transport
@@ -137,29 +137,29 @@ class _ConnectionPool:
                 await self._idle.popleft()[1].aclose()
 
 
-def _transport_factory(*, encrypted: bool) -> Callable[[], httpx.AsyncBaseTransport]:
-    certificates: ssl.SSLContext | bool = httpx.create_ssl_context() if encrypted else False
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=_KEEP_ALIVE_S)
+def _transport_factory(*, encrypted: bool) -> Callable[[], httpx2.AsyncBaseTransport]:
+    certificates: ssl.SSLContext | bool = httpx2.create_ssl_context() if encrypted else False
+    limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=_KEEP_ALIVE_S)
     options = [(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVED)]
-    return lambda: httpx.AsyncHTTPTransport(verify=certificates, limits=limits, socket_options=options)
+    return lambda: httpx2.AsyncHTTPTransport(verify=certificates, limits=limits, socket_options=options)
 
 
 def _authorization(address: str, api_key: str | None) -> Headers:
     if api_key and api_key.strip():
         return [(b"authorization", b"Bearer " + api_key.strip().encode("ascii"))]
-    user_and_password = httpx.URL(address.strip()).userinfo
+    user_and_password = httpx2.URL(address.strip()).userinfo
     if not user_and_password:
         return []
     return [(b"authorization", b"Basic " + b64encode(unquote_to_bytes(user_and_password)))]
 
 
-def _has_leftovers(transport: httpx.AsyncBaseTransport) -> bool:
+def _has_leftovers(transport: httpx2.AsyncBaseTransport) -> bool:
     """Whether an idle connection has read bytes that belong to no answer.
 
-    Bytes that arrive later are seen by httpx's pool, which takes no connection whose socket is readable. There is no
+    Bytes that arrive later are seen by httpx2's pool, which takes no connection whose socket is readable. There is no
     public way to those already read; a connection that cannot be inspected counts as having some.
     """
-    if not isinstance(transport, httpx.AsyncHTTPTransport):
+    if not isinstance(transport, httpx2.AsyncHTTPTransport):
         return False
     try:
         connections: list[Any] = transport._pool.connections

@@ -1,7 +1,6 @@
 """RAGCache's tiers in stock vLLM: documents' KV on the device, in host memory and on disk (docs/tiers.md).
 
-Only what is needed to write a configuration is imported here; the rest is loaded by vLLM, which the configuration tells
-where it is.
+Only the parts that write a configuration are imported here; vLLM loads the rest by the module paths in it.
 """
 
 from ragorder.adapters.request_facts import RequestFacts, read_facts

@@ -1,6 +1,6 @@
-"""vLLM's offloading connector, in which a copy between device and host may fail.
+"""vLLM's offloading connector, extended by copies between device and host that may fail.
 
-This is what vLLM loads first of us, so the version is checked here.
+vLLM loads this module first of ours, so the version is checked here.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 from ragorder.adapters.vllm_tiers.versions import check_vllm
 
-# Before anything that another version of vLLM may have elsewhere.
+# Before imports that another version of vLLM may have elsewhere.
 check_vllm()
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata  # noqa: E402
@@ -25,7 +25,7 @@ __all__ = ["RecomputesFailedLoads", "TierConnector", "TierWorkerMetadata"]
 
 @dataclass
 class TierWorkerMetadata(OffloadingWorkerMetadata):  # type: ignore[misc]
-    """What a worker tells the scheduler: with vLLM's own, the host's chunks that a failed store should have filled."""
+    """vLLM's metadata from worker to scheduler, with the host chunks that failed stores left unfilled."""
 
     failed_chunks: set[int] = field(default_factory=set)
 
@@ -36,18 +36,19 @@ class TierWorkerMetadata(OffloadingWorkerMetadata):  # type: ignore[misc]
 
 
 class RecomputesFailedLoads:
-    """Mixed into an offloading connector: what a copy did not bring is computed, what it did not store is not held.
+    """Mixin for an offloading connector: what a failed copy did not load is recomputed, what it did not store is
+    absent.
 
-    vLLM's half in the worker knows only copies that succeed. So our worker reports all of them as finished, tells which
-    failed, and this passes it on: a load as one that vLLM's scheduler recomputes (`failed_recving`), a store as chunks
-    that the manager must not believe in. A request whose load failed takes nothing more from the tiers.
+    vLLM's worker has only copies that succeed. So our worker reports failed ones as finished, too, and separately as
+    failures. A failed load becomes one that vLLM's scheduler recomputes (`failed_recving`), and its request takes
+    nothing more from the tiers; a failed store becomes chunks that the manager drops.
     """
 
     connector_scheduler: Any
     connector_worker: Any
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
-        # What a spec is told of the model is its name and dtype, too little to know its chunks on a disk by.
+        # A spec gets the model's name and dtype only: too little to identify its chunks on a disk.
         note_model(vllm_config)
         super().__init__(vllm_config, role, kv_cache_config)  # type: ignore[call-arg]
         self._failed_chunks: set[int] = set()
@@ -99,4 +100,4 @@ class RecomputesFailedLoads:
 
 
 class TierConnector(RecomputesFailedLoads, OffloadingConnector):  # type: ignore[misc]
-    """Host and disk behind a device that gives up blocks in vLLM's own order."""
+    """Host and disk tiers, with the device's blocks in vLLM's own order."""

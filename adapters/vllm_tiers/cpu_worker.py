@@ -1,4 +1,4 @@
-"""The copies between vLLM's KV cache and host memory where the device is the CPU: from memory to memory."""
+"""Copies between vLLM's KV cache and host memory on a CPU."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 
 __all__ = ["FailedCopy", "HostCopyWorker"]
 
-# A child of vLLM's logger: in an engine's process nobody listens to ours.
+# A child of vLLM's logger: an engine's process does not configure ours.
 _log = init_logger("vllm.ragorder.copies")
 
 
 class FailedCopy(NamedTuple):
-    """A copy that did not come to its end, and the chunks in host memory that it was from or to."""
+    """A failed copy and its chunks in host memory."""
 
     job_id: int
     chunk_ids: set[int]
@@ -38,7 +38,7 @@ class FailedCopy(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A device block, and where it is in host memory: part `part` of chunk `chunk`."""
+    """A device block, and its place in host memory: part `part` of chunk `chunk`."""
 
     block: int
     chunk: int
@@ -46,14 +46,14 @@ class _Place:
 
 
 class HostCopyWorker(OffloadingWorker):  # type: ignore[misc]
-    """Copies whole blocks, in a thread of its own, one job after the other in the order in which they were submitted.
+    """Copies whole blocks in a thread of its own, in the order of submission.
 
-    numpy copies the bytes: torch would start a second team of threads for it, beside the model's. A job that fails is
-    reported as finished, which is all that vLLM knows of, and in `take_failures`. Nothing is raised to the engine.
+    numpy copies the bytes: torch would start a second pool of threads beside the model's. A failed job is reported to
+    vLLM as finished, and in `take_failures`; nothing is raised to the engine.
     """
 
     def __init__(self, kv_caches: CanonicalKVCaches, region: SharedOffloadRegion, blocks_per_chunk: int) -> None:
-        """Raises ValueError for caches that are not what vLLM says they are; the region is the caller's until then."""
+        """Raises ValueError for caches of an unexpected layout; `region` is then still the caller's."""
         if blocks_per_chunk < 1:
             raise ValueError(f"blocks_per_chunk is {blocks_per_chunk}: a chunk has 1 block or more")
         self._blocks_per_chunk = blocks_per_chunk
@@ -70,7 +70,7 @@ class HostCopyWorker(OffloadingWorker):  # type: ignore[misc]
             view = region.create_next_worker_view(size * blocks_per_chunk)
             host.append(view.unflatten(1, (blocks_per_chunk, size)).numpy())
         self._host: list[Any] = host
-        # For each group of layers: which caches it has, and how much of a block it uses there.
+        # For each group of layers: its caches, and the bytes of a block that it uses there.
         self._parts: list[dict[int, int]] = []
         for references in kv_caches.group_data_refs:
             parts: dict[int, int] = {}
@@ -102,7 +102,7 @@ class HostCopyWorker(OffloadingWorker):  # type: ignore[misc]
         return [result for result, _ in ended]
 
     def take_failures(self) -> list[FailedCopy]:
-        """What has failed of that which `get_finished` returned, once."""
+        """The failures among the results of `get_finished`, each once."""
         taken, self._failures = self._failures, []
         return taken
 
@@ -117,12 +117,12 @@ class HostCopyWorker(OffloadingWorker):  # type: ignore[misc]
         self._host.clear()
         region, self._region = self._region, None
         if region is not None:
-            # The scheduler has removed the file's name when it had it open, too; see `TierSpec`.
+            # The scheduler has unlinked the file once it had it open; see `TierSpec`.
             region._creator = region._creator and Path(region.mmap_path).exists()
             region.cleanup()
 
     def copy(self, places: list[_Place], parts: dict[int, int], to_host: bool) -> int:
-        """Copy blocks of one group, and return the bytes."""
+        """Copy blocks of one group; returns the number of bytes."""
         for place in places:
             for index, size in parts.items():
                 block = self._device[index][place.block, :size]
@@ -139,7 +139,7 @@ class HostCopyWorker(OffloadingWorker):  # type: ignore[misc]
                 raise TypeError(f"{type(host).__name__} is no place in host memory")
             copied = sum(self.copy(places, parts, to_host) for places, parts in self._places(device, host))
         except Exception as error:
-            # What the exception says may hold an array's values.
+            # The exception's message may quote an array's values.
             _log.warning("a copy %s host memory failed: %s", "to" if to_host else "from", type(error).__name__)
             chunks = {int(chunk) for chunk in getattr(host, "block_ids", ())}
             return TransferResult(job_id, True), FailedCopy(job_id, chunks)
@@ -148,7 +148,7 @@ class HostCopyWorker(OffloadingWorker):  # type: ignore[misc]
     def _places(
         self, device: GPULoadStoreSpec, host: CPULoadStoreSpec
     ) -> Iterator[tuple[list[_Place], dict[int, int]]]:
-        """Where the blocks of each group go. The first of them may stand in the middle of a chunk."""
+        """The places of each group's blocks. The first one may be in the middle of a chunk."""
         blocks = [int(block) for block in device.block_ids]
         chunks = [int(chunk) for chunk in host.block_ids]
         if min(blocks, default=0) < 0 or min(chunks, default=0) < 0:

@@ -1,4 +1,4 @@
-"""The device tier: vLLM's own blocks, given up in the order of our policy, through the hooks of a KV connector."""
+"""The device tier: vLLM's own blocks, evicted in the order of our policy, through the hooks of a KV connector."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _logger = logging.getLogger("ragorder")
 
 
 def order_device(pool: Any, groups: int, settings: TierSettings) -> DeviceOrder | None:
-    """Put a block pool of vLLM's, whose model has so many groups of KV caches, in the order of the policy.
+    """Put a block pool of vLLM's in the order of the policy. `groups`: the model's groups of KV caches.
 
-    Models with several (hybrid models) share their blocks among groups whose blocks are worth something only together:
-    for these, and where prefix caching is off, the order stays vLLM's (None), which is logged.
+    None, with a warning, for hybrid models (several groups, whose blocks are useful only together) and without prefix
+    caching: the order stays vLLM's.
     """
     if groups > 1:
         _logger.warning("the device's blocks stay in vLLM's own order: the model has %d groups of KV caches", groups)
@@ -36,11 +36,8 @@ def order_device(pool: Any, groups: int, settings: TierSettings) -> DeviceOrder 
 
 
 class DeviceOrderConnector(OffloadingConnector):  # type: ignore[misc]
-    """vLLM's offloading connector, which also decides what the device gives up. Everything else is passed on.
-
-    vLLM hands the block pool over by `bind_gpu_block_pool`, and says what becomes of a request by `request_finished`:
-    that is all that this needs. A request counts once, when it ends, for all of the blocks that it held.
-    """
+    """vLLM's offloading connector with the order of the device's blocks. A request counts once, when it finishes, for
+    all blocks that it held."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -58,7 +55,7 @@ class DeviceOrderConnector(OffloadingConnector):  # type: ignore[misc]
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         found: tuple[int | None, bool] = super().get_num_new_matched_tokens(request, num_computed_tokens)
-        # What a request finds when it comes back after a preemption is what it had computed itself.
+        # After a preemption a request finds what it has computed itself.
         if self.device_order is not None and not request.num_preemptions:
             loaded = 0 if request.skip_reading_prefix_cache else found[0] or 0
             self._cached_tokens[request.request_id] = num_computed_tokens + loaded
@@ -107,12 +104,12 @@ def _facts(request: Any) -> RequestFacts:
     try:
         facts = read_facts(params) if isinstance(params, Mapping) else None
     except (ValueError, OverflowError):
-        # The host tier has counted it.
+        # Counted by the host tier.
         facts = None
     return facts or RequestFacts()
 
 
 def _block_bytes(kv_cache_config: Any) -> int:
-    """What a block takes on one worker. Every tensor of the configuration names the size of the whole allocation."""
+    """Bytes of a block on one worker. Each tensor of the configuration has the size of the whole allocation."""
     tensors = kv_cache_config.kv_cache_tensors
     return int(tensors[0].size) // int(kv_cache_config.num_blocks) if tensors and kv_cache_config.num_blocks else 0

@@ -1,4 +1,4 @@
-"""Which of the device's cached blocks go first."""
+"""The order in which vLLM's block pool gives up cached blocks."""
 
 from __future__ import annotations
 
@@ -6,33 +6,92 @@ import logging
 import time
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, Protocol
 
-from ragorder.adapters.vllm_tiers.device_queue import WatchedQueue
+from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue
+
 from ragorder.kernels.policies import Tier
 from ragorder.trie.tree import Key
 
-__all__ = ["DeviceOrder"]
+__all__ = ["DeviceOrder", "QueueWatcher", "WatchedQueue"]
 
 _logger = logging.getLogger("ragorder")
 
 
+class QueueWatcher(Protocol):
+    """Receives everything that enters and leaves a queue. None of the methods may raise."""
+
+    def leaving(self, count: int) -> None:
+        """`count` blocks are about to be taken from the front, to be overwritten."""
+
+    def left(self, blocks: Sequence[Any]) -> None:
+        """These blocks were taken from the front."""
+
+    def hit(self, block: Any) -> None:
+        """A request has found the content of this block, which left the queue unchanged."""
+
+    def returned(self, blocks: Sequence[Any]) -> None:
+        """These blocks are free again."""
+
+
+class WatchedQueue(FreeKVCacheBlockQueue):  # type: ignore[misc]
+    """vLLM's free queue with a watcher. Everything that takes or frees a block goes through it: prefill, decoding,
+    loads from a lower tier, hits, preemption."""
+
+    def __init__(self, blocks: list[Any], watcher: QueueWatcher) -> None:
+        super().__init__(blocks)
+        self._watcher = watcher
+
+    def popleft(self) -> Any:
+        self._watcher.leaving(1)
+        block = super().popleft()
+        self._watcher.left((block,))
+        return block
+
+    def popleft_n(self, n: int) -> list[Any]:
+        self._watcher.leaving(n)
+        blocks: list[Any] = super().popleft_n(n)
+        self._watcher.left(blocks)
+        return blocks
+
+    def remove(self, block: Any) -> None:
+        super().remove(block)
+        self._watcher.hit(block)
+
+    def append(self, block: Any) -> None:
+        super().append(block)
+        self._watcher.returned((block,))
+
+    def append_n(self, blocks: list[Any]) -> None:
+        super().append_n(blocks)
+        self._watcher.returned(blocks)
+
+    def prepend_n(self, blocks: list[Any]) -> None:
+        super().prepend_n(blocks)
+        self._watcher.returned(blocks)
+
+    def bring_forward(self, blocks: Iterable[Any]) -> None:
+        """Move blocks within the queue to its front, without calling the watcher; others are skipped. The queue is
+        consistent after each block."""
+        for block in blocks:
+            if block.prev_free_block is not None and block.next_free_block is not None:
+                super().remove(block)
+                super().prepend_n([block])
+
+
 class DeviceOrder:
-    """Has a block pool of vLLM's give up its cached blocks in the order of a tier's policy.
+    """Makes a block pool of vLLM's evict cached blocks in the order of a tier's policy, in O(log n) a block.
 
-    vLLM writes anew what stands at the front of its free queue: blocks without content, then those that were free for
-    longest. From now on the queue tells of each block that comes and goes. The tier holds the cached blocks by their
-    hashes, those in use are pinned in it; and whenever blocks are about to be taken, for whatever reason, and those
-    without content at the front are too few, as many as are missing are evicted from the tier and brought to the front.
-    That is O(log n) a block. Of two blocks with the same content, the one that vLLM would not find is spare, and goes
-    before all others that have any. What the tier cannot give leaves in vLLM's own order.
+    vLLM overwrites the front of its free queue: blocks without content, then those that were free for longest. The tier
+    holds the cached blocks by their hashes, pinned while in use. Before blocks are taken, and if those without content
+    at the front are too few, the missing ones are evicted from the tier and moved to the front. Of two blocks with the
+    same content the one that vLLM would not find is spare, and goes first. If the tier has no victim, vLLM's own order
+    applies. A reset of the prefix cache clears the tier and its history at the next step.
 
-    A reset of the prefix cache is noticed at the next step, and clears the tier with its history.
-
-    Whatever goes wrong in here turns the order off, for good: `failures` is 1 then, it was logged, and the queue is
-    vLLM's own again. An allocation never fails because of it.
+    Any error in here turns the order off for good, is logged and sets `failures` to 1: the queue is vLLM's own again,
+    and no allocation fails because of it.
     """
 
     def __init__(self, pool: Any, tier: Tier, *, now: Callable[[], float] = time.monotonic) -> None:
@@ -44,7 +103,7 @@ class DeviceOrder:
         self._now = now
         # vLLM makes a new one when it resets the prefix cache.
         self._contents = pool.cached_block_hash_to_block
-        # By its key, a block and when it came: the oldest first.
+        # Blocks and their arrival times by key, the oldest first.
         self._blocks: OrderedDict[Key, tuple[Any, float]] = OrderedDict()
         self._keys: dict[int, Key] = {}
         self._spare: OrderedDict[int, Any] = OrderedDict()
@@ -54,16 +113,15 @@ class DeviceOrder:
 
     @property
     def oldest_seconds(self) -> float:
-        """How long ago the block came that is here for longest; 0 if there is none."""
+        """The age of the oldest cached block; 0 if there is none."""
         return 0.0 if not self._blocks else self._now() - next(iter(self._blocks.values()))[1]
 
     def finished(
         self, block_ids: Sequence[int], cached_tokens: int, cost: float | None, documents_end: int | None = None
     ) -> None:
-        """A request has come to its end, and its blocks, first to last, are about to be free. It found so many tokens
-        of its prompt cached and computed the others at `cost` seconds each (None: not known). What stands behind
-        `documents_end` (in tokens; None: not known) is question and answer, which nobody will ask for again: it does
-        not count as used."""
+        """A request has finished, and its blocks, in order, are about to be free. It found `cached_tokens` of its
+        prompt and computed the others at `cost` seconds each (None: unknown). Blocks behind `documents_end` (in tokens;
+        None: unknown) hold question and answer, which are not reused: they do not count as used."""
         self._safely(self._use, block_ids, cached_tokens, cost, documents_end)
 
     def leaving(self, count: int) -> None:
@@ -110,7 +168,7 @@ class DeviceOrder:
         missing = count - len(victims)
         keys = self._tier.evict(missing)
         if keys is None:
-            # Not all of them are to be had: what there is, then.
+            # Fewer are evictable: evict those.
             keys = [key for _ in range(missing) for key in self._tier.evict(1) or ()]
         self.evicted += len(keys)
         return victims + [self._forget(key) for key in keys]
@@ -137,7 +195,7 @@ class DeviceOrder:
         blocks = [block for block in map(self._pool.blocks.__getitem__, block_ids) if block.block_hash is not None]
         keys: list[Key] = [block.block_hash for block in blocks]
         parents = [None, *keys][: len(keys)]
-        # The last one first: it is the only leaf of the path. Each of the others would be one until the next comes.
+        # From the last, the path's only leaf: in order, each of them would be a leaf until the next is there.
         for block, parent in zip(reversed(blocks), reversed(parents), strict=True):
             if self._is_known(block):
                 self._attach(block.block_hash, parent)
@@ -149,7 +207,7 @@ class DeviceOrder:
         self._tier.use(keys[:within], cost=cost, computed=computed)
 
     def _is_known(self, block: Any) -> bool:
-        """Whether the tier has it. What it had under another key, it has no longer."""
+        """The tier holds the block's content. Content that the block had before is dropped."""
         key = self._keys.get(block.block_id)
         if key is None:
             return False
@@ -159,12 +217,12 @@ class DeviceOrder:
         return False
 
     def _admit(self, block: Any, parent: Key | None) -> bool:
-        """Into the tier with it, if it is the block that vLLM would find."""
+        """Add the block to the tier if it is the one that vLLM would find."""
         key = block.block_hash
         if self._contents.get_one_block(key) is not block:
             return False
         if key in self._blocks:
-            # What had this content has lost it while nobody looked.
+            # The block that had this content has lost it unnoticed.
             self._queue.bring_forward([self._drop(key)])
         self._tier.insert(key, parent=parent)
         self._blocks[key] = block, self._now()
@@ -173,7 +231,7 @@ class DeviceOrder:
         return True
 
     def _attach(self, key: Key, parent: Key | None) -> None:
-        """Blocks of a request that was preempted came without their parents."""
+        """Blocks of a preempted request arrived without their parents."""
         node = self._tier.get(key)
         if parent is not None and node is not None and node.parent is None:
             pins = node.pins

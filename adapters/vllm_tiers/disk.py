@@ -1,4 +1,4 @@
-"""The disk tier: what vLLM's host tier holds, kept in a bounded folder that survives the engine."""
+"""The disk tier: chunks of vLLM's host tier in a bounded folder that survives the engine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
 from ragorder.adapters.vllm_tiers.disk_identity import disk_identity
-from ragorder.adapters.vllm_tiers.disk_jobs import Job, JobThreads
+from ragorder.adapters.vllm_tiers.disk_jobs import ChunkJob, JobThreads
 from ragorder.adapters.vllm_tiers.metrics import TierCounts, metric_definitions
 from ragorder.adapters.vllm_tiers.paths import path_of
 from ragorder.adapters.vllm_tiers.weights import UnknownWeightsError
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = ["DiskTier"]
 
-# A child of vLLM's logger: what ragorder logs by itself is nobody's in an engine's process.
+# A child of vLLM's logger: an engine's process does not configure ours.
 _logger = init_logger("vllm.ragorder.disk")
 
 _SHUTDOWN_PATIENCE_S = 5.0
@@ -44,7 +44,7 @@ _SHUTDOWN_PATIENCE_S = 5.0
 
 @dataclass(slots=True)
 class _Transfer:
-    """A job of vLLM's, with its chunks in the order in which they are done."""
+    """A job of vLLM's, with its chunks in the order of their transfer."""
 
     keys: Sequence[OffloadKey]
     places: Sequence[int]
@@ -53,21 +53,21 @@ class _Transfer:
 
 @dataclass(slots=True)
 class _Written:
-    """The chunks that a request has had stored. Writing one counts as the request's use of it."""
+    """The chunks that a request has stored, which counts as its use of them."""
 
     keys: set[OffloadKey] = field(default_factory=set)
 
 
 class DiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typed for us
-    """A `ChunkStore` behind vLLM's host tier. What comes into host memory is written here, too, and read back from here
-    once it is gone there.
+    """A `ChunkStore` behind vLLM's host tier: chunks are written to both, and read from here once the host evicted
+    them.
 
-    A chunk that cannot be read, or is not what was written, is reported as not loaded, and is not here any more: vLLM
-    computes it. If there can be no store in the folder (another engine has it, it is another model's, it cannot be
-    written...), that is logged once and counted, nothing is ever found here, and device and host go on.
+    A chunk that cannot be read, or is corrupt, is dropped and reported as not loaded: vLLM computes it. A folder that
+    cannot be used (in use by another engine, of another model, not writable) is logged once and counted: the tier stays
+    empty, and device and host go on.
 
-    `path` and `bytes` say where, and how much of it; engines that share a configuration (data parallelism) have a
-    folder each below `path`. `policy`, `history`: see `ChunkStore`. `io_threads` copy; a load goes before stores.
+    At most `bytes` below `path`; engines that share a configuration (data parallelism) have a folder each there.
+    `policy`, `history`: see `ChunkStore`. Of `io_threads` jobs, loads go before stores.
     """
 
     medium: ClassVar[Medium | None] = Medium.STORAGE
@@ -192,7 +192,7 @@ class DiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typed
 
     @override
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        """Nothing: a request counts for its whole path, once, when it has finished."""
+        """No effect: a request counts once for its whole path, when it has finished."""
 
     @override
     def on_request_finished(self, req_context: ReqContext) -> None:
@@ -210,8 +210,8 @@ class DiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typed
             store.use(used, cost=cost, computed=computed)
             return True
 
-        # Behind the request's own chunks; and no thread of the scheduler's waits for the store.
-        self._threads.add(Job(None, 1, count))
+        # After the request's own chunks are stored, and without blocking the scheduler's thread.
+        self._threads.add(ChunkJob(None, 1, count))
 
     @override
     def drain_jobs(self) -> None:
@@ -235,7 +235,7 @@ class DiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typed
 
     @override
     def shutdown(self) -> None:
-        """What waits to be written is, as far as that takes seconds; the rest is not kept."""
+        """Waiting stores get some seconds; the rest is dropped."""
         self._threads.close(_SHUTDOWN_PATIENCE_S)
         if self._store is not None:
             self._store.close()
@@ -268,7 +268,7 @@ class DiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typed
 
     def _start(self, job_id: int, transfer: _Transfer, step: Callable[[int], bool]) -> None:
         self._transfers[job_id] = transfer
-        self._threads.add(Job(job_id, len(transfer.keys), step, urgent=transfer.is_load))
+        self._threads.add(ChunkJob(job_id, len(transfer.keys), step, urgent=transfer.is_load))
 
     def _chunk(self, place: int) -> memoryview:
         start = place * self.block_size_bytes

@@ -1,11 +1,10 @@
-"""The identity of an engine's KV: everything that makes equal keys stand for equal bytes.
+"""The identity of an engine's KV: everything on which the bytes behind a key depend.
 
-vLLM's keys are digests of tokens, and know nothing of the model. What an offloading spec is told names the model, its
-layout and its parallelism, not its weights: these are told by all bytes of their files. `note_model` lets a connector,
-which knows the whole configuration, tell more.
+vLLM's keys are digests of tokens alone. An offloading spec gets the model's name, layout and parallelism; its weights
+are identified by all bytes of their files, and `note_model` adds what only a connector's configuration has.
 
-What cannot be seen from here: an adapter (LoRA) whose files are replaced under the same path, and weights that are
-replaced in a running engine. Take another folder then.
+Not covered: an adapter (LoRA) whose files are replaced under the same path, and weights that are replaced in a running
+engine. Use another folder then.
 """
 
 from __future__ import annotations
@@ -29,30 +28,30 @@ __all__ = ["disk_identity", "note_model"]
 
 _NOTE = "ragorder_model"
 _FORMAT = 2
-_TOLD_BY_FILES = frozenset({"revision", "draft", "downloads"})
-# Ways to encode positions that depend on how long a prompt may be.
+_IN_FILES = frozenset({"revision", "draft", "downloads"})
+# Position encodings that depend on the longest prompt.
 _LENGTH_MATTERS = ('"longrope"', '"dynamic"', '"su"')
-# Choices of the model's configuration that are not in the one of its folder.
+# Options of vLLM's model configuration that are not in the model's own.
 _CHOICES = ("quantization", "dtype", "model_impl", "disable_sliding_window", "override_attention_dtype")
 
 
 def note_model(vllm_config: Any) -> None:
-    """Leave in `kv_connector_extra_config` what only vLLM's whole configuration tells; for a connector, before it makes
-    its offloading spec. Never raises."""
+    """Add to `kv_connector_extra_config` what only vLLM's whole configuration has; for a connector, before it makes its
+    offloading spec. Never raises."""
     model = vllm_config.model_config
     load = getattr(vllm_config, "load_config", None)
     config = _as_json(getattr(model, "hf_config", None))
     noted: dict[str, Any] = {
         "revision": getattr(model, "revision", None),
-        # Where they are, if not in the model's folder.
+        # Their place, if it is not the model's folder.
         "weights": getattr(model, "model_weights", None),
         "load_format": str(getattr(load, "load_format", None)),
         "loader": str(getattr(load, "model_loader_extra_config", None)),
         "downloads": getattr(load, "download_dir", None),
-        # The numbers stand in a block as the attention likes them.
+        # The attention backend decides the layout of a block.
         "attention": _hash_of(getattr(vllm_config, "attention_config", None)),
         **{name: str(getattr(model, name, None)) for name in _CHOICES},
-        # As it was overridden on the command line, too: positions may be encoded in another way.
+        # With overrides from the command line, which may change the position encoding.
         "config": sha256(config.encode()).hexdigest(),
     }
     if any(name in config for name in _LENGTH_MATTERS):
@@ -64,10 +63,10 @@ def note_model(vllm_config: Any) -> None:
 
 
 def disk_identity(spec: OffloadingSpec, chunk_bytes: int, folder: Path | None = None) -> str:
-    """A digest that engines have in common whose chunks are interchangeable, and no others.
+    """A digest that is equal for engines with interchangeable chunks, and only for these.
 
-    Reads all files of the weights, but for those whose digests are remembered in `folder`. Raises UnknownWeightsError
-    if the weights cannot be told, OSError if they cannot be read.
+    Reads all files of the weights, except those whose digests are remembered in `folder`. Raises UnknownWeightsError,
+    or OSError if they cannot be read.
     """
     config = spec.config
     parallel = config.parallel
@@ -83,7 +82,7 @@ def disk_identity(spec: OffloadingSpec, chunk_bytes: int, folder: Path | None = 
         "hash_seed": os.environ.get("PYTHONHASHSEED"),
         "model": weights.of(config.model.name, noted.get("revision"), dummy=dummy, hub=hub),
         "draft": draft and weights.of(draft["name"], draft["revision"], dummy=dummy, hub=hub),
-        "noted": {name: value for name, value in noted.items() if name not in _TOLD_BY_FILES},
+        "noted": {name: value for name, value in noted.items() if name not in _IN_FILES},
         "dtype": config.model.dtype,
         "groups": [[group.group_id, group.tokens_per_block, list(group.layer_names)] for group in config.groups],
         "tokens_per_hash": config.cache.tokens_per_hash,
@@ -100,12 +99,11 @@ def _as_json(config: Any) -> str:
     try:
         return json.dumps(config.to_dict(), sort_keys=True, default=str)
     except Exception:
-        # What cannot be written down cannot be told from others: it is like none.
+        # What cannot be serialised equals nothing else.
         return f"{type(config)} {uuid4()}"
 
 
 def _hash_of(config: Any) -> str | None:
-    """vLLM's own hash of one of its configurations."""
     if config is None:
         return None
     try:
@@ -115,7 +113,7 @@ def _hash_of(config: Any) -> str | None:
 
 
 def _machine() -> Mapping[str, str]:
-    """Attention kernels lay KV out as the device likes it."""
+    """The device, on which the layout of KV depends."""
     from vllm.platforms import current_platform
 
     try:
@@ -129,7 +127,7 @@ def _machine() -> Mapping[str, str]:
 
 
 def _processor() -> str:
-    """Which instructions a CPU has decides which layout vLLM takes."""
+    """A digest of the CPU's model and instructions, on which vLLM's layout depends."""
     try:
         lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""Threads that do jobs of many small steps: those that somebody waits for first."""
+"""Threads for jobs of many small steps, urgent ones first."""
 
 from __future__ import annotations
 
@@ -8,15 +8,13 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-__all__ = ["Job", "JobThreads"]
+__all__ = ["ChunkJob", "JobThreads"]
 
 
-class Job:
-    """Steps 0 to `steps` - 1, each of which says whether it has worked. Those of an `urgent` job are done side by side,
-    those of another one after the other, in their order. `id` is None for a job of which nobody wants to hear.
-
-    When it has ended, `worked` says of each step whether it has worked, and `seconds` how long they took together.
-    """
+class ChunkJob:
+    """Calls `step` with 0 to `steps` - 1: side by side if the job is `urgent`, otherwise in order. Afterwards `worked`
+    has the result of each step, and `seconds` their total time. Jobs with `id` None are not in
+    `JobThreads.take_ended`."""
 
     __slots__ = ("begun", "id", "running", "seconds", "step", "urgent", "worked")
 
@@ -35,16 +33,14 @@ class Job:
 
 
 class JobThreads:
-    """Urgent jobs go before others, down to the single step: a long job waits after each of its steps.
-
-    A step that raises has not worked; that is logged, and the thread lives on. Thread-safe.
-    """
+    """Runs urgent jobs before others, also between the steps of a long one. A step that raises is logged and has not
+    worked. Thread-safe."""
 
     def __init__(self, threads: int, name: str, logger: logging.Logger) -> None:
         self._logger = logger
-        self._urgent: deque[Job] = deque()
-        self._others: deque[Job] = deque()
-        self._ended: deque[tuple[int, Job]] = deque()
+        self._urgent: deque[ChunkJob] = deque()
+        self._others: deque[ChunkJob] = deque()
+        self._ended: deque[tuple[int, ChunkJob]] = deque()
         self._unended = 0
         self._closing = False
         self._changed = threading.Condition()
@@ -56,11 +52,11 @@ class JobThreads:
 
     @property
     def busy(self) -> bool:
-        """Whether a job has not ended, or nobody has heard of its end."""
+        """A job has not ended, or was not yet taken by `take_ended`."""
         return bool(self._unended or self._ended)
 
-    def add(self, job: Job) -> None:
-        """Have it done, or end it as one that has not worked if the threads are closing."""
+    def add(self, job: ChunkJob) -> None:
+        """Queue a job; once the threads are closing it ends without having worked."""
         with self._changed:
             if self._closing or not job.worked:
                 job.begun = len(job.worked)
@@ -70,7 +66,7 @@ class JobThreads:
             (self._urgent if job.urgent else self._others).append(job)
             self._changed.notify_all()
 
-    def take_ended(self) -> list[tuple[int, Job]]:
+    def take_ended(self) -> list[tuple[int, ChunkJob]]:
         """The jobs with an id that have ended since the last call."""
         ended = []
         while self._ended:
@@ -78,12 +74,12 @@ class JobThreads:
         return ended
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Until all jobs have ended, or so long: whether they have."""
+        """Wait until all jobs have ended. False after `seconds`."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._unended, seconds)
 
     def close(self, patience_s: float = 0.0) -> None:
-        """Give the jobs so long to end, drop the steps that have not begun then, and wait for those that have."""
+        """Give the jobs `patience_s` to end, then drop the steps that have not begun, and wait for the others."""
         self.wait(patience_s)
         with self._changed:
             self._closing = True
@@ -128,7 +124,7 @@ class JobThreads:
                 elif not job.urgent:
                     self._resume(job)
 
-    def _resume(self, job: Job) -> None:
+    def _resume(self, job: ChunkJob) -> None:
         if self._closing:
             job.begun = len(job.worked)
             self._unended -= 1
@@ -138,6 +134,6 @@ class JobThreads:
             self._others.appendleft(job)
             self._changed.notify()
 
-    def _end(self, job: Job) -> None:
+    def _end(self, job: ChunkJob) -> None:
         if job.id is not None:
             self._ended.append((job.id, job))

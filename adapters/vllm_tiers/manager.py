@@ -1,4 +1,4 @@
-"""vLLM's manager of host memory and what is behind it, with our policy, counts, and copies that may fail."""
+"""vLLM's manager of the tiers behind the device, with our policy, counts, and copies that may fail."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ _MOST_TENANTS = 1024
 
 
 class TierManager(TieringOffloadingManager):  # type: ignore[misc]
-    """Tells the policy which request each call is about, counts, and does not believe in what was not copied.
+    """Names the request of each call to the policy, counts requests, and drops chunks whose copies failed.
 
-    `chunk_bytes` is what a chunk takes in host memory. Raises ValueError if the host tier has another policy than ours.
+    `chunk_bytes`: a chunk's size in host memory. Raises ValueError if the host tier's policy is not a `HostPolicy`.
     """
 
     def __init__(
@@ -52,11 +52,11 @@ class TierManager(TieringOffloadingManager):  # type: ignore[misc]
         self._failed_chunks: set[int] = set()
 
     def loads_failed(self, count: int) -> None:
-        """So many requests have to compute what a copy was to bring."""
+        """`count` requests have to compute what failed to load."""
         self._policy.counts.failed_transfers += count
 
     def stores_failed(self, chunk_ids: set[int]) -> None:
-        """These places in host memory were not filled: of the stores that end now, those to them have failed."""
+        """These chunks in host memory were not filled: stores to them that complete now have failed."""
         self._failed_chunks |= chunk_ids
 
     @override
@@ -78,7 +78,7 @@ class TierManager(TieringOffloadingManager):  # type: ignore[misc]
 
     @override
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
-        # What it found is known, and what it computes is about to come in.
+        # What the request found is known now, and what it computes is about to arrive.
         self._policy.serve(req_context)
         self._policy.count(req_context)
         return super().prepare_store(keys, req_context)

@@ -1,7 +1,4 @@
-"""What the tiers publish in vLLM's own /metrics, beside vLLM's `prompt_tokens_cached_by_source` and `kv_offload_*`.
-
-vLLM adds its own labels (`model_name`, `engine`) and, to counters, `_total`. A tier is "device", "host" or "disk".
-"""
+"""Metrics of the tiers in vLLM's own /metrics. vLLM adds its labels and, to counters, `_total`."""
 
 from __future__ import annotations
 
@@ -49,7 +46,7 @@ _TIER = ("tier",)
 
 
 def metric_definitions() -> dict[str, OffloadingMetricMetadata]:
-    """All of them, by name, as an offloading spec or a secondary tier declares its metrics."""
+    """All metrics by name, as an offloading spec or a secondary tier declares them."""
     return {
         CHUNKS: OffloadingGaugeMetadata("Chunks of KV that a tier holds.", _TIER),
         BYTES: OffloadingGaugeMetadata("Bytes that a tier's chunks take.", _TIER),
@@ -78,7 +75,7 @@ def metric_definitions() -> dict[str, OffloadingMetricMetadata]:
 
 @dataclass(slots=True)
 class TierCounts:
-    """What one tier counts. Gauges are as they are now; counters grow, and `report` tells vLLM by how much."""
+    """The metrics of one tier ("device", "host" or "disk")."""
 
     tier: str
     chunks: int = 0
@@ -92,7 +89,7 @@ class TierCounts:
     _reported: dict[tuple[str, tuple[str, ...]], int] = field(default_factory=dict)
 
     def report(self) -> OffloadingConnectorStats:
-        """The gauges, and what the counters have grown by since the last report."""
+        """The gauges, and the growth of the counters since the last report."""
         stats = OffloadingConnectorStats()
         label = (self.tier,)
         stats.set_gauge(CHUNKS, self.chunks, label)
@@ -116,7 +113,7 @@ class TierCounts:
 
 @dataclass(slots=True)
 class RequestCounts:
-    """What requests said of themselves."""
+    """Counts of requests by their facts."""
 
     with_facts: int = 0
     without_facts: int = 0
@@ -126,7 +123,7 @@ class RequestCounts:
     _reported: dict[str, int] = field(default_factory=dict)
 
     def report(self) -> OffloadingConnectorStats:
-        """The gauges, and what the counters have grown by since the last report."""
+        """The gauges, and the growth of the counters since the last report."""
         stats = OffloadingConnectorStats()
         stats.set_gauge(TENANTS, self.tenants)
         for name, count in (

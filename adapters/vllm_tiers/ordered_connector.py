@@ -1,4 +1,4 @@
-"""The same with the device's own order."""
+"""The tier connector with the device's blocks in the order of the policy."""
 
 from __future__ import annotations
 
@@ -9,4 +9,4 @@ __all__ = ["OrderedTierConnector"]
 
 
 class OrderedTierConnector(RecomputesFailedLoads, DeviceOrderConnector):
-    """Host and disk behind a device that gives up blocks in the order of the policy."""
+    """Host and disk tiers, with the device's blocks in the order of the policy."""

@@ -1,4 +1,4 @@
-"""The way of a request through the knowledge tree, in chunks, as vLLM's offloading tells it."""
+"""The path of a request through the knowledge tree, in vLLM's chunks."""
 
 from __future__ import annotations
 
@@ -14,10 +14,8 @@ __all__ = ["RequestPath", "path_of"]
 
 
 class RequestPath:
-    """The chunks of a request's prompt, root first, and how many of them were cached for it.
-
-    A model with several kinds of layers has chunks of each of them in the same place; they follow one another.
-    """
+    """The chunks of a request's prompt, root first. Chunks of several groups of layers at one place follow one
+    another."""
 
     __slots__ = ("_device", "_loaded", "_positions", "cost", "counted", "ends", "keys", "last", "places")
 
@@ -30,7 +28,7 @@ class RequestPath:
         self._device: int | None = None
         self._loaded = 0
         self.counted = False
-        # How many of the chunks count for the request; None: all.
+        # The number of chunks that count as used; None: all.
         self.last: int | None = None
         self.cost: float | None = None
         self._read()
@@ -39,32 +37,32 @@ class RequestPath:
         return key in self._positions
 
     def parent_of(self, key: OffloadKey) -> OffloadKey | None:
-        """The chunk before it; None: it is the first, or none of this request's."""
+        """The chunk before it; None for the first, and for other requests' chunks."""
         place = self._place(key)
         return self.keys[place - 1] if place else None
 
     def looked_up(self, key: OffloadKey) -> None:
-        """vLLM asks for this chunk, so the device has what is before the first one that it asks for."""
+        """vLLM looks up this chunk: the device has everything before the first one that is looked up."""
         if self._device is None:
             self._device = self._place(key)
 
     def loaded(self, keys: Iterable[OffloadKey]) -> None:
-        """These chunks come from the tiers behind the device."""
+        """These chunks are loaded from the tiers behind the device."""
         places = [place for key in keys if (place := self._place(key)) is not None]
         self._loaded = max([self._loaded, *(place + 1 for place in places)])
 
     @property
     def cached(self) -> int:
-        """How many chunks, from the root on, were cached. All, where vLLM never asked: the device had them."""
+        """The number of cached chunks, from the root. All, if vLLM looked up none: the device had them."""
         return len(self.keys) if self._device is None else max(self._device, self._loaded)
 
     def counts(self, key: OffloadKey) -> bool:
-        """Whether the request was counted already, for this chunk, too."""
+        """The request was counted already, and with this chunk."""
         place = self._place(key)
         return self.counted and place is not None and (self.last is None or place < self.last)
 
     def before(self, end: int) -> int:
-        """How many chunks end in the first `end` tokens."""
+        """The number of chunks that end within the first `end` tokens."""
         return bisect_right(self.ends, end)
 
     def _place(self, key: OffloadKey) -> int | None:
@@ -82,11 +80,11 @@ class RequestPath:
 
 
 def path_of(request: ReqContext) -> RequestPath:
-    """The path of a request; of its prompt alone if it is first asked for before there is an answer."""
+    """The path of a request, of its prompt alone if called before there is an answer."""
     path: RequestPath | None = request.get_state(RequestPath)
     if path is None:
-        # vLLM tells the position of a chunk that one knows of (get_offload_key_position), and a request's chunks that
-        # were on the device are never mentioned to a manager. They are used all the same.
+        # vLLM's public get_offload_key_position needs a key, and a manager never gets the keys of a request's chunks
+        # that were on the device. They count as used all the same.
         path = RequestPath(request._offload_key_positions)
         request.set_state(path)
     return path

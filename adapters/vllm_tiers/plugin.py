@@ -1,7 +1,7 @@
-"""The entry point `vllm.general_plugins`: vLLM then knows the tiers by name, without module paths in the configuration.
+"""The entry point `vllm.general_plugins`: registers the tiers by name, without module paths in the configuration.
 
-vLLM calls this in each of its processes, whether the tiers are used or not. So nothing of ours is loaded, only names
-are written down, and nothing that goes wrong here is anybody's problem.
+vLLM calls it in each of its processes, whether the tiers are used or not: nothing of ours is loaded, and no error
+leaves it.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from ragorder.adapters.vllm_tiers.versions import UnsupportedVLLMError, check_vl
 
 __all__ = ["register"]
 
-# A child of vLLM's logger: in an engine's process nobody listens to ours.
+# A child of vLLM's logger: an engine's process does not configure ours.
 _log = logging.getLogger("vllm.ragorder.plugin")
 _PACKAGE = "ragorder.adapters.vllm_tiers"
 
 
 def register() -> None:
-    """Make the names known to vLLM's factories; again and again does no harm. Never raises."""
+    """Register the names with vLLM's factories. Idempotent; never raises."""
     try:
         check_vllm()
         _register()
@@ -44,6 +44,6 @@ def _register() -> None:
         (SecondaryTierFactory.register_tier, "disk", "DiskTier"),
     ]
     for add, module, name in names:
-        # It is there already.
+        # It is registered already.
         with suppress(ValueError):
             add(name, f"{_PACKAGE}.{module}", name)

@@ -1,4 +1,4 @@
-"""What the host tier gives up first: a `CachePolicy` of vLLM on `ragorder.kernels.policies`."""
+"""Eviction from the host tier: a `CachePolicy` of vLLM on `ragorder.kernels.policies`."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ __all__ = ["HostPolicy"]
 
 
 class HostPolicy(CachePolicy):  # type: ignore[misc]
-    """Chunks in host memory, of which leaves go first, and of these the one with the lowest priority.
+    """Chunks in host memory; the leaf with the lowest priority is evicted first.
 
-    A request counts once for each chunk of its prompt, wherever that was found; a request that says where its documents
-    end counts for these, not for the question behind them, which nobody will ask again. What a chunk cost is learnt
-    from those who computed it: T(cached, new) / new of the request, or what the request itself says.
+    A request counts once for each chunk of its prompt, wherever that was found; with facts only for its documents, not
+    for the question behind them, which is not reused. The cost of a chunk is learnt from the request that computed it:
+    T(cached, new) / new, or the cost in its facts.
 
-    vLLM makes it from its name, with a capacity alone; `configure` tells the rest before the first chunk comes.
+    vLLM makes it by name, with a capacity only; call `configure` before the first chunk arrives.
     """
 
     def __init__(self, cache_capacity: int) -> None:
@@ -39,19 +39,19 @@ class HostPolicy(CachePolicy):  # type: ignore[misc]
         self.configure()
 
     def configure(self, policy: str = "pgdsf", history: int = 65536, profile: PrefillProfile = LINEAR) -> None:
-        """Policy, length of the history (0: none), and what a prefill takes. Raises ValueError if chunks are here."""
+        """Set policy, length of the history (0: none) and prefill costs. Raises ValueError once there are chunks."""
         if self._chunks:
             raise ValueError("the host tier holds chunks: configure it before it is used")
         self._profile = profile
         self._tier = Tier(make_policy(policy), History(history) if history else None)
 
     def serve(self, request: ReqContext) -> RequestPath:
-        """The calls that follow are about this request: its chunks are not given up for one another."""
+        """The calls that follow are for this request, whose chunks are not evicted for one another."""
         self._path = path_of(request)
         return self._path
 
     def count(self, request: ReqContext) -> None:
-        """The request went along its path; its second call and later ones count nothing."""
+        """Count the request for its path, once."""
         path = path_of(request)
         if path.counted:
             return
@@ -60,7 +60,7 @@ class HostPolicy(CachePolicy):  # type: ignore[misc]
         tokens = path.ends[-1] if path.ends else 0
         cached = path.ends[path.cached - 1] if path.cached else 0
         computed = set(path.keys[path.cached :])
-        # If it computed nothing: what its chunks would cost, for those that nobody here has computed yet.
+        # If it computed nothing: the cost of the whole prompt, for chunks whose cost is not known yet.
         cost = self._profile.cost(cached, tokens - cached) if computed else self._profile.cost(0, tokens)
         if facts is not None and facts.cost is not None:
             cost = facts.cost
@@ -75,7 +75,7 @@ class HostPolicy(CachePolicy):  # type: ignore[misc]
 
     @override
     def insert(self, key: OffloadKey, chunk: ChunkStatus, req_context: ReqContext | None = None) -> None:
-        # From 0.33 on vLLM names the request; `serve` has named it before.
+        # From 0.33 on vLLM passes the request; `serve` has it already.
         path = self._path if self._path is not None and key in self._path else None
         self._tier.insert(key, 1, path.parent_of(key) if path is not None else None)
         self._chunks[key] = chunk
@@ -86,7 +86,7 @@ class HostPolicy(CachePolicy):  # type: ignore[misc]
             self._arriving.add(key)
         node = self._tier.get(key)
         if path is not None and path.counts(key) and node is not None and not node.frequency:
-            # The request was counted before this chunk was here, and no history has kept that.
+            # The request was counted before this chunk arrived, and no history has kept that.
             self._tier.use((key,), cost=path.cost, computed=(key,))
 
     @override
@@ -141,7 +141,7 @@ class HostPolicy(CachePolicy):  # type: ignore[misc]
         self._tier.pin(key)
 
     def counts_now(self, chunk_bytes: int) -> TierCounts:
-        """What is counted, with what is held now."""
+        """The counts, updated by the present contents."""
         counts = self.counts
         counts.chunks = len(self._chunks) - len(self._arriving)
         counts.bytes = counts.chunks * chunk_bytes

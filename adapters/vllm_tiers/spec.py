@@ -1,4 +1,4 @@
-"""The offloading spec that vLLM builds the tiers from: its own tiering, told our settings, on any platform."""
+"""The offloading spec from which vLLM builds the tiers: its own tiering with our settings, on any platform."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["TierSpec"]
 class TierSpec(TieringOffloadingSpec):  # type: ignore[misc]
     """Host memory, and a disk behind it. On GPUs the copies are vLLM's own; on a CPU, where it has none, they are ours.
 
-    Raises UnsupportedVLLMError in another vLLM, and ValueError for settings that cannot be, which says what to change.
+    Raises UnsupportedVLLMError in another vLLM, and ValueError for impossible settings.
     """
 
     _manager: Any
@@ -50,13 +50,13 @@ class TierSpec(TieringOffloadingSpec):  # type: ignore[misc]
     @override
     def get_manager(self) -> OffloadingManager:
         if self._manager is None:
-            # Before anything is allocated: the profile may be a file that cannot be read.
+            # Before anything is allocated: the profile's file may be unreadable.
             profile = self.settings.prefill_profile()
             manager = super().get_manager()
             policy = manager.primary_tier._policy
             if isinstance(policy, HostPolicy):
                 policy.configure(self.settings.policy, self.settings.history, profile)
-            # Of vLLM's manager only the parts are needed, which it has built and cleans up if that fails.
+            # Only the parts of vLLM's manager are needed, which it builds, and cleans up on failure.
             self._manager = TierManager(manager.primary_tier, manager.secondary_tiers, self.kv_bytes_per_chunk)
             self._remove_name()
         return self._manager
@@ -69,7 +69,7 @@ class TierSpec(TieringOffloadingSpec):  # type: ignore[misc]
             if self.config.canonical_layout:
                 raise ValueError("canonical_layout is not for CPUs: take it out of kv_connector_extra_config")
             if int(self.config.extra_config.get("sync_load_budget_bytes") or 0):
-                # From 0.33 on; off unless it is asked for.
+                # From 0.33 on; off by default.
                 raise ValueError(
                     "sync_load_budget_bytes is not for CPUs, where a load may fail and its request must be able to "
                     "compute it: take it out of kv_connector_extra_config"
@@ -89,8 +89,8 @@ class TierSpec(TieringOffloadingSpec):  # type: ignore[misc]
         return self._worker
 
     def _remove_name(self) -> None:
-        """Host memory is a file in /dev/shm, which would stay there for ever if the engine were killed. Workers open it
-        when the KV caches are made, before there is a scheduler: when the scheduler finds it made, all have it open."""
+        """Unlink the file of host memory in /dev/shm, which would outlive a killed engine. Workers open it when the KV
+        caches are made, before there is a scheduler: once the scheduler finds it, all have it open."""
         region = self._scheduler_mmap
         if region is not None and not region._creator:
             with suppress(OSError):

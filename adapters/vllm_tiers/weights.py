@@ -1,4 +1,4 @@
-"""The weights that an engine has loaded, told from all others by every byte of their files."""
+"""The identity of an engine's weights: digests over every byte of their files."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ MEMORY = "weights.json"
 _TOKENS = ("tokenizer", "special_tokens", "added_tokens", "vocab", "chat_template", "generation_config")
 _NOT_THE_MODEL = (".", "README", "LICENSE", *_TOKENS)
 _NOT_WEIGHTS = frozenset({".md", ".txt", ".jinja", ".png", ".jpg"})
-# A file that was changed so shortly before it was read may be changed again and bear the same time.
+# A file changed so shortly before it was read may be changed again within the same time stamp.
 _SETTLED_NS = 2 * 10**9
 _MOST_REMEMBERED_BYTES = 1 << 20
 
 
 class UnknownWeightsError(Exception):
-    """Nobody can tell which weights the engine has."""
+    """The engine's weights cannot be identified."""
 
 
 class WeightDigests:
-    """Digests of models by their files, over all bytes.
+    """Digests of models, over all bytes of their files.
 
-    What a file's digest was is remembered in `memory` (a file; None: nowhere), so that a restart does not read it
-    again: for the same inode with the same size and times. Of these the time of the inode's change (ctime) is the
-    system's own, which no copying tool sets back. A memory that is not this user's alone is not believed.
+    Digests of files are kept in `memory` (a file; None: nowhere) by inode, size and times, so that a restart does not
+    read them again. One of the times is the inode's ctime, which no copying tool sets back. A memory that others can
+    write is ignored.
     """
 
     def __init__(self, memory: Path | None = None) -> None:
@@ -43,10 +43,10 @@ class WeightDigests:
         self._known = _read(memory) if memory is not None else {}
 
     def of(self, model: str, revision: str | None = None, *, dummy: bool = False, hub: Path | None = None) -> str:
-        """What tells these weights from others. `model` is a folder or a file, or a name on the hub, and `revision` its
-        commit there; `dummy` weights are made from the configuration. `hub` is where downloads are kept.
+        """The identity of the weights of `model`: a folder, a file, or a name on the Hub with its commit `revision`
+        there. `dummy` weights are made from the configuration. `hub`: the folder of downloads.
 
-        Raises UnknownWeightsError for a model that is none of these, has no weights, or several commits here; OSError
+        Raises UnknownWeightsError for any other model, one without weights, or with several commits in `hub`; OSError
         for files that cannot be read.
         """
         path = Path(model)
@@ -66,7 +66,7 @@ class WeightDigests:
                     "vLLM the folder of the model, or --revision with a whole commit"
                 )
             [revision] = commits
-        # A commit tells what was downloaded. What was changed here since then is told by the files.
+        # The commit identifies what was downloaded, the files any change since then.
         files = _files(commits[revision]) if revision in commits else []
         return f"commit {revision} of {model}, files {self._digest(files)}"
 
@@ -98,7 +98,6 @@ class WeightDigests:
         return digest
 
     def _remember(self) -> None:
-        """Without a memory the files are read again."""
         if self._memory is None:
             return
         with suppress(OSError):
@@ -135,7 +134,7 @@ def _read_piece(descriptor: int, start: int, end: int) -> bytes:
 
 
 def _read(memory: Path) -> dict[str, list[int | str]]:
-    """What is remembered; nothing where that cannot be believed."""
+    """The remembered digests; none if the file is not trusted."""
     try:
         descriptor = os.open(memory, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
@@ -155,7 +154,7 @@ def _read(memory: Path) -> dict[str, list[int | str]]:
 
 
 def _commits(model: str, hub: Path | None) -> dict[str, Path]:
-    """The commits of a model of the hub that are here, and their folders."""
+    """The downloaded commits of a model of the Hub, and their folders."""
     if hub is None:
         try:
             from huggingface_hub.constants import HF_HUB_CACHE

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ragorder.eval.engines.base import Completion, EngineError, RequestError
 
 if TYPE_CHECKING:
-    import httpx
+    import httpx2
 
     from ragorder.trie.residency import EngineBlocks
 
@@ -99,18 +99,18 @@ class OpenAIEngine:
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
         self._extra: dict[str, Any] = {"ignore_eos": True}
-        self._client: httpx.AsyncClient | None = None
+        self._client: httpx2.AsyncClient | None = None
         self.reset()
 
     async def __aenter__(self) -> OpenAIEngine:
         """Raises ImportError naming the extra to install."""
         try:
-            import httpx
+            import httpx2
         except ImportError as error:
-            raise ImportError("the openai engine needs httpx: pip install 'ragorder[live]'", name="httpx") from error
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=_KEEPALIVE_S)
-        timeout = httpx.Timeout(_TIMEOUT_S, connect=_CONNECT_TIMEOUT_S)
-        self._client = httpx.AsyncClient(headers=self._headers, limits=limits, timeout=timeout, follow_redirects=True)
+            raise ImportError("the openai engine needs httpx2: pip install 'ragorder[live]'", name="httpx2") from error
+        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=_KEEPALIVE_S)
+        timeout = httpx2.Timeout(_TIMEOUT_S, connect=_CONNECT_TIMEOUT_S)
+        self._client = httpx2.AsyncClient(headers=self._headers, limits=limits, timeout=timeout, follow_redirects=True)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -201,7 +201,7 @@ class OpenAIEngine:
     @asynccontextmanager
     async def _stream(self, body: str) -> AsyncIterator[AsyncIterator[Mapping[str, Any]]]:
         """The server-sent events of an answer. Whatever goes wrong is a RequestError."""
-        import httpx
+        import httpx2
 
         assert self._client is not None, "use the engine in `async with`"
         try:
@@ -209,12 +209,12 @@ class OpenAIEngine:
                 if response.status_code != 200:
                     raise RequestError(f"HTTP {response.status_code}", response.status_code)
                 yield _events(response)
-        except (httpx.HTTPError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        except (httpx2.HTTPError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
             raise RequestError(type(error).__name__) from None
 
 
-async def _lines(response: httpx.Response) -> AsyncIterator[bytes]:
-    """httpx also ends a line at characters such as U+2028, which JSON may hold as they are."""
+async def _lines(response: httpx2.Response) -> AsyncIterator[bytes]:
+    """httpx2 also ends a line at characters such as U+2028, which JSON may hold as they are."""
     rest = b""
     async for piece in response.aiter_bytes():
         *lines, rest = (rest + piece).split(b"\n")
@@ -223,7 +223,7 @@ async def _lines(response: httpx.Response) -> AsyncIterator[bytes]:
     yield rest
 
 
-async def _events(response: httpx.Response) -> AsyncIterator[Mapping[str, Any]]:
+async def _events(response: httpx2.Response) -> AsyncIterator[Mapping[str, Any]]:
     async for line in _lines(response):
         data = line.removeprefix(b"data:").strip()
         if not line.startswith(b"data:") or data == b"[DONE]":

@@ -96,7 +96,6 @@ class MeasuredServer:
 
     def __init__(self, facts: ServerFacts) -> None:
         try:
-            import httpx
             import openai
         except ImportError as error:
             raise ImportError(
@@ -104,8 +103,10 @@ class MeasuredServer:
             ) from error
         self.facts = facts
         self._root = facts.base_url.rstrip("/").removesuffix("/v1").rstrip("/")
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=_KEEPALIVE_S)
-        http = httpx.AsyncClient(limits=limits, timeout=httpx.Timeout(_TIMEOUT_S, connect=10.0))
+        # With the types of the HTTP library that this version of openai is built on.
+        make_limits, make_timeout = type(openai.DEFAULT_CONNECTION_LIMITS), openai.Timeout
+        limits = make_limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=_KEEPALIVE_S)
+        http = openai.DefaultAsyncHttpxClient(limits=limits, timeout=make_timeout(_TIMEOUT_S, connect=10.0))
         key, url = facts.api_key or "none", f"{self._root}/v1"
         self._client = openai.AsyncOpenAI(api_key=key, base_url=url, http_client=http, max_retries=0)
         self.streams = OpenAIStreams(self._client, facts.model)

@@ -20,7 +20,7 @@ import pytest
 
 from ragorder.adapters.vllm_tiers import TierSettings
 from ragorder.adapters.vllm_tiers.disk_identity import disk_identity, note_model
-from ragorder.adapters.vllm_tiers.disk_jobs import Job, JobThreads
+from ragorder.adapters.vllm_tiers.disk_jobs import ChunkJob, JobThreads
 
 pytestmark = pytest.mark.vllm
 
@@ -274,8 +274,8 @@ class TestWhatLeavesHostMemoryComesBackFromDisk:
         served.reset()
         context, keys = served.request("abcd")
         blocked = threading.Event()
-        served.disk._threads.add(Job(None, 1, lambda _: blocked.wait(30), urgent=True))
-        served.disk._threads.add(Job(None, 1, lambda _: blocked.wait(30), urgent=True))
+        served.disk._threads.add(ChunkJob(None, 1, lambda _: blocked.wait(30), urgent=True))
+        served.disk._threads.add(ChunkJob(None, 1, lambda _: blocked.wait(30), urgent=True))
         for key in keys:
             assert served.manager.lookup(key, context) is vllm().LookupResult.HIT_PENDING
         served.step()
@@ -537,9 +537,9 @@ class TestJobs:
             done.append(("slow", step))
             return True
 
-        threads.add(Job(1, 3, slow))
+        threads.add(ChunkJob(1, 3, slow))
         assert first.wait(30)
-        threads.add(Job(2, 2, lambda step: done.append(("urgent", step)) is None, urgent=True))
+        threads.add(ChunkJob(2, 2, lambda step: done.append(("urgent", step)) is None, urgent=True))
         go_on.set()
         assert threads.wait(30)
         assert done == [("slow", 0), ("urgent", 0), ("urgent", 1), ("slow", 1), ("slow", 2)]
@@ -552,9 +552,9 @@ class TestJobs:
                 raise RuntimeError("no")
             return number == 0
 
-        threads.add(Job(7, 3, step))
-        threads.add(Job(None, 1, lambda _: True))
-        threads.add(Job(8, 0, step))
+        threads.add(ChunkJob(7, 3, step))
+        threads.add(ChunkJob(None, 1, lambda _: True))
+        threads.add(ChunkJob(8, 0, step))
         assert threads.wait(30)
         assert {id: job.worked for id, job in threads.take_ended()} == {7: [True, False, False], 8: []}
 
@@ -567,7 +567,7 @@ class TestJobs:
             return go_on.wait(30)
 
         for number in range(3):
-            threads.add(Job(number, 2, wait, urgent=number == 2))
+            threads.add(ChunkJob(number, 2, wait, urgent=number == 2))
         assert begun.wait(30)
         closing = threading.Thread(target=threads.close)
         closing.start()
@@ -575,7 +575,7 @@ class TestJobs:
             time.sleep(0.001)
         go_on.set()
         closing.join(30)
-        threads.add(Job(3, 1, wait))
+        threads.add(ChunkJob(3, 1, wait))
         ended = threads.take_ended()
         assert sorted(id for id, _ in ended) == [0, 1, 2, 3]
         assert sum(sum(job.worked) for _, job in ended) == 1

@@ -25,7 +25,7 @@ from ragorder.adapters.doctor import events as _check_events
 from ragorder.adapters.vllm.cache_config import CacheConfig, ServerError, read_cache_config
 from ragorder.cli import main
 
-pytest.importorskip("httpx")
+pytest.importorskip("httpx2")
 pytest.importorskip("prometheus_client")
 zmq = pytest.importorskip("zmq")
 msgspec = pytest.importorskip("msgspec")
@@ -33,7 +33,7 @@ msgspec = pytest.importorskip("msgspec")
 BLOCK = 16
 KEY = "sk-never-to-be-seen"
 END = (-1).to_bytes(8, "big", signed=True)
-LIVE_PACKAGES = ("httpx", "prometheus_client", "zmq", "msgspec")
+LIVE_PACKAGES = ("httpx2", "prometheus_client", "zmq", "msgspec")
 
 
 @pytest.fixture(autouse=True)
@@ -447,7 +447,7 @@ class TestAServerThatDoesNotSay:
 
         read()
 
-    @pytest.mark.parametrize("package", ["httpx", "prometheus_client"])
+    @pytest.mark.parametrize("package", ["httpx2", "prometheus_client"])
     def test_because_the_extra_is_missing(self, python: Callable[..., Any], package: str) -> None:
         code = (
             "from ragorder.adapters.vllm.cache_config import read_cache_config\n"
@@ -1097,4 +1097,4 @@ class TestTheCommand:
         assert python(*command, "--help", blocked=LIVE_PACKAGES).returncode == 0
         done = python(*command, "http://127.0.0.1:1", blocked=LIVE_PACKAGES)
         assert done.returncode == 1
-        assert done.stderr == "Error: talking to a server needs httpx: pip install 'ragorder[live]'\n"
+        assert done.stderr == "Error: talking to a server needs httpx2: pip install 'ragorder[live]'\n"

@@ -32,7 +32,7 @@ pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 openai = pytest.importorskip("openai")
 
-import httpx
+import httpx2
 
 from ragorder import Orderer
 from ragorder.adapters.embedded import (
@@ -97,25 +97,25 @@ def worker(shared_worker: EngineWorker) -> EngineWorker:
 
 
 @pytest.fixture
-async def client(worker: EngineWorker) -> AsyncIterator[httpx.AsyncClient]:
+async def client(worker: EngineWorker) -> AsyncIterator[httpx2.AsyncClient]:
     async with reaching(make_engine_app(worker)) as client:
         yield client
 
 
 @asynccontextmanager
-async def reaching(app: Any) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(transport=AppTransport(app), base_url="http://embedded", timeout=60) as client:
+async def reaching(app: Any) -> AsyncIterator[httpx2.AsyncClient]:
+    async with httpx2.AsyncClient(transport=AppTransport(app), base_url="http://embedded", timeout=60) as client:
         yield client
 
 
-async def complete(client: httpx.AsyncClient, prompt: Any = "a is a document", **fields: Any) -> Any:
+async def complete(client: httpx2.AsyncClient, prompt: Any = "a is a document", **fields: Any) -> Any:
     body = {"prompt": prompt, "temperature": 0, "max_tokens": 8, **fields}
     response = await client.post(COMPLETIONS, json=body)
     assert response.status_code == 200, response.text
     return response.json()
 
 
-async def chat(client: httpx.AsyncClient, content: Any = "Which document?", **fields: Any) -> Any:
+async def chat(client: httpx2.AsyncClient, content: Any = "Which document?", **fields: Any) -> Any:
     messages = [SYSTEM, {"role": "user", "content": content}]
     body = {"messages": messages, "temperature": 0, "max_tokens": 8, **fields}
     response = await client.post(CHAT, json=body)
@@ -123,7 +123,7 @@ async def chat(client: httpx.AsyncClient, content: Any = "Which document?", **fi
     return response.json()
 
 
-async def streamed(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> list[Any]:
+async def streamed(client: httpx2.AsyncClient, path: str, body: dict[str, Any]) -> list[Any]:
     """The events of a stream, which must end as one does."""
     response = await client.post(path, json={"temperature": 0, "max_tokens": 8, **body, "stream": True})
     assert response.status_code == 200, response.text
@@ -133,7 +133,7 @@ async def streamed(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -
     return [json.loads(event.removeprefix("data: ")) for event in events]
 
 
-async def refusal(client: httpx.AsyncClient, path: str, body: Any, status: int = 400) -> dict[str, Any]:
+async def refusal(client: httpx2.AsyncClient, path: str, body: Any, status: int = 400) -> dict[str, Any]:
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     response = await client.post(path, content=content)
     assert response.status_code == status, response.text
@@ -169,7 +169,7 @@ def eventually(condition: Callable[[], Any], seconds: float = 30) -> bool:
 
 
 class TestCompletions:
-    async def test_are_those_of_the_model(self, client: httpx.AsyncClient, worker: EngineWorker) -> None:
+    async def test_are_those_of_the_model(self, client: httpx2.AsyncClient, worker: EngineWorker) -> None:
         answer = await complete(client)
         assert answer["choices"] == [
             {"index": 0, "text": expected(worker, "a is a document"), "logprobs": None, "finish_reason": "length"}
@@ -177,7 +177,7 @@ class TestCompletions:
         assert (answer["object"], answer["model"]) == ("text_completion", worker.engine.model_name)
         assert answer["id"].startswith("cmpl-")
 
-    async def test_count_tokens(self, client: httpx.AsyncClient, worker: EngineWorker) -> None:
+    async def test_count_tokens(self, client: httpx2.AsyncClient, worker: EngineWorker) -> None:
         usage = (await complete(client))["usage"]
         tokens = len(worker.engine.tokenizer.encode("a is a document"))
         assert usage == {
@@ -187,12 +187,14 @@ class TestCompletions:
             "prompt_tokens_details": {"cached_tokens": 0},
         }
 
-    async def test_take_tokens_for_text(self, client: httpx.AsyncClient, worker: EngineWorker) -> None:
+    async def test_take_tokens_for_text(self, client: httpx2.AsyncClient, worker: EngineWorker) -> None:
         tokens = worker.engine.tokenizer.encode("a is a document")
         assert (await complete(client, tokens))["choices"] == (await complete(client))["choices"]
 
     @pytest.mark.parametrize("in_tokens", [False, True])
-    async def test_take_several_prompts(self, in_tokens: bool, client: httpx.AsyncClient, worker: EngineWorker) -> None:
+    async def test_take_several_prompts(
+        self, in_tokens: bool, client: httpx2.AsyncClient, worker: EngineWorker
+    ) -> None:
         prompts = ["a is", "b is a document about", "c"]
         encode = worker.engine.tokenizer.encode
         answer = await complete(client, [encode(each) for each in prompts] if in_tokens else prompts)
@@ -203,11 +205,11 @@ class TestCompletions:
         assert answer["usage"]["prompt_tokens"] == sum(each["usage"]["prompt_tokens"] for each in alone)
         assert answer["usage"]["completion_tokens"] == 24
 
-    async def test_have_16_tokens_unless_more_are_asked_for(self, client: httpx.AsyncClient) -> None:
+    async def test_have_16_tokens_unless_more_are_asked_for(self, client: httpx2.AsyncClient) -> None:
         answer = await complete(client, max_tokens=None, ignore_eos=True)
         assert answer["usage"]["completion_tokens"] == 16
 
-    async def test_stream_the_same(self, client: httpx.AsyncClient) -> None:
+    async def test_stream_the_same(self, client: httpx2.AsyncClient) -> None:
         whole = await complete(client)
         events = await streamed(client, COMPLETIONS, {"prompt": "a is a document"})
         assert "".join(event["choices"][0]["text"] for event in events) == whole["choices"][0]["text"]
@@ -216,13 +218,13 @@ class TestCompletions:
         assert len({event["id"] for event in events}) == 1
         assert len(events) > 1
 
-    async def test_stream_usage_if_asked(self, client: httpx.AsyncClient) -> None:
+    async def test_stream_usage_if_asked(self, client: httpx2.AsyncClient) -> None:
         whole = await complete(client)
         body = {"prompt": "a is a document", "stream_options": {"include_usage": True}}
         *_, last = await streamed(client, COMPLETIONS, body)
         assert (last["choices"], last["usage"]) == ([], whole["usage"])
 
-    async def test_stream_several_prompts(self, client: httpx.AsyncClient) -> None:
+    async def test_stream_several_prompts(self, client: httpx2.AsyncClient) -> None:
         whole = await complete(client, ["a is", "b is"])
         events = await streamed(client, COMPLETIONS, {"prompt": ["a is", "b is"]})
         for choice in whole["choices"]:
@@ -230,7 +232,7 @@ class TestCompletions:
             assert "".join(piece["text"] for piece in pieces) == choice["text"]
             assert pieces[-1]["finish_reason"] == choice["finish_reason"]
 
-    async def test_stop_in_front_of_a_text(self, client: httpx.AsyncClient) -> None:
+    async def test_stop_in_front_of_a_text(self, client: httpx2.AsyncClient) -> None:
         whole = (await complete(client, max_tokens=32))["choices"][0]["text"]
         stop = whole[len(whole) // 2 :][:3]
         assert stop
@@ -240,7 +242,7 @@ class TestCompletions:
         events = await streamed(client, COMPLETIONS, {"prompt": "a is a document", "max_tokens": 32, "stop": stop})
         assert "".join(event["choices"][0]["text"] for event in events) == choice["text"]
 
-    async def test_draw_the_same_with_the_same_seed(self, client: httpx.AsyncClient) -> None:
+    async def test_draw_the_same_with_the_same_seed(self, client: httpx2.AsyncClient) -> None:
         drawn = [
             (await complete(client, temperature=1.5, seed=seed, max_tokens=24))["choices"][0]["text"]
             for seed in (1, 1, 2, 3)
@@ -248,11 +250,11 @@ class TestCompletions:
         assert drawn[0] == drawn[1]
         assert len(set(drawn)) > 1
 
-    async def test_draw_by_default(self, client: httpx.AsyncClient) -> None:
+    async def test_draw_by_default(self, client: httpx2.AsyncClient) -> None:
         texts = {(await complete(client, temperature=None, max_tokens=24))["choices"][0]["text"] for _ in range(4)}
         assert len(texts) > 1
 
-    async def test_tell_logprobs(self, client: httpx.AsyncClient) -> None:
+    async def test_tell_logprobs(self, client: httpx2.AsyncClient) -> None:
         choice = (await complete(client, logprobs=2, ignore_eos=True))["choices"][0]
         logprobs = choice["logprobs"]
         assert "".join(logprobs["tokens"]) == choice["text"]
@@ -265,7 +267,7 @@ class TestCompletions:
             assert max(top, key=top.__getitem__) == token, "greedy takes the likeliest"
             assert top[token] == pytest.approx(logprob, abs=1e-5)
 
-    async def test_stream_logprobs(self, client: httpx.AsyncClient) -> None:
+    async def test_stream_logprobs(self, client: httpx2.AsyncClient) -> None:
         whole = (await complete(client, logprobs=1))["choices"][0]["logprobs"]
         events = await streamed(client, COMPLETIONS, {"prompt": "a is a document", "logprobs": 1})
         pieces = [event["choices"][0]["logprobs"] for event in events]
@@ -274,7 +276,7 @@ class TestCompletions:
 
 
 class TestChats:
-    async def test_are_rendered_by_the_models_template(self, client: httpx.AsyncClient, worker: EngineWorker) -> None:
+    async def test_are_rendered_by_the_models_template(self, client: httpx2.AsyncClient, worker: EngineWorker) -> None:
         answer = await chat(client)
         messages = [SYSTEM, {"role": "user", "content": "Which document?"}]
         prompt = worker.engine.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
@@ -283,13 +285,13 @@ class TestChats:
         assert answer["choices"] == [{"index": 0, "message": message, "logprobs": None, "finish_reason": "length"}]
         assert answer["usage"]["prompt_tokens"] == len(worker.engine.tokenizer.encode(prompt, add_special_tokens=False))
 
-    async def test_take_texts_in_parts(self, client: httpx.AsyncClient) -> None:
+    async def test_take_texts_in_parts(self, client: httpx2.AsyncClient) -> None:
         parts = [{"type": "text", "text": "Which"}, {"type": "text", "text": "document?"}]
         answer, plain = await chat(client, parts), await chat(client, "Which\ndocument?")
         assert answer["choices"] == plain["choices"]
         assert answer["usage"] == plain["usage"]
 
-    async def test_stream_the_same(self, client: httpx.AsyncClient) -> None:
+    async def test_stream_the_same(self, client: httpx2.AsyncClient) -> None:
         whole = await chat(client)
         body = {"messages": [SYSTEM, {"role": "user", "content": "Which document?"}]}
         events = await streamed(client, CHAT, body | {"stream_options": {"include_usage": True}})
@@ -302,7 +304,7 @@ class TestChats:
         assert last["usage"] == whole["usage"]
 
     @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
-    async def test_have_as_many_tokens_as_asked_for(self, name: str, client: httpx.AsyncClient) -> None:
+    async def test_have_as_many_tokens_as_asked_for(self, name: str, client: httpx2.AsyncClient) -> None:
         limits = {"max_tokens": None, name: 3}
         answer = await chat(client, **limits, ignore_eos=True)
         assert answer["usage"]["completion_tokens"] == 3
@@ -312,7 +314,7 @@ class TestChats:
             usage = (await chat(client, max_tokens=None, ignore_eos=True))["usage"]
         assert usage["total_tokens"] == 64
 
-    async def test_tell_logprobs(self, client: httpx.AsyncClient) -> None:
+    async def test_tell_logprobs(self, client: httpx2.AsyncClient) -> None:
         choice = (await chat(client, logprobs=True, top_logprobs=2))["choices"][0]
         content = choice["logprobs"]["content"]
         assert len(content) == 8
@@ -326,7 +328,7 @@ class TestChats:
         )
 
     async def test_special_tokens_are_what_the_tokenizer_makes_of_them(
-        self, client: httpx.AsyncClient, worker: EngineWorker
+        self, client: httpx2.AsyncClient, worker: EngineWorker
     ) -> None:
         """The proxy breaks them up in documents; what else is in a message is the client's own, as in vLLM."""
         plain, special = await chat(client, "x"), await chat(client, "x<|im_end|>")
@@ -370,13 +372,15 @@ class TestDocuments:
         return tokens + encode(question), ends
 
     async def cached(
-        self, client: httpx.AsyncClient, tokens: list[int], *ends: int, prefix: int | None = None, **fields: Any
+        self, client: httpx2.AsyncClient, tokens: list[int], *ends: int, prefix: int | None = None, **fields: Any
     ) -> int:
         said = facts(*ends) if prefix is None else facts(*ends, prefix=prefix)
         usage = (await complete(client, tokens, max_tokens=1, **said, **fields))["usage"]
         return int(usage["prompt_tokens_details"]["cached_tokens"])
 
-    async def test_are_cached_from_the_second_request_on(self, client: httpx.AsyncClient, worker: EngineWorker) -> None:
+    async def test_are_cached_from_the_second_request_on(
+        self, client: httpx2.AsyncClient, worker: EngineWorker
+    ) -> None:
         tokens, ends = self.prompt(worker, "abc")
         assert await self.cached(client, tokens, *ends) == 0
         other, _ = self.prompt(worker, "abc", "And which not?")
@@ -385,14 +389,14 @@ class TestDocuments:
         assert await self.cached(client, fewer, *ends_of_fewer) == ends[2]
 
     async def test_what_is_in_front_of_them_is_shared_by_all(
-        self, client: httpx.AsyncClient, worker: EngineWorker
+        self, client: httpx2.AsyncClient, worker: EngineWorker
     ) -> None:
         tokens, ends = self.prompt(worker, "ab")
         other, ends_of_other = self.prompt(worker, "ba")
         await self.cached(client, tokens, *ends[1:], prefix=ends[0])
         assert await self.cached(client, other, *ends_of_other[1:], prefix=ends[0]) == ends[0]
 
-    async def test_a_chats_own_front_is_found(self, client: httpx.AsyncClient, worker: EngineWorker) -> None:
+    async def test_a_chats_own_front_is_found(self, client: httpx2.AsyncClient, worker: EngineWorker) -> None:
         tokenizer = worker.engine.tokenizer
         front = tokenizer.apply_chat_template([SYSTEM, {"role": "user", "content": "@"}], tokenize=False)
         front_tokens = len(tokenizer.encode(front.partition("@")[0], add_special_tokens=False))
@@ -401,7 +405,7 @@ class TestDocuments:
             usage = (await chat(client, TEXTS[name] + "Which?", **facts(end)))["usage"]
             assert usage["prompt_tokens_details"]["cached_tokens"] == number * front_tokens
 
-    async def test_of_tenants_are_apart(self, client: httpx.AsyncClient, worker: EngineWorker) -> None:
+    async def test_of_tenants_are_apart(self, client: httpx2.AsyncClient, worker: EngineWorker) -> None:
         tokens, ends = self.prompt(worker, "abc")
         salts: list[str | None] = [None, "red", "blue", "red", None]
         found = [await self.cached(client, tokens, *ends, cache_salt=salt) for salt in salts]
@@ -432,12 +436,12 @@ class TestDocuments:
         ids=ascii,
     )
     async def test_what_nobody_understands_is_counted_and_refuses_nobody(
-        self, said: Any, client: httpx.AsyncClient
+        self, said: Any, client: httpx2.AsyncClient
     ) -> None:
         plain = await complete(client)
         assert (await complete(client, kv_transfer_params=said))["choices"] == plain["choices"]
 
-    async def test_ends_beyond_the_prompt_are_ignored(self, client: httpx.AsyncClient, worker: EngineWorker) -> None:
+    async def test_ends_beyond_the_prompt_are_ignored(self, client: httpx2.AsyncClient, worker: EngineWorker) -> None:
         tokens, ends = self.prompt(worker, "ab")
         await self.cached(client, tokens, *ends, 10**9)
         assert await self.cached(client, tokens, *ends, 10**9) == ends[-1]
@@ -491,14 +495,14 @@ class TestRefusals:
     @pytest.mark.parametrize(("name", "value"), UNSUPPORTED, ids=lambda value: value if isinstance(value, str) else "")
     @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
     async def test_what_is_not_supported_is_named(
-        self, path: str, name: str, value: Any, client: httpx.AsyncClient
+        self, path: str, name: str, value: Any, client: httpx2.AsyncClient
     ) -> None:
         body = {"prompt": "a"} if path == COMPLETIONS else {"messages": [SYSTEM]}
         error = await refusal(client, path, body | {name: value})
         assert (error["param"], error["code"]) == (name, "unsupported_field")
         assert name in error["message"]
 
-    async def test_what_changes_nothing_is_taken(self, client: httpx.AsyncClient) -> None:
+    async def test_what_changes_nothing_is_taken(self, client: httpx2.AsyncClient) -> None:
         assert (await complete(client, **NEUTRAL))["choices"] == (await complete(client))["choices"]
         assert (await chat(client, **NEUTRAL))["choices"] == (await chat(client))["choices"]
 
@@ -544,7 +548,7 @@ class TestRefusals:
         ids=ascii,
     )
     async def test_what_is_wrong_is_named(
-        self, path: str, body: Any, param: str | None, client: httpx.AsyncClient
+        self, path: str, body: Any, param: str | None, client: httpx2.AsyncClient
     ) -> None:
         assert (await refusal(client, path, body))["param"] == param
         assert (await complete(client))["choices"]
@@ -554,16 +558,16 @@ class TestRefusals:
         [b"", b"{", b"[]", b"null", b"\xff", b'{"prompt": "\\ud800"}', b"[" * 100_000, b'{"prompt": NaN}'],
         ids=ascii,
     )
-    async def test_what_is_no_json_object_is_refused(self, body: bytes, client: httpx.AsyncClient) -> None:
+    async def test_what_is_no_json_object_is_refused(self, body: bytes, client: httpx2.AsyncClient) -> None:
         assert (await refusal(client, COMPLETIONS, body))["code"] == "invalid_json"
 
-    async def test_another_model_is_not_here(self, client: httpx.AsyncClient, worker: EngineWorker) -> None:
+    async def test_another_model_is_not_here(self, client: httpx2.AsyncClient, worker: EngineWorker) -> None:
         error = await refusal(client, COMPLETIONS, {"prompt": "a", "model": "gpt"}, status=404)
         assert error["code"] == "model_not_found"
         assert await complete(client, model=worker.engine.model_name)
 
     @pytest.mark.parametrize("length", [3 * LONGEST, 2_000_000])
-    async def test_a_prompt_beyond_the_context_is_refused(self, length: int, client: httpx.AsyncClient) -> None:
+    async def test_a_prompt_beyond_the_context_is_refused(self, length: int, client: httpx2.AsyncClient) -> None:
         began = time.monotonic()
         error = await refusal(client, COMPLETIONS, {"prompt": "a " * length})
         assert (await refusal(client, COMPLETIONS, {"prompt": [5] * length}))["code"] == error["code"]
@@ -585,7 +589,9 @@ class TestRefusals:
             assert (await refusal(client, COMPLETIONS, {"prompt": [5], "stop": "a"}))["code"] == "request_refused"
             assert (await refusal(client, CHAT, {"messages": [SYSTEM]}))["code"] == "no_chat_template"
 
-    async def test_one_bad_prompt_of_several_refuses_all(self, client: httpx.AsyncClient, worker: EngineWorker) -> None:
+    async def test_one_bad_prompt_of_several_refuses_all(
+        self, client: httpx2.AsyncClient, worker: EngineWorker
+    ) -> None:
         await refusal(client, COMPLETIONS, {"prompt": [[1, 2], [10**6]]})
         assert eventually(lambda: not worker.engine.has_unfinished)
 
@@ -593,20 +599,20 @@ class TestRefusals:
         async with reaching(make_engine_app(worker, body_limit=1000)) as client:
             assert (await refusal(client, COMPLETIONS, {"prompt": "a" * 1000}, status=413))["code"] == "body_too_large"
 
-    async def test_other_routes_are_not_here(self, client: httpx.AsyncClient) -> None:
+    async def test_other_routes_are_not_here(self, client: httpx2.AsyncClient) -> None:
         assert (await refusal(client, "/v1/embeddings", {}, status=404))["code"] == "not_found"
         assert (await client.get(COMPLETIONS)).status_code == 405
 
 
 class TestOtherRoutes:
-    async def test_models(self, client: httpx.AsyncClient, worker: EngineWorker) -> None:
+    async def test_models(self, client: httpx2.AsyncClient, worker: EngineWorker) -> None:
         (model,) = (await client.get("/v1/models")).json()["data"]
         assert (model["id"], model["max_model_len"]) == (worker.engine.model_name, LONGEST)
 
-    async def test_health(self, client: httpx.AsyncClient) -> None:
+    async def test_health(self, client: httpx2.AsyncClient) -> None:
         assert (await client.get("/health")).status_code == 200
 
-    async def test_tokenize(self, client: httpx.AsyncClient, worker: EngineWorker) -> None:
+    async def test_tokenize(self, client: httpx2.AsyncClient, worker: EngineWorker) -> None:
         tokenizer = worker.engine.tokenizer
         answer = (await client.post("/tokenize", json={"prompt": "a is", "return_token_strs": True})).json()
         tokens = tokenizer.encode("a is")
@@ -850,10 +856,10 @@ class TestWorker:
 
 class TestTransport:
     @asynccontextmanager
-    async def exchange(self, app: Any, **options: Any) -> AsyncIterator[httpx.Response]:
+    async def exchange(self, app: Any, **options: Any) -> AsyncIterator[httpx2.Response]:
         options = {"timeout": 10} | options
         async with (
-            httpx.AsyncClient(transport=AppTransport(app), base_url="http://x", **options) as client,
+            httpx2.AsyncClient(transport=AppTransport(app), base_url="http://x", **options) as client,
             client.stream("POST", "/a%20b?c=d", content=b"body", headers={"X-Y": "z"}) as response,
         ):
             yield response
@@ -938,7 +944,7 @@ class TestTransport:
             if raises:
                 raise RuntimeError(WORD)
 
-        with pytest.raises(httpx.RemoteProtocolError):
+        with pytest.raises(httpx2.RemoteProtocolError):
             async with self.exchange(app) as response:
                 await response.aread()
 
@@ -946,7 +952,7 @@ class TestTransport:
         async def app(scope: Any, receive: Any, send: Any) -> None:
             await asyncio.Event().wait()
 
-        with pytest.raises(httpx.ReadTimeout):
+        with pytest.raises(httpx2.ReadTimeout):
             async with self.exchange(app, timeout=0.05):
                 pass
 
@@ -1051,7 +1057,7 @@ class TestFuzz:
             statuses.add(response.status_code)
             assert response.status_code in (200, 400, 404), response.text
 
-        async def post(content: bytes) -> httpx.Response:
+        async def post(content: bytes) -> httpx2.Response:
             async with reaching(app) as client:
                 return await client.post(path, content=content)
 
@@ -1073,7 +1079,7 @@ class Served:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60, **options)
 
     def metric(self, name: str) -> float:
-        page = httpx.get(f"{self.url}/metrics").text
+        page = httpx2.get(f"{self.url}/metrics").text
         return sum(float(line.rpartition(" ")[2]) for line in page.splitlines() if re.match(rf"{name}[ {{]", line))
 
     def stop(self, signum: int = signal.SIGTERM) -> str:
@@ -1309,9 +1315,9 @@ class TestEnd:
         body = {"messages": [{"role": "user", "content": WORD}], "max_tokens": 2, "user": WORD, "cache_salt": WORD}
         tag = {"documents": [{"id": WORD, "text": f"{WORD} "}], "query": WORD, "scope": WORD}
         for each in (body, body | {"ragorder": tag}, body | {"n": WORD}, {"messages": WORD}, body | {WORD: 1}):
-            httpx.post(f"{served.url}{CHAT}", json=each)
-        httpx.post(f"{served.url}/{WORD}", content=WORD)
-        assert WORD not in httpx.get(f"{served.url}/metrics").text
+            httpx2.post(f"{served.url}{CHAT}", json=each)
+        httpx2.post(f"{served.url}/{WORD}", content=WORD)
+        assert WORD not in httpx2.get(f"{served.url}/metrics").text
         with served.openai() as client:
             stream = client.completions.create(
                 model=served.model, prompt=WORD, max_tokens=2000, stream=True, extra_body={"ignore_eos": True}

@@ -1580,7 +1580,7 @@ class TestOrdererForVLLM:
         finally:
             orderer.close()
 
-    @pytest.mark.parametrize("package", ["zmq", "msgspec", "httpx"])
+    @pytest.mark.parametrize("package", ["zmq", "msgspec", "httpx2"])
     def test_a_missing_package_is_named_with_the_extra_that_brings_it(
         self, python: Python, metrics: str, package: str
     ) -> None:

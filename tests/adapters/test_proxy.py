@@ -35,7 +35,7 @@ from ragorder.ordering import RequestOutcome
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
-import httpx
+import httpx2
 import uvicorn
 from click.testing import CliRunner, Result
 
@@ -45,7 +45,7 @@ from ragorder.adapters.usage import ReportedUsage
 from ragorder.cli.serve import serve as serve_command
 
 # Made once: it takes longer than most of these tests.
-CERTIFICATES = httpx.create_ssl_context()
+CERTIFICATES = httpx2.create_ssl_context()
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 TEMPLATE = '<document id="{id}">\n{text}\n</document>'
@@ -252,9 +252,9 @@ class Proxy:
     """A running proxy and a client of it."""
 
     url: str
-    client: httpx.Client
+    client: httpx2.Client
 
-    def post(self, body: Any, path: str = CHAT, **options: Any) -> httpx.Response:
+    def post(self, body: Any, path: str = CHAT, **options: Any) -> httpx2.Response:
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         return self.client.post(path, content=content, headers=JSON | options.pop("headers", {}), **options)
 
@@ -265,11 +265,11 @@ Start = Callable[..., Proxy]
 @pytest.fixture
 def start(upstream: str, orderer: RecordingOrderer, serve: Callable[[Any], str]) -> Iterator[Start]:
     """Starts proxies in front of the far end."""
-    clients: list[httpx.Client] = []
+    clients: list[httpx2.Client] = []
 
     def start(**options: Any) -> Proxy:
         url = serve(make_app(options.pop("orderer", orderer), **{"upstream": upstream} | options))
-        clients.append(httpx.Client(base_url=url, timeout=30, trust_env=False, verify=CERTIFICATES))
+        clients.append(httpx2.Client(base_url=url, timeout=30, trust_env=False, verify=CERTIFICATES))
         return Proxy(url, clients[-1])
 
     yield start
@@ -307,7 +307,7 @@ def names_in(text: str) -> str:
     return "".join(dict.fromkeys(re.findall(r"(\w) is a document about", text)))
 
 
-def error_of(response: httpx.Response) -> dict[str, Any]:
+def error_of(response: httpx2.Response) -> dict[str, Any]:
     """The error in an answer of the proxy's own."""
     content = response.json()
     assert list(content) == ["error"]
@@ -975,7 +975,7 @@ class TestPassingOn:
             ("upgrade", "h2c"),
             ("expect", "100-continue"),
         ]
-        request = httpx.Request("POST", f"{proxy.url}{CHAT}", headers=kept + dropped, content=b"{}")
+        request = httpx2.Request("POST", f"{proxy.url}{CHAT}", headers=kept + dropped, content=b"{}")
         assert proxy.client.send(request).content == WHOLE
         sent = [header for header in far_end.last.headers if header[0] not in ("host", "content-length")]
         assert sent == kept
@@ -1005,7 +1005,7 @@ class TestPassingOn:
     def test_cookies_of_one_client_never_reach_another(self, proxy: Proxy, far_end: FarEnd) -> None:
         far_end.headers = [("set-cookie", "session=secret")]
         for _ in range(3):
-            httpx.get(f"{proxy.url}/x", verify=CERTIFICATES)
+            httpx2.get(f"{proxy.url}/x", verify=CERTIFICATES)
         assert [request.header("cookie") for request in far_end.requests] == [[], [], []]
 
     @pytest.mark.parametrize("status", [201, 202, 204, 301, 302, 304, 400, 401, 404, 422, 429, 500, 503, 599])
@@ -1051,7 +1051,7 @@ class TestPassingOn:
             yield b"second"
 
         url = serve(make_app(Orderer(), upstream=serve(far_end)))
-        assert httpx.post(f"{url}/v1/files", content=halves(), verify=CERTIFICATES).status_code == 200
+        assert httpx2.post(f"{url}/v1/files", content=halves(), verify=CERTIFICATES).status_code == 200
         assert b"".join(got) == b"firstsecond"
 
     def test_chunked_bodies_of_the_two_routes_get_a_length(self, proxy: Proxy, far_end: FarEnd) -> None:
@@ -1192,16 +1192,16 @@ class TestOutcomes:
         self, chunks: Any, finished: RequestOutcome, proxy: Proxy, far_end: FarEnd, orderer: RecordingOrderer
     ) -> None:
         far_end.events(*chunks)
-        with suppress(httpx.RemoteProtocolError):
+        with suppress(httpx2.RemoteProtocolError):
             proxy.post(tagged("ab", stream=True))
         assert orderer.outcome() == finished
 
     def test_a_broken_answer_is_broken_for_the_client_too(self, proxy: Proxy, far_end: FarEnd) -> None:
         far_end.events(TOKEN, None)
-        with pytest.raises(httpx.RemoteProtocolError):
+        with pytest.raises(httpx2.RemoteProtocolError):
             proxy.post(tagged("ab", stream=True))
         far_end.headers = [("content-type", "application/json"), ("content-length", "1000")]
-        with pytest.raises(httpx.RemoteProtocolError):
+        with pytest.raises(httpx2.RemoteProtocolError):
             proxy.post({})
 
     @pytest.mark.parametrize(("token", "finished"), [(b"", FAILED), (TOKEN, UNKNOWN)], ids=["before", "after"])
@@ -1303,7 +1303,7 @@ class TestLeaving:
         self, path: str, proxy: Proxy, far_end: FarEnd
     ) -> None:
         far_end.chunks = [threading.Event()]
-        with pytest.raises(httpx.ReadTimeout):
+        with pytest.raises(httpx2.ReadTimeout):
             proxy.post(tagged("ab") if path == CHAT else {"input": "x"}, path, timeout=0.3)
         assert far_end.begun.is_set()
         assert far_end.left.wait(10)
@@ -1347,7 +1347,7 @@ class TestTimeouts:
 
     def test_a_stream_that_stops_is_broken_off(self, start: Start, far_end: FarEnd, orderer: RecordingOrderer) -> None:
         far_end.events(TOKEN, threading.Event())
-        with pytest.raises(httpx.RemoteProtocolError):
+        with pytest.raises(httpx2.RemoteProtocolError):
             start(timeouts=Timeouts(read_s=0.2)).post(tagged("ab", stream=True))
         assert orderer.outcome() == UNKNOWN
         assert far_end.left.wait(10)
@@ -1532,11 +1532,11 @@ class TestFailures:
         for body in (tagged("ab"), {"ragorder": {"secret": "secret"}}, b'{"ragorder" secret', chat("ab")):
             proxy.post(body, f"{CHAT}?secret=1", headers=headers)
         far_end.events(TOKEN, None)
-        with suppress(httpx.RemoteProtocolError):
+        with suppress(httpx2.RemoteProtocolError):
             proxy.post(tagged("ab", secret="secret"), headers=headers)  # noqa: S106
         assert "broken off" in caplog.text
         # The client of this test logs as well; `ragorder serve` has the server log no requests.
-        logged = [record.getMessage() for record in caplog.records if record.name not in ("httpx", "uvicorn.access")]
+        logged = [record.getMessage() for record in caplog.records if record.name not in ("httpx2", "uvicorn.access")]
         for text in ("secret", "a is a document", "Which?"):
             assert text not in "".join(logged)
 
@@ -1550,7 +1550,7 @@ class TestFailures:
             make_app(orderer, upstream=address)
         assert "secret" not in str(caught.value)
 
-    @pytest.mark.parametrize("module", ["starlette", "httpx", "msgspec"])
+    @pytest.mark.parametrize("module", ["starlette", "httpx2", "msgspec"])
     def test_a_missing_package_is_named_with_the_extra(self, module: str, python: Any) -> None:
         done = python("-c", "import ragorder.adapters.proxy", blocked=(module,))
         assert f"the proxy needs {module}: pip install 'ragorder[proxy]'" in done.stderr
@@ -1645,7 +1645,7 @@ class TestServe:
     def test_it_serves_until_it_is_told_to_stop(self, launch: Callable[..., Process], far_end: FarEnd) -> None:
         process = launch()
         for names in ("abc", "cba"):
-            assert httpx.post(f"{process.url}{CHAT}", json=tagged(names), verify=CERTIFICATES).content == WHOLE
+            assert httpx2.post(f"{process.url}{CHAT}", json=tagged(names), verify=CERTIFICATES).content == WHOLE
         assert names_in(far_end.last.json["messages"][-1]["content"]) == "abc"
         assert process.url.startswith("http://127.0.0.1:")
         assert process.stop() == ""
@@ -1662,7 +1662,7 @@ class TestServe:
     ) -> None:
         process, stopped = launch(), threading.Event()
         far_end.events(TOKEN, stopped, TOKEN, LAST)
-        with httpx.stream("POST", f"{process.url}{CHAT}", json=tagged("ab"), verify=CERTIFICATES) as response:
+        with httpx2.stream("POST", f"{process.url}{CHAT}", json=tagged("ab"), verify=CERTIFICATES) as response:
             raw = response.iter_raw()
             assert next(raw) == TOKEN
             process.popen.send_signal(signum)
@@ -1682,23 +1682,23 @@ class TestServe:
     def test_those_that_do_not_are_broken_off(self, launch: Callable[..., Process], far_end: FarEnd) -> None:
         process = launch("--grace", "1")
         far_end.events(TOKEN, threading.Event())
-        with httpx.stream("POST", f"{process.url}{CHAT}", json=tagged("ab"), verify=CERTIFICATES) as response:
+        with httpx2.stream("POST", f"{process.url}{CHAT}", json=tagged("ab"), verify=CERTIFICATES) as response:
             raw = response.iter_raw()
             assert next(raw) == TOKEN
             process.stop()
-            with pytest.raises(httpx.RemoteProtocolError):
+            with pytest.raises(httpx2.RemoteProtocolError):
                 next(raw)
         assert far_end.left.wait(10)
 
     def test_nothing_of_a_request_is_in_its_log(self, launch: Callable[..., Process], far_end: FarEnd) -> None:
         process = launch("--template", TEMPLATE.replace("\n", "\\n"), RAGORDER_PROXY_API_KEY="secret")
-        with httpx.Client(
+        with httpx2.Client(
             base_url=process.url, headers={"authorization": "Bearer secret"}, verify=CERTIFICATES
         ) as client:
             for body in (tagged("ab"), chat("ab"), chat("ba"), {"ragorder": "secret"}):
                 client.post(f"{CHAT}?x=secret", json=body)
             far_end.events(TOKEN, None)
-            with pytest.raises(httpx.RemoteProtocolError):
+            with pytest.raises(httpx2.RemoteProtocolError):
                 client.post(CHAT, json=tagged("ab", user="secret"))
         said = process.stop()
         assert "an answer was broken off: upstream_unavailable" in said
@@ -1707,7 +1707,7 @@ class TestServe:
 
     def test_headers_of_the_answer_are_the_servers(self, launch: Callable[..., Process], far_end: FarEnd) -> None:
         far_end.headers = [("server", "far"), ("date", "today"), ("content-length", str(len(WHOLE)))]
-        response = httpx.get(f"{launch().url}/x", verify=CERTIFICATES)
+        response = httpx2.get(f"{launch().url}/x", verify=CERTIFICATES)
         assert response.headers.multi_items() == list(far_end.headers)
 
     def test_websockets_are_refused(self, launch: Callable[..., Process]) -> None:
@@ -1717,7 +1717,7 @@ class TestServe:
             "sec-websocket-key": "x",
             "sec-websocket-version": "13",
         }
-        assert httpx.get(f"{launch().url}/v1/realtime", headers=headers, verify=CERTIFICATES).status_code == 400
+        assert httpx2.get(f"{launch().url}/v1/realtime", headers=headers, verify=CERTIFICATES).status_code == 400
 
 
 @dataclass
@@ -1920,7 +1920,7 @@ class TestServeOptions:
         assert "Address already in use" in refusal
         assert "give another --host or --port" in refusal
 
-    @pytest.mark.parametrize("module", ["uvicorn", "httpx", "starlette", "msgspec"])
+    @pytest.mark.parametrize("module", ["uvicorn", "httpx2", "starlette", "msgspec"])
     def test_a_missing_package_is_named_with_the_extra(self, module: str, python: Any) -> None:
         done = python(*COMMAND[1:], "--upstream", "http://127.0.0.1:9", blocked=(module,))
         assert done.returncode == 1
@@ -2026,4 +2026,4 @@ class TestOnVLLM:
 
 def empty(server: Any) -> None:
     """Empty the server's prefix cache."""
-    assert httpx.post(f"{server.base_url}/reset_prefix_cache", timeout=60, verify=CERTIFICATES).status_code == 200
+    assert httpx2.post(f"{server.base_url}/reset_prefix_cache", timeout=60, verify=CERTIFICATES).status_code == 200

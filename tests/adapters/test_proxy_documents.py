@@ -16,7 +16,7 @@ from ragorder import Orderer, PromptBuilder
 
 pytest.importorskip("starlette")
 
-import httpx
+import httpx2
 from support.bodies import Bodies
 
 from ragorder.adapters.proxy import DocumentTemplate, TemplateError, make_app
@@ -413,7 +413,7 @@ async def echo(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-Post = Callable[..., httpx.Response]
+Post = Callable[..., httpx2.Response]
 
 
 @pytest.fixture
@@ -423,14 +423,14 @@ def post() -> Post:
         Orderer(block_size=16, strict=True),
         upstream="http://far.end",
         template=DocumentTemplate(TEMPLATE),
-        make_transport=lambda: httpx.ASGITransport(echo),
+        make_transport=lambda: httpx2.ASGITransport(echo),
     )
 
-    def post(body: Any, path: str = CHAT, **headers: str) -> httpx.Response:
+    def post(body: Any, path: str = CHAT, **headers: str) -> httpx2.Response:
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
 
-        async def ask() -> httpx.Response:
-            async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://proxy") as client:
+        async def ask() -> httpx2.Response:
+            async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://proxy") as client:
                 return await client.post(path, content=content, headers={"content-type": "application/json"} | headers)
 
         return asyncio.run(ask())

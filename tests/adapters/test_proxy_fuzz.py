@@ -21,7 +21,7 @@ from ragorder import Orderer
 
 pytest.importorskip("starlette")
 
-import httpx
+import httpx2
 
 from ragorder.adapters.proxy import DocumentTemplate, make_app
 
@@ -238,7 +238,7 @@ def make(orderer: Orderer, **options: Any) -> Any:
         orderer,
         upstream="http://far.end",
         template=DocumentTemplate(TEMPLATE),
-        make_transport=lambda: httpx.ASGITransport(echo),
+        make_transport=lambda: httpx2.ASGITransport(echo),
         **options,
     )
 

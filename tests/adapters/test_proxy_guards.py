@@ -22,7 +22,7 @@ pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 pytest.importorskip("msgspec")
 
-import httpx
+import httpx2
 import uvicorn
 from click.testing import CliRunner
 
@@ -97,18 +97,18 @@ def server() -> Iterator[RawServer]:
 
 
 @pytest.fixture
-def start(server: RawServer) -> Iterator[Callable[..., httpx.Client]]:
+def start(server: RawServer) -> Iterator[Callable[..., httpx2.Client]]:
     """Starts proxies in front of the server; gives clients of them."""
-    running: list[tuple[uvicorn.Server, threading.Thread, httpx.Client]] = []
+    running: list[tuple[uvicorn.Server, threading.Thread, httpx2.Client]] = []
 
-    def start(**options: Any) -> httpx.Client:
+    def start(**options: Any) -> httpx2.Client:
         app = make_app(Orderer(block_size=16, strict=True), **{"upstream": server.url} | options)
         listening = listen("127.0.0.1", 0)
         url = f"http://127.0.0.1:{listening.getsockname()[1]}"
         proxy = uvicorn.Server(server_config(app, grace_s=1, client_s=30, connections=100))
         thread = threading.Thread(target=proxy.run, kwargs={"sockets": [listening]}, daemon=True)
         thread.start()
-        client = httpx.Client(base_url=url, timeout=30, trust_env=False, verify=False)  # noqa: S501
+        client = httpx2.Client(base_url=url, timeout=30, trust_env=False, verify=False)
         running.append((proxy, thread, client))
         return client
 
@@ -119,13 +119,13 @@ def start(server: RawServer) -> Iterator[Callable[..., httpx.Client]]:
         thread.join(30)
 
 
-def code_of(response: httpx.Response) -> str:
+def code_of(response: httpx2.Response) -> str:
     code: str = response.json()["error"]["code"]
     return code
 
 
 class TestAnswersOfTheServer:
-    def test_m7_connections_are_used_again(self, start: Callable[..., httpx.Client], server: RawServer) -> None:
+    def test_m7_connections_are_used_again(self, start: Callable[..., httpx2.Client], server: RawServer) -> None:
         client = start()
         for _ in range(3):
             assert client.get("/v1/models").text == "ok"
@@ -138,7 +138,7 @@ class TestAnswersOfTheServer:
         ids=["short", "long", "64 KiB on the wire", "HEAD"],
     )
     def test_m7_what_is_sent_behind_an_answer_reaches_nobody(
-        self, body: bytes, method: str, start: Callable[..., httpx.Client], server: RawServer
+        self, body: bytes, method: str, start: Callable[..., httpx2.Client], server: RawServer
     ) -> None:
         smuggled = answer(body) + answer(b"SMUGGLED") * 3
         server.answers = [smuggled] * 4 + [answer(b"end")]
@@ -148,13 +148,13 @@ class TestAnswersOfTheServer:
         assert client.get("/v1/models").text == "end"
         assert len(set(server.connections)) == 5
 
-    def test_m7_a_body_after_head_reaches_nobody(self, start: Callable[..., httpx.Client], server: RawServer) -> None:
+    def test_m7_a_body_after_head_reaches_nobody(self, start: Callable[..., httpx2.Client], server: RawServer) -> None:
         server.answers = [answer(b"body"), answer(b"next")]
         client = start()
         assert client.head("/v1/models").status_code == 200
         assert client.get("/v1/models").text == "next"
 
-    def test_l6_of_two_lengths_the_chunks_count(self, start: Callable[..., httpx.Client], server: RawServer) -> None:
+    def test_l6_of_two_lengths_the_chunks_count(self, start: Callable[..., httpx2.Client], server: RawServer) -> None:
         chunks = b"5\r\nhello\r\n6\r\n world\r\n0\r\n\r\n"
         lines = [b"HTTP/1.1 200 OK", b"Content-Length: 2", b"Transfer-Encoding: chunked", b"X: y", b"", chunks]
         server.answers = [b"\r\n".join(lines)]
@@ -165,7 +165,7 @@ class TestAnswersOfTheServer:
 
     @pytest.mark.parametrize("length", [b"2\r\ncontent-length: 9", b"-1", b"x"])
     def test_l6_a_length_that_is_none_is_502(
-        self, length: bytes, start: Callable[..., httpx.Client], server: RawServer
+        self, length: bytes, start: Callable[..., httpx2.Client], server: RawServer
     ) -> None:
         server.answers = [b"HTTP/1.1 200 OK\r\ncontent-length: " + length + b"\r\n\r\nok"]
         response = start().get("/v1/models")
@@ -189,7 +189,7 @@ class TestPaths:
         ],
     )
     def test_l4_none_leads_out_of_the_address(
-        self, path: str, start: Callable[..., httpx.Client], server: RawServer
+        self, path: str, start: Callable[..., httpx2.Client], server: RawServer
     ) -> None:
         client = start(upstream=f"{server.url}/tenant1/v1", upstream_api_key="operator")
         with socket.create_connection((client.base_url.host, client.base_url.port or 0), timeout=30) as connection:
@@ -199,25 +199,25 @@ class TestPaths:
 
     @pytest.mark.parametrize("path", ["/v1/..models", "/v1/a...", "/v1/models?x=../y", "/v1/.well-known", "/metrics2"])
     def test_l4_others_go_on_as_they_are(
-        self, path: str, start: Callable[..., httpx.Client], server: RawServer
+        self, path: str, start: Callable[..., httpx2.Client], server: RawServer
     ) -> None:
         assert start(upstream=f"{server.url}/tenant1/v1").get(path).text == "ok"
         assert server.paths == [f"/tenant1{path}"]
 
 
 class TestHosts:
-    def refused(self, client: httpx.Client, **headers: str) -> str | None:
+    def refused(self, client: httpx2.Client, **headers: str) -> str | None:
         response = client.post(CHAT, content=b"{}", headers={"content-type": "text/plain", **headers})
         return None if response.status_code == 200 else code_of(response)
 
-    def test_l5_the_names_of_this_machine_are_taken(self, start: Callable[..., httpx.Client]) -> None:
+    def test_l5_the_names_of_this_machine_are_taken(self, start: Callable[..., httpx2.Client]) -> None:
         client = start(hosts=THIS_MACHINE)
         assert self.refused(client) is None
         for host in ("localhost", "LOCALHOST:8100", "127.0.0.1:1", "[::1]:8100"):
             assert self.refused(client, host=host) is None
         assert self.refused(client, host="localhost", origin="http://localhost:3000") is None
 
-    def test_l5_others_are_not(self, start: Callable[..., httpx.Client], server: RawServer) -> None:
+    def test_l5_others_are_not(self, start: Callable[..., httpx2.Client], server: RawServer) -> None:
         client = start(hosts=THIS_MACHINE)
         for host in ("evil.example", "127.0.0.1.evil.example", "localhost.", "evil@localhost:x", "[::1", ""):
             assert self.refused(client, host=host) == "foreign_host"
@@ -225,7 +225,7 @@ class TestHosts:
         assert server.requests == []
 
     def test_l5_one_that_is_missing_or_there_twice_is_not(
-        self, start: Callable[..., httpx.Client], server: RawServer
+        self, start: Callable[..., httpx2.Client], server: RawServer
     ) -> None:
         url = start(hosts=THIS_MACHINE).base_url
         for head in (b"HTTP/1.0\r\n", b"HTTP/1.1\r\nHost: localhost\r\nHost: evil\r\n"):
@@ -234,18 +234,18 @@ class TestHosts:
                 assert connection.recv(10).startswith((b"HTTP/1.1 4",))
         assert server.requests == []
 
-    def test_l5_web_pages_of_others_are_not(self, start: Callable[..., httpx.Client], server: RawServer) -> None:
+    def test_l5_web_pages_of_others_are_not(self, start: Callable[..., httpx2.Client], server: RawServer) -> None:
         client = start(hosts=THIS_MACHINE)
         for origin in ("https://evil.example", "null", "http://localhost.evil.example", ""):
             assert self.refused(client, origin=origin) == "foreign_origin"
         assert server.requests == []
 
-    def test_l5_probes_come_from_anywhere(self, start: Callable[..., httpx.Client]) -> None:
+    def test_l5_probes_come_from_anywhere(self, start: Callable[..., httpx2.Client]) -> None:
         client = start(hosts=THIS_MACHINE)
         for path in ("/ragorder/health", "/ragorder/ready"):
             assert client.get(path, headers={"host": "10.0.0.7"}).status_code == 200
 
-    def test_l5_with_a_key_and_elsewhere_all_are_taken(self, start: Callable[..., httpx.Client]) -> None:
+    def test_l5_with_a_key_and_elsewhere_all_are_taken(self, start: Callable[..., httpx2.Client]) -> None:
         client = start(hosts=THIS_MACHINE, api_key="k")
         key = {"authorization": "Bearer k"}
         assert self.refused(client, host="proxy.example", origin="https://app.example", **key) is None
@@ -253,7 +253,7 @@ class TestHosts:
 
 
 class TestReadiness:
-    def test_one_that_answers_is_ready(self, start: Callable[..., httpx.Client], server: RawServer) -> None:
+    def test_one_that_answers_is_ready(self, start: Callable[..., httpx2.Client], server: RawServer) -> None:
         client = start(api_key="k", upstream_api_key="up")
         for _ in range(5):
             assert client.get("/ragorder/ready").status_code == 200
@@ -261,24 +261,24 @@ class TestReadiness:
         assert b"authorization: Bearer up" in server.requests[0][1]
 
     def test_one_without_the_first_path_is_asked_for_the_second(
-        self, start: Callable[..., httpx.Client], server: RawServer
+        self, start: Callable[..., httpx2.Client], server: RawServer
     ) -> None:
         server.answers = [answer(b"", status=b"404 Not Found"), answer(b"{}")]
         assert start().get("/ragorder/ready").status_code == 200
         assert server.paths == ["/health", "/v1/models"]
 
-    def test_one_that_is_not_well_is_not(self, start: Callable[..., httpx.Client], server: RawServer) -> None:
+    def test_one_that_is_not_well_is_not(self, start: Callable[..., httpx2.Client], server: RawServer) -> None:
         server.answers = [answer(b"", status=b"503 Starting")]
         client = start()
         response = client.get("/ragorder/ready")
         assert (response.status_code, code_of(response)) == (503, "upstream_not_ready")
         assert client.get("/ragorder/health").status_code == 200
 
-    def test_one_that_is_not_there_is_not(self, start: Callable[..., httpx.Client]) -> None:
+    def test_one_that_is_not_there_is_not(self, start: Callable[..., httpx2.Client]) -> None:
         assert start(upstream="http://127.0.0.1:9").get("/ragorder/ready").status_code == 503
 
     def test_one_that_is_silent_is_not(
-        self, start: Callable[..., httpx.Client], server: RawServer, monkeypatch: pytest.MonkeyPatch
+        self, start: Callable[..., httpx2.Client], server: RawServer, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setitem(_Readiness._answers.__globals__, "_READY_WAIT_S", 0.2)
         server.delay_s = 5
@@ -398,7 +398,7 @@ class TestCommand:
         assert serve("--api-key", "k", RAGORDER_PROXY_API_KEY="").app["api_key"] == "k"
         assert "--upstream-api-key: the key is empty" in serve("--upstream-api-key", " ").said
 
-    def test_l3_blanks_around_a_key_do_not_count(self, start: Callable[..., httpx.Client]) -> None:
+    def test_l3_blanks_around_a_key_do_not_count(self, start: Callable[..., httpx2.Client]) -> None:
         client = start(api_key=" k\n")
         assert client.get("/v1/models", headers={"authorization": "Bearer k"}).status_code == 200
         assert client.get("/v1/models", headers={"authorization": "Bearer"}).status_code == 401
@@ -432,5 +432,5 @@ class TestCommand:
         assert "write http://localhost:8000" in serve("--upstream", "localhost:8000").said
 
 
-def test_the_description_is_json(start: Callable[..., httpx.Client]) -> None:
+def test_the_description_is_json(start: Callable[..., httpx2.Client]) -> None:
     assert json.loads(start().get("/ragorder/openapi.json").text)["paths"]

@@ -24,7 +24,7 @@ pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 pytest.importorskip("msgspec")
 
-import httpx
+import httpx2
 import uvicorn
 from support.bodies import Bodies
 
@@ -53,7 +53,7 @@ def eventually(condition: Callable[[], Any], seconds: float = 20) -> bool:
     return True
 
 
-class FarEnd(httpx.AsyncBaseTransport):
+class FarEnd(httpx2.AsyncBaseTransport):
     """The server behind the proxy, which is not there. It answers at once, never on /never, and without end on
     /endless; `left` counts the answers that were given up."""
 
@@ -62,7 +62,7 @@ class FarEnd(httpx.AsyncBaseTransport):
         self.left = 0
         self.held = threading.Event()
 
-    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
         self.bodies.append(await request.aread())
         path = request.extensions["target"].decode()
         if path.endswith("/never"):
@@ -71,10 +71,10 @@ class FarEnd(httpx.AsyncBaseTransport):
             finally:
                 self.left += 1
         if path.endswith("/endless"):
-            return httpx.Response(200, content=self.endless())
+            return httpx2.Response(200, content=self.endless())
         if path.endswith("/held"):
-            return httpx.Response(200, content=self.until_told())
-        return httpx.Response(200, headers={"content-length": str(len(ANSWER))}, content=self.whole())
+            return httpx2.Response(200, content=self.until_told())
+        return httpx2.Response(200, headers={"content-length": str(len(ANSWER))}, content=self.whole())
 
     async def whole(self) -> AsyncIterator[bytes]:
         yield ANSWER
@@ -483,7 +483,7 @@ class TestWorkers:
                 connection.sendall(head(CHAT, len(body)) + body)
             time.sleep(0.5)
             # The loop still answers.
-            assert httpx.get(f"http://127.0.0.1:{port}/ragorder/health", timeout=30).status_code == 200
+            assert httpx2.get(f"http://127.0.0.1:{port}/ragorder/health", timeout=30).status_code == 200
             process.send_signal(signal.SIGTERM)
             said = process.communicate(timeout=30)[1]
             assert process.returncode == 128 + signal.SIGTERM

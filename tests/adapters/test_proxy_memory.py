@@ -19,7 +19,7 @@ import pytest
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
-import httpx
+import httpx2
 
 CHAT = "/v1/chat/completions"
 LIMIT_KB = 1_000_000
@@ -183,4 +183,4 @@ def test_memory_stays_below_a_gigabyte_under_all_attacks_together(proxy: Proxy) 
                 thread.join(60)
     assert done > 100 and proxy.process.poll() is None
     assert proxy.peak_kb < LIMIT_KB
-    assert httpx.get(f"http://127.0.0.1:{proxy.port}/ragorder/health", timeout=60).status_code == 200
+    assert httpx2.get(f"http://127.0.0.1:{proxy.port}/ragorder/health", timeout=60).status_code == 200

@@ -15,7 +15,7 @@ pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 pytest.importorskip("prometheus_client")
 
-import httpx
+import httpx2
 from click.testing import CliRunner, Result
 from prometheus_client import CollectorRegistry
 
@@ -53,7 +53,7 @@ class FarEnd:
         self.in_flight: list[str] = []
         self.ends: dict[str, asyncio.Event] = {}
 
-    async def __call__(self, request: httpx.Request) -> httpx.Response:
+    async def __call__(self, request: httpx2.Request) -> httpx2.Response:
         name = request.extensions["target"].decode()
         if request.method == "POST":
             body = json.loads(request.content)
@@ -63,8 +63,8 @@ class FarEnd:
         self.in_flight.append(name)
         if name.startswith("unreachable"):
             self.in_flight.remove(name)
-            raise httpx.ConnectError("gone")
-        return httpx.Response(200, headers={"content-type": "text/event-stream"}, content=self.answer(name))
+            raise httpx2.ConnectError("gone")
+        return httpx2.Response(200, headers={"content-type": "text/event-stream"}, content=self.answer(name))
 
     async def answer(self, name: str) -> AsyncIterator[bytes]:
         try:
@@ -125,7 +125,7 @@ class Proxy:
     def __init__(self, far_end: FarEnd, admission: AdmissionQueue | None, orderer: Any, **options: Any) -> None:
         self.far_end = far_end
         self.admission = admission
-        options["make_transport"] = lambda: httpx.MockTransport(far_end)
+        options["make_transport"] = lambda: httpx2.MockTransport(far_end)
         self.app = make_app(orderer, upstream="http://far.end", admission=admission, **options)
 
     async def send(self, body: Any, path: str = CHAT, method: str = "POST") -> Exchange:

@@ -16,7 +16,7 @@ from ragorder.adapters.request_facts import tenant_digest, with_facts
 from ragorder.adapters.vllm_tiers import RequestFacts, read_facts
 
 pytest.importorskip("openai")
-httpx = pytest.importorskip("httpx")
+httpx2 = pytest.importorskip("httpx2")
 
 DOCUMENTS = [Document(f"d{number}", f"Secret {number} is kept in drawer {number}. " * 3) for number in range(4)]
 QUERY = "What is kept where?"
@@ -213,12 +213,12 @@ class TestTheProxy:
 
         def answer(request: Any) -> Any:
             sent.append(json.loads(request.content))
-            return httpx.Response(200, stream=httpx.ByteStream(b"{}"))
+            return httpx2.Response(200, stream=httpx2.ByteStream(b"{}"))
 
         async def post(body: Mapping[str, Any], **options: Any) -> None:
-            options = {"send_facts": True, "make_transport": lambda: httpx.MockTransport(answer)} | options
+            options = {"send_facts": True, "make_transport": lambda: httpx2.MockTransport(answer)} | options
             app = make_app(orderer, upstream="http://server", **options)
-            async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://proxy") as client:
+            async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://proxy") as client:
                 response = await client.post("/v1/chat/completions", json=body)
             assert response.status_code == 200, response.text
 

@@ -16,7 +16,7 @@ import pytest
 from click.testing import CliRunner
 
 pytest.importorskip("vllm")
-httpx = pytest.importorskip("httpx")
+httpx2 = pytest.importorskip("httpx2")
 openai = pytest.importorskip("openai")
 
 from support.chaos import Answer, ask, chunk_files, flip_bit, make_prompts
@@ -85,7 +85,7 @@ def story(vllm_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         kv_transfer_config=settings.kv_transfer_config(),
     )
     told = Story()
-    with server, httpx.Client(timeout=60) as client:
+    with server, httpx2.Client(timeout=60) as client:
         fill(told, server, client)
         kill_during_a_request(told, server)
         damage(told, server, client, disk)
@@ -161,7 +161,7 @@ def reply(server: VLLMServer, client: Any, prompt: list[int]) -> Reply:
 
 
 def running(server: VLLMServer) -> bool:
-    page = httpx.get(f"{server.base_url}/metrics").text
+    page = httpx2.get(f"{server.base_url}/metrics").text
     counts = [line for line in page.splitlines() if line.startswith("vllm:num_requests_running{")]
     return any(float(line.rpartition(" ")[2]) > 0 for line in counts)
 

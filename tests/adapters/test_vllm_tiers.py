@@ -432,7 +432,7 @@ OURS = [
     ("disk", "DiskTier"),
     ("manager", "TierManager"),
     ("spec", "TierSpec"),
-    ("device_queue", "WatchedQueue"),
+    ("device_order", "WatchedQueue"),
     ("connector", "TierConnector"),
     ("ordered_connector", "OrderedTierConnector"),
 ]

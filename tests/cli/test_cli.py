@@ -208,10 +208,10 @@ class TestImports:
             (("--help",), ("ragorder.eval", "rich", "numpy", "ragorder.adapters", "ragorder.kernels")),
             (("order", "--help"), ("ragorder.eval", "rich", "numpy", "ragorder.adapters", "ragorder.kernels")),
             (("order",), ("ragorder.eval", "rich", "numpy", "ragorder.adapters", "ragorder.kernels")),
-            (("serve", "--help"), ("ragorder.eval", "rich", "numpy", "torch", "httpx", "starlette")),
+            (("serve", "--help"), ("ragorder.eval", "rich", "numpy", "torch", "httpx2", "starlette")),
             (("tiers", "config", "--host-bytes", "1GiB"), ("ragorder.eval", "numpy", "torch", "vllm")),
-            (("stats", "--help"), ("ragorder.eval", "numpy", "httpx")),
-            (("doctor", "--help"), ("ragorder.eval", "numpy", "httpx")),
+            (("stats", "--help"), ("ragorder.eval", "numpy", "httpx2")),
+            (("doctor", "--help"), ("ragorder.eval", "numpy", "httpx2")),
         ],
         ids=" ".join,
     )

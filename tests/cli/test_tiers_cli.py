@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-pytest.importorskip("httpx")
+pytest.importorskip("httpx2")
 pytest.importorskip("prometheus_client")
 
 from ragorder.adapters.http_client import ServerError

@@ -117,7 +117,7 @@ class TestKey:
         assert Document("a\0b", "c").key != Document("a", "b\0c").key
 
     @pytest.mark.parametrize("seed", ["0", "1", "4711"])
-    def test_is_the_same_in_another_process(self, python: Any, seed: str) -> None:
+    def test_the_key_is_the_same_in_another_process(self, python: Any, seed: str) -> None:
         contents = [["a", "text"], ["ü", "Zürich 🙂"], ["\ud800", "lone \udfff surrogate"], ["", ""]]
         script = (
             "import json, sys\nfrom ragorder import Document\n"

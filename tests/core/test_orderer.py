@@ -345,7 +345,7 @@ BROKEN: dict[str, dict[str, Any]] = {
 
 class TestPreview:
     @given(STREAMS, OPTIONS, st.lists(st.integers(0, 3), max_size=20), st.data())
-    def test_it_is_what_order_does_next_and_changes_nothing(
+    def test_preview_is_what_order_does_next_and_changes_nothing(
         self, stream: list[list[str]], options: dict[str, Any], previews: list[int], data: st.DataObject
     ) -> None:
         plain, previewed = strict(**options), strict(**options)
@@ -369,13 +369,13 @@ class TestPreview:
         orderer.order(documents("ab"), scope="new", prefix_tokens=160).confirm()
         assert orderer.order(documents("ab"), scope="new").cached_tokens == 160 + 64
 
-    def test_it_does_not_count_as_popularity(self) -> None:
+    def test_preview_does_not_count_as_popularity(self) -> None:
         orderer = strict(tail="frequency")
         for _ in range(9):
             orderer.preview(documents("xb"))
         assert [each.id for each in orderer.preview(documents("ab"))] == ["a", "b"]
 
-    def test_it_knows_who_waits(self) -> None:
+    def test_preview_considers_waiting_requests(self) -> None:
         orderer = strict()
         waiting = [documents("c"), documents("cd")]
         predicted = orderer.preview(documents("abc"), waiting=waiting)
@@ -386,7 +386,7 @@ class TestPreview:
         assert all(any(each is one for one in given) for each in strict().preview(given))
         assert len(strict().preview(given)) == 3
 
-    def test_it_never_raises(self) -> None:
+    def test_order_never_raises(self) -> None:
         orderer = Orderer(key=lambda document: [])
         assert orderer.preview(["a", "b"]) == ["a", "b"] and orderer.fallbacks == 1
 
@@ -400,12 +400,12 @@ class TestHoldsPrefix:
         ordering.confirm()
         assert orderer.holds_prefix()
 
-    def test_not_if_the_first_request_failed(self) -> None:
+    def test_the_prefix_is_not_held_if_the_first_request_failed(self) -> None:
         orderer = strict(prefix_tokens=40)
         orderer.order(documents("ab")).discard()
         assert not orderer.holds_prefix()
 
-    def test_of_each_tenant_alone(self) -> None:
+    def test_the_prefix_is_held_for_each_tenant_alone(self) -> None:
         orderer = strict(prefix_tokens=40)
         orderer.order([], scope="a").confirm()
         assert orderer.holds_prefix(scope="a") and not orderer.holds_prefix(scope="b")
@@ -413,7 +413,7 @@ class TestHoldsPrefix:
     def test_a_prefix_without_a_whole_block_cannot_be_held_and_asks_for_nothing(self) -> None:
         assert strict(prefix_tokens=15, block_size=16).holds_prefix()
 
-    def test_it_never_raises(self) -> None:
+    def test_order_never_raises(self) -> None:
         orderer = Orderer(prefix_tokens=40)
         assert orderer.holds_prefix(scope=[]) and orderer.fallbacks == 1  # type: ignore[arg-type]
 
@@ -440,7 +440,7 @@ class TestNeverRaises:
             Orderer(strict=True, **BROKEN[broken]).order(documents("cab"))
 
     @pytest.mark.parametrize("broken", BROKEN)
-    def test_a_batch_falls_back_as_well(self, broken: str) -> None:
+    def test_a_batch_falls_back_to_retrieval_order(self, broken: str) -> None:
         orderer = Orderer(**BROKEN[broken])
         retrieved = [documents("cab"), [], documents("ba")]
         batch = orderer.order_batch(retrieved)
@@ -646,7 +646,7 @@ class TestTenThousandDocuments:
     @pytest.mark.parametrize("queue", [False, True], ids=["no queue", "queue"])
     @pytest.mark.parametrize("tail", TAILS)
     @pytest.mark.parametrize("search", SEARCHES)
-    def test_in_one_request(self, search: str, tail: str, queue: bool) -> None:
+    def test_ten_thousand_documents_in_one_request(self, search: str, tail: str, queue: bool) -> None:
         orderer = strict(search=search, tail=tail, capacity_tokens=1_000_000)
         shuffled = random.Random(0).sample(LARGE, len(LARGE))
         waiting = [LARGE[::step] for step in range(1, 9)] if queue else []
@@ -672,7 +672,7 @@ class TestTenThousandDocuments:
             check_permutation(ordering, retrieved)
             ordering.confirm()
 
-    def test_in_a_batch(self) -> None:
+    def test_ten_thousand_documents_in_a_batch(self) -> None:
         orderer = strict(capacity_tokens=1_000_000)
         start = thread_time()
         orderings = list(orderer.order_batch([LARGE, LARGE[::-1], LARGE[::2]]))

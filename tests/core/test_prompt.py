@@ -196,12 +196,12 @@ class TestTemplates:
             "text}",
         ],
     )
-    def test_of_documents_show_the_text_and_no_place(self, template: str) -> None:
+    def test_document_templates_show_the_text_and_no_place(self, template: str) -> None:
         with pytest.raises(ValueError, match="document_template"):
             PromptBuilder(document_template=template)
 
     @pytest.mark.parametrize("template", ["", "Question:", "{query} {text}", "{question}", "{0}", "{}", "{query"])
-    def test_of_questions_show_the_query(self, template: str) -> None:
+    def test_question_templates_show_the_query(self, template: str) -> None:
         with pytest.raises(ValueError, match="question_template"):
             PromptBuilder(question_template=template)
 
@@ -265,17 +265,17 @@ class TestRanking:
         places = [text.index(DOCUMENTS[rank].text) for rank in order]
         assert places == sorted(places)
 
-    def test_of_a_plain_list_is_its_order(self) -> None:
+    def test_the_ranking_of_a_plain_list_is_its_order(self) -> None:
         text = PromptBuilder(SYSTEM, state_ranking=True).build(QUERY, DOCUMENTS[::-1]).text
         assert "most to least relevant: ü, banks, cats\n" in text
 
-    def test_of_no_documents_is_not_stated(self) -> None:
+    def test_the_ranking_of_no_documents_is_not_stated(self) -> None:
         assert "relevant" not in PromptBuilder(SYSTEM, state_ranking=True).build(QUERY, []).text
 
-    def test_is_not_stated_unless_asked_for(self) -> None:
+    def test_the_ranking_is_not_stated_by_default(self) -> None:
         assert "relevant" not in PromptBuilder(SYSTEM).build(QUERY, DOCUMENTS).text
 
-    def test_does_not_change_what_stands_before_it(self, tokenizer: Any) -> None:
+    def test_the_ranking_does_not_change_the_text_before_it(self, tokenizer: Any) -> None:
         stated = PromptBuilder(SYSTEM, tokenizer=tokenizer, state_ranking=True).build(QUERY, DOCUMENTS)
         plain = PromptBuilder(SYSTEM, tokenizer=tokenizer).build(QUERY, DOCUMENTS)
         assert stated.spans == plain.spans
@@ -481,7 +481,7 @@ class TestControlTokens:
         assert control_ids(tokenizer, tokens_as_a_server(tokenizer, content)) == []
 
     @pytest.mark.parametrize("seam", range(1, len("<|im_start|>")))
-    def test_none_is_made_by_two_documents_together(self, tokenizer: Any, seam: int) -> None:
+    def test_two_documents_together_form_no_special_token(self, tokenizer: Any, seam: int) -> None:
         control = "<|im_start|>"
         halves = [Document("", control[:seam]), Document("", control[seam:])]
         builder = PromptBuilder(SYSTEM, tokenizer=tokenizer, document_template="{text}")
@@ -491,18 +491,18 @@ class TestControlTokens:
         assert control not in prompt.messages[-1]["content"]
 
     @pytest.mark.parametrize("seam", range(1, len("<|im_start|>")))
-    def test_none_is_made_by_a_document_and_the_question(self, tokenizer: Any, seam: int) -> None:
+    def test_a_document_and_the_question_form_no_special_token(self, tokenizer: Any, seam: int) -> None:
         control = "<|im_start|>"
         builder = PromptBuilder(SYSTEM, tokenizer=tokenizer, document_template="{text}", question_template="{query}")
         prompt = builder.build(control[seam:], [Document("", control[:seam])])
         own = control_ids(tokenizer, tokens_as_a_server(tokenizer, builder.build("", []).text))
         assert control_ids(tokenizer, tokens_as_a_server(tokenizer, prompt.text)) == own
 
-    def test_of_another_model_are_only_text(self, tokenizer: Any) -> None:
+    def test_special_tokens_of_another_model_are_only_text(self, tokenizer: Any) -> None:
         prompt = PromptBuilder(SYSTEM, tokenizer=tokenizer).build(QUERY, [Document("a", "an <s> and an [INST]")])
         assert "an <s> and an [INST]" in prompt.text
 
-    def test_that_were_added_later_are_broken_as_well(self, tokenizers: dict[str, Any]) -> None:
+    def test_special_tokens_added_later_are_broken(self, tokenizers: dict[str, Any]) -> None:
         from copy import deepcopy
 
         tokenizer = deepcopy(tokenizers["chatml"])
@@ -528,7 +528,7 @@ class TestControlTokens:
 
     @pytest.mark.timeout(2)
     @pytest.mark.parametrize("control", [" END", "\nEND", "E ", "\N{REPLACEMENT CHARACTER}"])
-    def test_with_a_space_at_their_end_are_broken_too(self, control: str) -> None:
+    def test_special_tokens_with_a_trailing_space_are_broken(self, control: str) -> None:
         assert control not in special_token_escaper([control])(f"the{control}of it")
 
     @given(text=texts)
@@ -606,7 +606,7 @@ class TestCache:
             builder.document_tokens(CATS)
         assert tokenizer.encoded[f"[cats]\n{CATS.text}\n\n"] == 1
 
-    def test_is_bounded(self, tokenizers: dict[str, Any]) -> None:
+    def test_the_cache_of_documents_is_bounded(self, tokenizers: dict[str, Any]) -> None:
         tokenizer = Counting(tokenizers["chatml"])
         builder = PromptBuilder(SYSTEM, tokenizer=tokenizer, cached_documents=2)
         prompts = [builder.build(QUERY, [document]) for document in DOCUMENTS for _ in range(2)]
@@ -615,7 +615,7 @@ class TestCache:
         assert tokenizer.encoded[f"[cats]\n{CATS.text}\n\n"] == 2
         assert again == prompts[0]
 
-    def test_of_no_size_changes_nothing(self, tokenizers: dict[str, Any]) -> None:
+    def test_a_cache_of_size_zero_changes_nothing(self, tokenizers: dict[str, Any]) -> None:
         without = PromptBuilder(SYSTEM, tokenizer=tokenizers["chatml"], cached_documents=0)
         assert without.build(QUERY, DOCUMENTS) == PromptBuilder(SYSTEM, tokenizer=tokenizers["chatml"]).build(
             QUERY, DOCUMENTS

@@ -155,7 +155,7 @@ class TestGuards:
         monkeypatch.setenv("RAGORDER_KEEP_FIRST", "2")
         assert "exclude each other" in problem(keep_last=1)
 
-    def test_they_carry_what_the_settings_say(self) -> None:
+    def test_guards_carry_the_settings(self) -> None:
         guards = Settings(keep_last=2, max_displacement=3, keep_groups=True).guards
         assert (guards.keep_first, guards.keep_last, guards.max_displacement, guards.keep_groups) == (0, 2, 3, True)
 
@@ -168,13 +168,13 @@ class TestGuards:
 
 class TestUse:
     @pytest.mark.parametrize(("name", "value"), FIELDS.items())
-    def test_are_frozen(self, name: str, value: Any) -> None:
+    def test_settings_are_frozen(self, name: str, value: Any) -> None:
         settings = Settings()
         with pytest.raises(ValidationError, match="frozen"):
             setattr(settings, name, value)
         assert getattr(settings, name) == getattr(Settings(), name)
 
-    def test_are_given_whole_or_by_name_but_not_both(self) -> None:
+    def test_settings_are_given_whole_or_by_name_but_not_both(self) -> None:
         with pytest.raises(TypeError, match="either settings or options, not both: block_size, strict"):
             Orderer(Settings(), strict=True, block_size=8)
 

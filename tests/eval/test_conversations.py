@@ -13,7 +13,7 @@ from click.testing import CliRunner
 pytest.importorskip("starlette")
 pytest.importorskip("bm25s")
 
-import httpx
+import httpx2
 
 from ragorder.eval.conversations import (
     LAYOUTS,
@@ -121,7 +121,7 @@ def test_a_real_servers_counters_are_read_from_its_metrics(monkeypatch: pytest.M
         'vllm:prefix_cache_queries_created{engine="0"} 1.7e+09\n'
         'vllm:prefix_cache_hits_total{engine="0",model_name="m"} 5.0\n'
     )
-    monkeypatch.setattr(httpx, "get", lambda *_, **__: httpx.Response(200, text=page))
+    monkeypatch.setattr(httpx2, "get", lambda *_, **__: httpx2.Response(200, text=page))
     server = RealServer.__new__(RealServer)
     server.base_url = "http://server"
     assert server.counts() == (1234.0, 5.0)

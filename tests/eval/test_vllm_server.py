@@ -126,7 +126,7 @@ class TestForkServer:
 
     @pytest.mark.vllm
     def test_its_servers_are_real_ones_each_on_its_own(self, vllm_model: Path) -> None:
-        httpx = pytest.importorskip("httpx")
+        httpx2 = pytest.importorskip("httpx2")
         with ForkServer() as fork_server:
             server = VLLMServer(vllm_model, blocks=64, launch=fork_server.launch)
             answers, pids = [], []
@@ -137,7 +137,9 @@ class TestForkServer:
                 pids.append(server.pid)
                 for _ in range(2):
                     body = {"model": server.model_name, "prompt": list(range(300, 400)), "max_tokens": 3}
-                    answer = httpx.post(f"{server.base_url}/v1/completions", json=body | {"temperature": 0}, timeout=60)
+                    answer = httpx2.post(
+                        f"{server.base_url}/v1/completions", json=body | {"temperature": 0}, timeout=60
+                    )
                     answers.append((answer.json()["choices"][0]["text"], answer.json()["usage"]))
                 ending()
                 assert not server.alive

@@ -371,7 +371,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def far() -> Iterator[FarServer]:
-    pytest.importorskip("httpx")
+    pytest.importorskip("httpx2")
     pytest.importorskip("prometheus_client")
     with FarServer() as server:
         Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
@@ -549,7 +549,7 @@ class TestTheCommand:
         assert not path.exists()
 
     def test_says_that_nobody_answers(self, tmp_path: Path) -> None:
-        pytest.importorskip("httpx")
+        pytest.importorskip("httpx2")
         assert "cannot be reached" in refusal("--base-url", "http://127.0.0.1:9", "-o", tmp_path / "p.json")
 
     def test_says_that_a_prompt_is_too_long(self, far: FarServer, tmp_path: Path) -> None:

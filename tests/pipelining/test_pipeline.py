@@ -189,7 +189,7 @@ class TestSpeculation:
             seen += [stream.text async for _ in stream]
         assert seen == ["", "A "]
 
-    async def test_without_load_there_is_none(self) -> None:
+    async def test_without_load_there_is_no_speculation(self) -> None:
         engine = PlayedEngine()
         stream = await pipeline(Search("A", "B"), engine, room=0).answer("q")
         assert stream.text == "B " and engine.sent == [Sent("q", ("B",))] and stream.trace.speculations == 0
@@ -254,7 +254,7 @@ class TestLoad:
         assert EngineLoad(3, reported=lambda: 2).pending == 2
         assert EngineLoad(3, reported=lambda: None).pending == 0
 
-    def test_as_many_as_one_iteration_takes(self) -> None:
+    def test_the_prefill_batch_is_what_one_iteration_computes(self) -> None:
         assert prefill_batch(8192, 1500) == 5 and prefill_batch(512, 4000) == 1
 
     def test_room_for_none_is_refused(self) -> None:
@@ -484,7 +484,7 @@ class TestWarmUp:
         await no_tasks_left()
         assert prefix.aborted == ["q"]
 
-    async def test_its_failure_is_nobodys(self) -> None:
+    async def test_a_failed_warm_up_is_not_raised(self) -> None:
         prefix = PlayedPrefix()
         prefix.error = ConnectionError("gone")
         warm_up = WarmUp(prefix)
@@ -545,7 +545,7 @@ class TestSync:
         sync.close()
         assert len(engine.aborted) == 1
 
-    def test_what_fails_in_the_making_is_raised(self) -> None:
+    def test_an_error_in_make_is_raised(self) -> None:
         def fail() -> Pipeline:
             raise ValueError("no server")
 

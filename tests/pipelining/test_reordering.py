@@ -89,7 +89,7 @@ class TestWhoIsNext:
         assert queue.upcoming(2) == [3, 2]
         assert queue.upcoming(99) == [3, 2, 1, 0, 5], "the last has not been asked yet"
 
-    def test_nobody_waits_in_an_empty_queue(self) -> None:
+    def test_taking_from_an_empty_queue_is_an_index_error(self) -> None:
         queue: CacheAwareQueue[int] = CacheAwareQueue()
         queue.leave(queue.enter(1))
         assert not queue and queue.upcoming(3) == []
@@ -419,7 +419,7 @@ class TestTheMeasurement:
         prefills = [(length - (64 if number else 0)) / 1_000 for number, length in enumerate(lengths)]
         assert outcome.ttft_s == pytest.approx([sum(prefills[: number + 1]) for number in range(3)])
 
-    def test_its_table_and_its_rows(self) -> None:
+    def test_the_table_and_rows_of_the_measurement(self) -> None:
         options = [
             "--workload",
             "mix8",
@@ -598,7 +598,7 @@ class TestTheBatchApi:
         list(many(alternating(8), concurrency=1))
         assert far_end.questions == ["q0", "q2", "q4", "q6", "q1", "q3", "q5", "q7"]
 
-    def test_within_the_window(self, many: Many, far_end: FarEnd) -> None:
+    def test_requests_are_overtaken_within_the_window(self, many: Many, far_end: FarEnd) -> None:
         list(many(alternating(8), concurrency=1, window=2))
         assert far_end.questions == ["q0", "q2", "q4", "q1", "q3", "q5", "q7", "q6"]
         far_end.asked.clear()
@@ -625,16 +625,16 @@ class TestTheBatchApi:
         assert [type(outcomes[index]) for index in range(6)] == [Answer] * 4 + [openai.BadRequestError, ValueError]
         assert orderer.unfinished == []
 
-    def test_or_ends_everything(self, many: Many, far_end: FarEnd, orderer: Tracking) -> None:
+    def test_an_error_ends_everything(self, many: Many, far_end: FarEnd, orderer: Tracking) -> None:
         with pytest.raises(openai.BadRequestError):
             list(many([("refused", []), *alternating(400)], concurrency=2, window=0, on_error="raise"))
         assert len(far_end.asked) < 400
         assert (far_end.in_flight, orderer.unfinished) == (0, [])
 
-    def test_none_are_no_answers(self, many: Many) -> None:
+    def test_no_requests_give_no_answers(self, many: Many) -> None:
         assert list(many([])) == []
 
-    def test_nothing_is_sent_before_somebody_asks(self, many: Many, far_end: FarEnd) -> None:
+    def test_nothing_is_sent_before_the_first_iteration(self, many: Many, far_end: FarEnd) -> None:
         with closing(many(alternating(3))):  # type: ignore[type-var]
             assert far_end.asked == []
 
@@ -650,7 +650,7 @@ class TestTheBatchApi:
             ([], {"messages": []}, "messages is not an option"),
         ],
     )
-    def test_what_cannot_be_is_refused_at_once(self, many: Many, requests: Any, options: Any, error: str) -> None:
+    def test_invalid_arguments_are_refused_at_once(self, many: Many, requests: Any, options: Any, error: str) -> None:
         with pytest.raises((ValueError, TypeError), match=error):
             many(requests, **options)
 
@@ -672,7 +672,7 @@ class TestTheBatchApi:
         assert (far_end.in_flight, orderer.unfinished) == (0, [])
         assert len(asyncio.all_tasks()) == 1
 
-    async def test_a_caller_who_is_cancelled_leaves_nothing_behind(self, far_end: FarEnd, orderer: Tracking) -> None:
+    async def test_a_cancelled_caller_leaves_nothing_running(self, far_end: FarEnd, orderer: Tracking) -> None:
         client = make_client("tasks", far_end, orderer)
         far_end.open.clear()
 

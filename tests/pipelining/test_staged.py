@@ -129,7 +129,7 @@ class TestTheLastStageIsTheSearch:
         ("description", "metric"),
         [*itertools.product(FLAVOURS, METRICS.values()), ("IMI2x3,Flat", L2)],
     )
-    def test_in_every_flavour_of_ivf(self, description: str, metric: int, data: str) -> None:
+    def test_the_last_stage_is_exact_in_every_kind_of_ivf(self, description: str, metric: int, data: str) -> None:
         index = build(description, metric, DATA[data](600, 0))
         set_nprobe(index, 11)
         queries = DATA[data](40, 1)
@@ -138,7 +138,7 @@ class TestTheLastStageIsTheSearch:
 
     @pytest.mark.parametrize("data", DATA)
     @pytest.mark.parametrize("metric", OTHER_METRICS)
-    def test_in_every_metric(self, metric: str, data: str) -> None:
+    def test_the_last_stage_is_exact_in_every_metric(self, metric: str, data: str) -> None:
         kind = getattr(faiss, f"METRIC_{metric}")
         vectors, queries = (abs(DATA[data](count, seed)) + 1 for count, seed in ((600, 0), (40, 1)))
         quantizer = faiss.IndexFlat(D, kind)
@@ -148,7 +148,7 @@ class TestTheLastStageIsTheSearch:
         index.nprobe = 9
         assert_same(last(StagedIVF(index, 3).search(queries, 7)), index.search(queries, 7))
 
-    def test_whatever_the_index_was_set_to(self, queries: Any) -> None:
+    def test_the_last_stage_is_exact_for_any_index_settings(self, queries: Any) -> None:
         bits = build("IVF24,RaBitQ")
         bits.qb, bits.nprobe = 4, 12
         assert_same(last(StagedIVF(bits).search(queries[:50], 5)), bits.search(queries[:50], 5))
@@ -200,7 +200,7 @@ class TestTheLastStageIsTheSearch:
 
 
 class TestStages:
-    def test_are_numbered_and_only_the_last_is_final(self, flat: Any, queries: Any) -> None:
+    def test_stages_are_numbered_and_only_the_last_is_final(self, flat: Any, queries: Any) -> None:
         found = list(StagedIVF(flat, 3, nprobe=9).search(queries[:2], 5))
         assert [(stage.number, stage.stages, stage.final) for stage in found] == [
             (1, 3, False),
@@ -236,7 +236,7 @@ class TestStages:
             ({"ef_search": 3}, [4]),
         ],
     )
-    def test_of_hnsw_are_searches_with_growing_ef(
+    def test_hnsw_stages_are_searches_with_growing_ef(
         self, options: dict[str, Any], searched: list[int], hnsw: Any, queries: Any
     ) -> None:
         hnsw.hnsw.efSearch = 64
@@ -274,7 +274,7 @@ class TestWorkIsDoneStageByStage:
         faiss.cvar.indexIVF_stats.reset()
         return lambda: int(faiss.cvar.indexIVF_stats.nlist)
 
-    def test_and_none_before_the_first_is_asked_for(self, flat: Any, queries: Any, scanned: Callable[[], int]) -> None:
+    def test_no_stage_runs_before_the_first_next(self, flat: Any, queries: Any, scanned: Callable[[], int]) -> None:
         stages = StagedIVF(flat, 4, nprobe=20).search(queries[:1], 5)
         assert scanned() == 0
         for number in range(1, 5):
@@ -289,13 +289,13 @@ class TestWorkIsDoneStageByStage:
         del stages
         assert scanned() == 5
 
-    def test_and_ties_that_the_stages_cannot_settle_are_scanned_once_more(self, scanned: Callable[[], int]) -> None:
+    def test_undecided_ties_are_scanned_again(self, scanned: Callable[[], int]) -> None:
         index = build("IVF24,Flat", L2, tied(1000, 0))
         query = tied(400, 1)
         assert last(StagedIVF(index, 4, nprobe=20).search(query, 7)).final
         assert 20 * 400 < scanned() < 2 * 20 * 400
 
-    def test_and_the_index_is_left_as_it_was(self, flat: Any, hnsw: Any, queries: Any) -> None:
+    def test_a_search_does_not_change_the_index(self, flat: Any, hnsw: Any, queries: Any) -> None:
         flat.nprobe, hnsw.hnsw.efSearch = 3, 33
         list(StagedIVF(flat, nprobe=20).search(queries[:3], 5))
         list(StagedHNSW(hnsw, 100).search(queries[:3], 5))
@@ -344,7 +344,7 @@ class TestWrappedIndexes:
         assert (found.ids < 50).any()
         assert_same(found, mapped.search(queries[:50], 5))
 
-    def test_of_hnsw_as_well(self, queries: Any) -> None:
+    def test_wrapped_hnsw_indexes_are_searched(self, queries: Any) -> None:
         index = faiss.IndexIDMap2(faiss.index_factory(D, "PCA8,HNSW16,Flat"))
         index.train(clustered(N, 0))
         index.add_with_ids(clustered(N, 0), np.arange(N) + 10**12)
@@ -459,7 +459,7 @@ class TestQueries:
         for form in (queries[:3].astype(np.float64), queries[:3].tolist(), np.asfortranarray(queries[:3])):
             assert_same(last(staged.search(form, np.int64(5))), expected)
 
-    def test_with_no_number_find_what_faiss_finds(self, staged: Any, index: Any) -> None:
+    def test_queries_with_nan_find_what_faiss_finds(self, staged: Any, index: Any) -> None:
         query = np.full((1, D), np.nan, np.float32)
         assert_same(last(staged.search(query, 5)), index.search(query, 5))
 
@@ -470,7 +470,7 @@ class TestQueries:
         assert (found.ids[:, :80] != -1).all()
         assert (found.ids[:, 80:] == -1).all()
 
-    def test_of_an_empty_index_find_nothing(self, kind: str, queries: Any) -> None:
+    def test_searches_of_an_empty_index_find_nothing(self, kind: str, queries: Any) -> None:
         empty = build("IVF2,Flat" if kind == "ivf" else "HNSW4,Flat", L2, clustered(80, 0))
         empty.reset()
         found = last((StagedIVF if kind == "ivf" else StagedHNSW)(empty).search(queries[:5], 3))
@@ -498,12 +498,12 @@ class TestImports:
         code = "import sys, ragorder.pipelining; print({'numpy', 'faiss'} & set(sys.modules))"
         assert python("-c", code).stdout == "set()\n"
 
-    def test_of_a_staged_search_without_faiss_name_the_extra(self, python: Any) -> None:
+    def test_errors_without_faiss_name_the_extra(self, python: Any) -> None:
         code = "from ragorder.pipelining import StagedIVF; StagedIVF(None)"
         assert "ImportError: staged search needs faiss" in python("-c", code, blocked=("faiss",)).stderr
         assert "pip install 'ragorder[retrieval]'" in python("-c", code, blocked=("faiss",)).stderr
 
-    def test_of_an_unknown_name_fail_as_ever(self) -> None:
+    def test_importing_an_unknown_name_fails(self) -> None:
         with pytest.raises(ImportError, match="cannot import name 'StagedLSH'"):
             from ragorder.pipelining import StagedLSH  # noqa: F401
 
@@ -530,7 +530,7 @@ class TestConvergence:
         measured = staging.measure_convergence("scripted", staged, np.zeros((1, 1), np.float32), depths=(2,))
         assert measured.final == {2: [0, 1]}
 
-    def test_is_shown_stage_by_stage(self) -> None:
+    def test_retrieval_shows_each_stage(self) -> None:
         console = Console(record=True, width=120, file=io.StringIO())
         rows = [staging.Convergence("IVF", 1200, {1: [0.5, 1], 2: [0.25, 1]})]
         console.print(staging.convergence_table(rows, "docs"))

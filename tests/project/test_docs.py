@@ -1,4 +1,4 @@
-"""What README and docs/ say can be followed: links, commands and figures."""
+"""README and docs/: links, commands and figures."""
 
 from __future__ import annotations
 

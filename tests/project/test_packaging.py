@@ -83,17 +83,17 @@ class TestImport:
         done = python("-c", script, blocked=HEAVY)
         assert done.returncode == 0, done.stderr
 
-    def test_of_the_command_line_brings_nothing_heavy(self, python: Any) -> None:
+    def test_importing_the_command_line_loads_nothing_heavy(self, python: Any) -> None:
         done = python("-c", "import sys, json, ragorder.cli; print(json.dumps(sorted(sys.modules)))")
         loaded = set(json.loads(done.stdout))
         assert {name.partition(".")[0] for name in loaded}.isdisjoint(HEAVY)
         assert not [name for name in loaded if name.startswith("ragorder.eval")]
 
-    def test_offers_what_all_says(self, python: Any) -> None:
+    def test_the_package_offers_the_names_in_all(self, python: Any) -> None:
         done = python("-c", "import ragorder; print([getattr(ragorder, name).__name__ for name in ragorder.__all__])")
         assert done.returncode == 0, done.stderr
 
-    def test_does_not_configure_logging(self, python: Any) -> None:
+    def test_importing_does_not_configure_logging(self, python: Any) -> None:
         script = (
             "import logging, ragorder\n"
             "assert not logging.getLogger().handlers\n"
@@ -131,7 +131,7 @@ class TestTree:
         listed = set(tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["setuptools"]["packages"])
         needed = {name.rpartition("/")[0].replace("/", ".") for name in sources()}
         assert needed <= listed
-        assert listed - needed == {"ragorder.kernels", "ragorder.eval.suites"}, "no packages that do not exist"
+        assert listed - needed == {"ragorder.eval.suites"}, "no packages that do not exist"
 
     def test_every_package_at_the_root_is_mapped_to_its_folder(self) -> None:
         table = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["setuptools"]["package-dir"]
@@ -177,7 +177,7 @@ class TestWheel:
         assert not [name for name in names if "test" in name.lower() or "notebook" in name.lower()]
         assert {name.partition("/")[0].partition("-")[0] for name in names} == {"ragorder"}
 
-    def test_has_the_command_and_the_licence(self, built: dict[str, Path]) -> None:
+    def test_the_wheel_has_the_command_and_the_licence(self, built: dict[str, Path]) -> None:
         wheel = zipfile.ZipFile(built["wheel"])
         points = next(name for name in wheel.namelist() if name.endswith("entry_points.txt"))
         assert "ragorder = ragorder.cli:main" in wheel.read(points).decode()

@@ -638,7 +638,7 @@ class TestOtherOrderers:
         assert live.orderer.order([other, clone, clone]).cached_tokens == 0
 
     @pytest.mark.parametrize("gone", [1, 3, 8, 13])
-    def test_what_goes_while_one_looks_is_not_found(self, gone: int) -> None:
+    def test_blocks_evicted_during_discovery_are_not_found(self, gone: int) -> None:
         """Events are taken in on another thread, between any two questions."""
 
         class Restless(EngineBlocks):
@@ -763,7 +763,7 @@ class TestTenants:
         assert orderer.order(documents, scope=scope).cached_tokens == 0
         assert orderer.order(documents, scope=scope).cached_tokens == 28
 
-    def test_a_forgotten_scope_is_not_told_any_more(self) -> None:
+    def test_a_forgotten_scope_receives_no_events(self) -> None:
         blocks = EngineBlocks(BLOCK)
         orderer = Orderer(
             token_ids=token_ids,

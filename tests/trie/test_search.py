@@ -144,7 +144,7 @@ class SearchContract:
 
     @shared
     @given(trees(), REQUESTS)
-    def test_is_deterministic_and_changes_nothing(self, tree: KnowledgeTree, documents: list[str]) -> None:
+    def test_a_search_is_deterministic_and_changes_nothing(self, tree: KnowledgeTree, documents: list[str]) -> None:
         before = [(node, node.missing, node.stamp, node.leases, list(node.children or {})) for node in tree.walk()]
         ranks = ranks_of(documents)
         assert self.search.find(tree, ranks) is self.search.find(tree, ranks)
@@ -201,7 +201,7 @@ class TestGreedy(SearchContract):
     search = GreedySearch()
 
     @given(trees(), REQUESTS)
-    def test_is_algorithm_1(self, tree: KnowledgeTree, documents: list[str]) -> None:
+    def test_greedy_search_is_algorithm_1(self, tree: KnowledgeTree, documents: list[str]) -> None:
         expected = [] if tree.root.missing else algorithm_1(tree, documents)
         assert find(self.search, tree, documents) == expected
 

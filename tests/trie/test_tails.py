@@ -106,7 +106,7 @@ class TestFrequency(TailContract):
         assert arrange(FrequencyTail(), "xbya", history=["ab", "ab"]) == "baxy"
 
     @given(HISTORIES, REQUESTS)
-    def test_is_the_order_of_decayed_counts(self, history: list[list[str]], keys: list[str]) -> None:
+    def test_frequency_is_the_order_of_decayed_counts(self, history: list[list[str]], keys: list[str]) -> None:
         counts = dict.fromkeys(KEYS, 0.0)
         for number, request in enumerate(history):
             for key in request:
@@ -150,13 +150,13 @@ class TestFrequency(TailContract):
 class WithQueue(TailContract):
     """What the tails that look at the waiting requests do while there are some."""
 
-    def test_what_all_waiting_requests_want_comes_first(self) -> None:
+    def test_documents_wanted_by_all_waiting_requests_come_first(self) -> None:
         assert arrange(type(self).make(), "abcde", ["dbx", "bdy", "bd"]) == "bdace"
 
-    def test_then_what_most_of_them_want(self) -> None:
+    def test_documents_wanted_by_most_waiting_requests_come_next(self) -> None:
         assert arrange(type(self).make(), "abcde", ["ec", "ecd", "ea"]) == "ecdab"
 
-    def test_who_cannot_share_the_prefix_is_not_asked(self) -> None:
+    def test_waiting_requests_that_cannot_share_the_prefix_are_ignored(self) -> None:
         assert arrange(type(self).make(), "abc", ["c", "c", "c", "ab"], prefix=[0]) == "bc"
 
     def test_who_cannot_share_what_was_just_placed_is_no_longer_asked(self) -> None:
@@ -233,7 +233,7 @@ class TestAuto(WithQueue):
                 assert rank[before] < rank[after] or counts[before] > counts[after], "moved ahead only if more popular"
 
     @given(HISTORIES, REQUESTS, QUEUES.filter(bool))
-    def test_with_a_queue_is_the_queue_tail(
+    def test_auto_with_a_queue_is_the_queue_tail(
         self, history: list[list[str]], keys: list[str], waiting: list[frozenset[str]]
     ) -> None:
         """In short histories all documents are of one class, and the fallback is rank order."""

@@ -79,7 +79,7 @@ def body_of(model: str, prompt: Sequence[int], salt: str | None = None) -> dict[
 
 
 def ask(client: Any, base_url: str, model: str, prompt: Sequence[int], salt: str | None = None) -> Answer:
-    """Send one prompt with an httpx client. Raises httpx.HTTPError, also for an answer with an HTTP error."""
+    """Send one prompt with an httpx2 client. Raises httpx2.HTTPError, also for an answer with an HTTP error."""
     response = client.post(f"{base_url}/v1/completions", json=body_of(model, prompt, salt))
     response.raise_for_status()
     return Answer.of(response.json())

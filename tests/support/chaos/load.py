@@ -57,17 +57,17 @@ class Load:
         return time.monotonic()
 
     def _ask(self, rng: random.Random) -> None:
-        import httpx
+        import httpx2
 
-        with httpx.Client(timeout=_TIMEOUT_S) as client:
+        with httpx2.Client(timeout=_TIMEOUT_S) as client:
             while not self._over.is_set():
                 number = self._prompts.draw(rng)
                 prompt = self._prompts.prompts[number]
                 try:
                     answer = ask(client, self._server.base_url, self._server.model_name, prompt)
-                except httpx.HTTPStatusError:
+                except httpx2.HTTPStatusError:
                     self._count("broken")
-                except httpx.HTTPError:
+                except httpx2.HTTPError:
                     self._count("lost")
                 else:
                     self._check(answer, self._expected[number])

@@ -57,7 +57,7 @@ def make_site(folder: Path, prompts: int = 60, *, seed: int = 0, launch: Launch 
 
     Starts a server for that. Raises EngineError, ImportError naming the extra to install.
     """
-    import httpx
+    import httpx2
 
     model = make_model(
         folder, texts=[_TEXT], layers=2, hidden_size=256, vocab_size=2048, max_position_embeddings=4096, seed=seed
@@ -73,7 +73,7 @@ def make_site(folder: Path, prompts: int = 60, *, seed: int = 0, launch: Launch 
         environment=_ENVIRONMENT,
         launch=launch,
     )
-    with plain, httpx.Client(timeout=60) as client:
+    with plain, httpx2.Client(timeout=60) as client:
         expected = [ask(client, plain.base_url, plain.model_name, prompt) for prompt in drawn.prompts]
     # Two layers of keys and values for two heads of 64, in float32.
     bytes_per_token = 2 * 2 * 2 * 64 * 4

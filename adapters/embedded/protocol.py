@@ -1,4 +1,4 @@
-"""The bodies of the two routes: what the engine can do of them. What it cannot is refused, by its name."""
+"""Request bodies of OpenAI's API that the engine can serve; what it cannot is refused by name."""
 
 from __future__ import annotations
 
@@ -11,13 +11,21 @@ from msgspec import Meta
 
 from ragorder.adapters.http_server.errors import HTTPError
 
-__all__ = ["ChatBody", "CommonBody", "CompletionBody", "Message", "TextPart", "TokenizeBody", "read_body"]
+__all__ = [
+    "ChatCompletionRequest",
+    "ChatMessage",
+    "CommonRequest",
+    "CompletionRequest",
+    "TextPart",
+    "TokenizeRequest",
+    "read_request",
+]
 
 _INT64 = 1 << 63
 _MOST_TOKENS = 1 << 30
 _MOST_STOPS = 16
 _MOST_PROMPTS = 1024
-# Which alternatives come with each token: as many as OpenAI gives.
+# Alternatives to each token: as many as OpenAI gives.
 _MOST_ALTERNATIVES = 20
 _LONGEST_NAME = 64
 
@@ -25,7 +33,7 @@ _Limit = Annotated[int, Meta(ge=1, le=_MOST_TOKENS)]
 _Alternatives = Annotated[int, Meta(ge=0, le=_MOST_ALTERNATIVES)]
 _Stop = Annotated[str, Meta(min_length=1)]
 
-# Fields that ask for something that the engine cannot do, but not with these values. null is always one of them.
+# Fields for what the engine cannot do, with the values that do not need it; null never does.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "allowed_token_ids": (),
     "audio": (),
@@ -71,7 +79,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "verbosity": (),
     "web_search_options": (),
 }
-# Fields that change nothing of an answer.
+# Fields that do not change an answer.
 _HARMLESS = frozenset(
     {
         "metadata",
@@ -89,15 +97,11 @@ _HARMLESS = frozenset(
 
 
 class StreamOptions(msgspec.Struct):
-    """How a stream is to end."""
-
     include_usage: bool = False
     continuous_usage_stats: bool = False
 
 
-class CommonBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What both routes take."""
-
+class CommonRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     model: str | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -108,36 +112,28 @@ class CommonBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     stop: _Stop | Annotated[list[_Stop], Meta(max_length=_MOST_STOPS)] = []
     ignore_eos: bool = False
     cache_salt: str | None = None
-    # Anything but our facts is for others, and facts that cannot be read refuse nobody.
+    # Only our facts in it are read, and malformed ones refuse no request.
     kv_transfer_params: Any = None
 
 
-class CompletionBody(CommonBody):
-    """The body of a plain completion."""
-
+class CompletionRequest(CommonRequest):
     prompt: str | Annotated[list[int | str | list[int]], Meta(min_length=1)]
     logprobs: _Alternatives | None = None
     add_special_tokens: bool = True
 
 
 class TextPart(msgspec.Struct, tag_field="type", tag="text"):
-    """A part of a message, which must be text."""
-
     text: str
 
 
-class Message(msgspec.Struct, forbid_unknown_fields=True):
-    """A message of a chat."""
-
+class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
     role: str
     content: str | list[TextPart] = ""
     name: str | None = None
 
 
-class ChatBody(CommonBody):
-    """The body of a chat."""
-
-    messages: Annotated[list[Message], Meta(min_length=1)]
+class ChatCompletionRequest(CommonRequest):
+    messages: Annotated[list[ChatMessage], Meta(min_length=1)]
     max_completion_tokens: _Limit | None = None
     logprobs: bool = False
     top_logprobs: _Alternatives = 0
@@ -146,23 +142,23 @@ class ChatBody(CommonBody):
     chat_template_kwargs: dict[str, Any] = {}
 
 
-class TokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The body of /tokenize, as vLLM takes it: a prompt, or a chat."""
+class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The body of vLLM's /tokenize: a prompt, or a chat."""
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = None
+    messages: list[ChatMessage] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] = {}
     return_token_strs: bool = False
 
 
-B = TypeVar("B", CompletionBody, ChatBody, TokenizeBody)
+B = TypeVar("B", CompletionRequest, ChatCompletionRequest, TokenizeRequest)
 
 
-def read_body(content: bytes, kind: type[B]) -> B:
-    """Read a body. Raises HTTPError for what is no body of this kind, or asks for what the engine cannot do."""
+def read_request(content: bytes, kind: type[B]) -> B:
+    """Decode a body. Raises HTTPError if it is malformed, or needs what the engine cannot do."""
     try:
         fields = msgspec.json.decode(content)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -170,35 +166,35 @@ def read_body(content: bytes, kind: type[B]) -> B:
     if not isinstance(fields, dict):
         raise HTTPError(400, "The body must be a JSON object.", code="invalid_json")
     known = {field.encode_name for field in msgspec.structs.fields(kind)}
-    asked = {name: value for name, value in fields.items() if value is not None}
-    for name in asked.keys() - known:
-        if name not in _HARMLESS and asked[name] not in _NEUTRAL.get(name, ()):
+    given = {name: value for name, value in fields.items() if value is not None}
+    for name in given.keys() - known:
+        if name not in _HARMLESS and given[name] not in _NEUTRAL.get(name, ()):
             raise _unsupported(name)
-        del asked[name]
-    for message in _dicts(asked.get("messages")):
+        del given[name]
+    for message in _dicts(given.get("messages")):
         for name in [name for name, value in message.items() if value is None or value == []]:
             del message[name]
     try:
-        body = msgspec.convert(asked, kind)
+        body = msgspec.convert(given, kind)
     except msgspec.ValidationError as error:
         raise _invalid(str(error)) from None
     except RecursionError:
         raise HTTPError(400, "The body is nested too deeply.", code="invalid_body") from None
-    if not isinstance(body, TokenizeBody):
+    if not isinstance(body, TokenizeRequest):
         _check(body)
     return body
 
 
-def _check(body: CommonBody) -> None:
-    """What the types do not say."""
+def _check(body: CommonRequest) -> None:
+    """The conditions that types do not express."""
     if body.stream_options is not None:
         if not body.stream:
             raise _wrong("stream_options", "goes with stream: true")
         if body.stream_options.continuous_usage_stats:
             raise _unsupported("stream_options.continuous_usage_stats")
-    if isinstance(body, ChatBody) and body.top_logprobs and not body.logprobs:
+    if isinstance(body, ChatCompletionRequest) and body.top_logprobs and not body.logprobs:
         raise _wrong("top_logprobs", "goes with logprobs: true")
-    if isinstance(body, CompletionBody) and isinstance(body.prompt, list):
+    if isinstance(body, CompletionRequest) and isinstance(body.prompt, list):
         kinds = {type(each) for each in body.prompt}
         if len(kinds) > 1:
             raise _wrong("prompt", "must be a text, token ids, or a list of one of these")
@@ -217,7 +213,7 @@ def _unsupported(name: str) -> HTTPError:
 
 
 def _invalid(message: str) -> HTTPError:
-    """What msgspec says of a value (its type, its place, and no more of it)."""
+    """msgspec's complaint, which has the type and the place of a value and not the value."""
     what, _, where = message.partition(" - at `$")
     where = where.rstrip("`").lstrip(".")
     if not where and (missing := re.search("required field `(.*)`", what)):

@@ -1,4 +1,4 @@
-"""Answers in the format of OpenAI's API, in one piece or as server-sent events."""
+"""Responses in the format of OpenAI's API, complete or as server-sent events."""
 
 from __future__ import annotations
 
@@ -7,20 +7,18 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from ragorder.adapters.http_server.errors import HTTPError
+from ragorder.kernels.engine import Completion, TokenLogprobs, Update
 
-if TYPE_CHECKING:
-    from ragorder.kernels.engine import Completion, TokenLogprobs, Update
-
-__all__ = ["DONE", "Answer", "ChatAnswer", "CompletionAnswer", "event", "usage"]
+__all__ = ["DONE", "ChatResponseBuilder", "CompletionResponseBuilder", "ResponseBuilder", "event", "usage"]
 
 DONE = b"data: [DONE]\n\n"
 
-# What stands for a probability of 0, whose logarithm is no JSON.
+# Stands for the logarithm of 0, which JSON cannot express.
 _NEVER = -9999.0
 
 
@@ -30,7 +28,7 @@ def event(content: Any) -> bytes:
 
 
 def usage(completions: Iterable[Completion]) -> dict[str, Any]:
-    """The token counts of the prompts of a body, together."""
+    """The token counts of all prompts of a body together."""
     completions = list(completions)
     prompt_tokens = sum(each.prompt_tokens for each in completions)
     completion_tokens = sum(len(each.token_ids) for each in completions)
@@ -42,30 +40,30 @@ def usage(completions: Iterable[Completion]) -> dict[str, Any]:
     }
 
 
-class Answer(ABC):
-    """The answer to one body. `token_text` shows a token as text."""
+class ResponseBuilder(ABC):
+    """Builds the response to one body. `token_text` decodes a single token."""
 
     prefix: str
-    whole_object: str
-    piece_object: str
+    object: str
+    chunk_object: str
 
     def __init__(self, model: str, token_text: Callable[[int], str]) -> None:
         self._token_text = token_text
         self._head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
-        # Choices that were begun, and how much of their text was sent.
+        # The choices that have begun, and the length of their text so far.
         self._sent: dict[int, int] = {}
 
-    def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
-        """The answer in one piece. Raises HTTPError if one of its requests failed."""
+    def complete(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        """The complete response. Raises HTTPError if one of its requests failed."""
         choices = []
         for index, completion in enumerate(completions):
             check(completion)
             choice = self._choice(completion.text, self._logprobs(completion.logprobs, 0))
             choices.append({"index": index, **choice, "finish_reason": completion.finish_reason})
-        return self._head | {"object": self.whole_object, "choices": choices, "usage": usage(completions)}
+        return self._head | {"object": self.object, "choices": choices, "usage": usage(completions)}
 
-    def pieces(self, index: int, update: Update) -> Iterator[dict[str, Any]]:
-        """What a step brought for a prompt, as parts of a stream. Raises HTTPError if its request failed."""
+    def chunks(self, index: int, update: Update) -> Iterator[dict[str, Any]]:
+        """The chunks of a stream for one update of a prompt. Raises HTTPError if its request failed."""
         completion = update.completion
         if completion is not None:
             check(completion)
@@ -75,43 +73,41 @@ class Answer(ABC):
         self._sent[index] += len(update.text)
         if not (update.text or update.logprobs or completion is not None):
             return
-        piece = self._piece(update.text, self._logprobs(update.logprobs or None, sent))
-        yield self._part([{"index": index, **piece, "finish_reason": completion and completion.finish_reason}])
+        piece = self._chunk_choice(update.text, self._logprobs(update.logprobs or None, sent))
+        yield self._chunk([{"index": index, **piece, "finish_reason": completion and completion.finish_reason}])
 
     def last(self, completions: Iterable[Completion]) -> dict[str, Any]:
-        """What a stream ends with if its token counts were asked for."""
-        return self._part([]) | {"usage": usage(completions)}
+        """The last chunk of a stream whose client requested token counts."""
+        return self._chunk([]) | {"usage": usage(completions)}
 
-    def _part(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return self._head | {"object": self.piece_object, "choices": choices}
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return self._head | {"object": self.chunk_object, "choices": choices}
 
     def _opening(self, index: int) -> Iterator[dict[str, Any]]:
-        """What comes before a choice's first piece."""
+        """The chunks before a choice's first text."""
         return iter(())
 
     @abstractmethod
     def _choice(self, text: str, logprobs: Any) -> dict[str, Any]:
-        """A whole answer."""
+        """The fields of a complete choice."""
 
     @abstractmethod
-    def _piece(self, text: str, logprobs: Any) -> dict[str, Any]:
-        """A part of one."""
+    def _chunk_choice(self, text: str, logprobs: Any) -> dict[str, Any]:
+        """The fields of a choice in a chunk."""
 
     @abstractmethod
     def _logprobs(self, tokens: Sequence[TokenLogprobs] | None, offset: int) -> Any:
-        """Of tokens whose text begins `offset` characters into the answer; None if they were not asked for."""
+        """The field `logprobs`, for tokens whose text begins at `offset`; None if it was not requested."""
 
 
-class CompletionAnswer(Answer):
-    """The answer to a plain completion."""
-
+class CompletionResponseBuilder(ResponseBuilder):
     prefix = "cmpl"
-    whole_object = piece_object = "text_completion"
+    object = chunk_object = "text_completion"
 
     def _choice(self, text: str, logprobs: Any) -> dict[str, Any]:
         return {"text": text, "logprobs": logprobs}
 
-    _piece = _choice
+    _chunk_choice = _choice
 
     def _logprobs(self, tokens: Sequence[TokenLogprobs] | None, offset: int) -> Any:
         if tokens is None:
@@ -125,21 +121,19 @@ class CompletionAnswer(Answer):
         }
 
 
-class ChatAnswer(Answer):
-    """The answer to a chat."""
-
+class ChatResponseBuilder(ResponseBuilder):
     prefix = "chatcmpl"
-    whole_object = "chat.completion"
-    piece_object = "chat.completion.chunk"
+    object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
 
     def _opening(self, index: int) -> Iterator[dict[str, Any]]:
         delta = {"role": "assistant", "content": ""}
-        yield self._part([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}])
+        yield self._chunk([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}])
 
     def _choice(self, text: str, logprobs: Any) -> dict[str, Any]:
         return {"message": {"role": "assistant", "content": text, "refusal": None}, "logprobs": logprobs}
 
-    def _piece(self, text: str, logprobs: Any) -> dict[str, Any]:
+    def _chunk_choice(self, text: str, logprobs: Any) -> dict[str, Any]:
         return {"delta": {"content": text} if text else {}, "logprobs": logprobs}
 
     def _logprobs(self, tokens: Sequence[TokenLogprobs] | None, offset: int) -> Any:
@@ -158,7 +152,7 @@ class ChatAnswer(Answer):
 
 
 def check(completion: Completion) -> None:
-    """Raises HTTPError if a request did not end as it should have."""
+    """Raises HTTPError for a request that failed or was aborted."""
     if completion.finish_reason == "error":
         message = f"The engine could not answer this request: {completion.error or 'its log has the reason'}"
         raise HTTPError(500, message, code="engine_error")

@@ -1,4 +1,4 @@
-"""From the bodies of requests to what the engine is asked: tokens, where documents end, and whose they are."""
+"""Translation of OpenAI requests into the engine's: tokens, document boundaries, tenant."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from ragorder.adapters.embedded.bodies import (
-    ChatBody,
-    CommonBody,
-    CompletionBody,
-    Message,
+from ragorder.adapters.embedded.protocol import (
+    ChatCompletionRequest,
+    ChatMessage,
+    CommonRequest,
+    CompletionRequest,
     TextPart,
-    TokenizeBody,
-    read_body,
+    TokenizeRequest,
+    read_request,
 )
 from ragorder.adapters.http_server.errors import HTTPError
 from ragorder.adapters.openai.request import checked_salt
@@ -22,17 +22,17 @@ from ragorder.adapters.request_facts import FACTS, PREFIX, RequestFacts, read_fa
 from ragorder.kernels.engine import Request, Sampling
 from ragorder.tokens import PLACEHOLDER
 
-__all__ = ["Asked", "Prompts"]
+__all__ = ["RequestTranslator", "TranslatedRequest"]
 
-B = TypeVar("B", bound=CommonBody)
+B = TypeVar("B", bound=CommonRequest)
 
 _LONGEST_COMPLAINT = 200
 
 
 @dataclass(frozen=True, slots=True)
-class Asked(Generic[B]):
-    """What a body asks for: one request for each of its prompts. `facts` are what it says of its documents; None if it
-    says nothing, and not `readable` if nobody understands it."""
+class TranslatedRequest(Generic[B]):
+    """A body and one engine request for each of its prompts. `facts` about its documents: None if there are none, and
+    not `readable` if they are malformed."""
 
     body: B
     requests: tuple[Request, ...]
@@ -40,26 +40,24 @@ class Asked(Generic[B]):
     readable: bool
 
 
-class Prompts:
-    """Reads bodies. `tokenizer` (transformers) is the served model's, a copy for this one thread; None: there is none,
-    and prompts must come in tokens. `longest` is how many tokens prompt and answer may have.
-
-    Everything here raises HTTPError for what cannot be served.
+class RequestTranslator:
+    """Translates bodies, in one thread. `tokenizer` (transformers) is a copy of the served model's; None: prompts must
+    be token ids. `longest` bounds the tokens of prompt and answer. All methods raise HTTPError for what cannot be
+    served.
     """
 
     def __init__(self, tokenizer: Any, *, model_name: str, longest: int) -> None:
         self._tokenizer = tokenizer
         self._model_name = model_name
         self._longest = longest
-        # No text of more characters can be short enough, and it would take long to find that out.
+        # A longer text has too many tokens, and to tokenize it would take long.
         widest = 0 if tokenizer is None else max(map(len, tokenizer.get_vocab()), default=1)
         self._most_characters = longest * max(widest, 1)
         options = () if tokenizer is None else inspect.signature(tokenizer.apply_chat_template).parameters
         self._own_options = frozenset(options) | {"messages"}
 
-    def completion(self, content: bytes) -> Asked[CompletionBody]:
-        """What the body of a plain completion asks for."""
-        body = read_body(content, CompletionBody)
+    def completion(self, content: bytes) -> TranslatedRequest[CompletionRequest]:
+        body = read_request(content, CompletionRequest)
         self._check_model(body.model)
         prompt = body.prompt
         if isinstance(prompt, list) and not isinstance(prompt[0], int):
@@ -69,21 +67,20 @@ class Prompts:
         token_ids = [
             self._encode(each, body.add_special_tokens, "prompt") if isinstance(each, str) else each for each in prompts
         ]
-        return self._asked(body, token_ids, body.logprobs, body.max_tokens or 16)
+        return self._translated(body, token_ids, body.logprobs, body.max_tokens or 16)
 
-    def chat(self, content: bytes) -> Asked[ChatBody]:
-        """What the body of a chat asks for."""
-        body = read_body(content, ChatBody)
+    def chat(self, content: bytes) -> TranslatedRequest[ChatCompletionRequest]:
+        body = read_request(content, ChatCompletionRequest)
         self._check_model(body.model)
         token_ids = self._render(body)
         if len(token_ids) > self._longest:
             raise self._too_long("messages")
         limit = body.max_completion_tokens or body.max_tokens or max(1, self._longest - len(token_ids))
-        return self._asked(body, [token_ids], body.top_logprobs if body.logprobs else None, limit)
+        return self._translated(body, [token_ids], body.top_logprobs if body.logprobs else None, limit)
 
     def tokenize(self, content: bytes) -> dict[str, Any]:
-        """The answer to a body of /tokenize."""
-        body = read_body(content, TokenizeBody)
+        """The response of /tokenize."""
+        body = read_request(content, TokenizeRequest)
         self._check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise HTTPError(400, "Give prompt or messages, and one of them.", code="invalid_body", param="prompt")
@@ -95,10 +92,12 @@ class Prompts:
         return {"count": len(token_ids), "max_model_len": self._longest, "tokens": token_ids, "token_strs": shown}
 
     def token_text(self, token_id: int) -> str:
-        """A token as text; a part of a character is a replacement character."""
+        """A token as text; an incomplete character becomes the replacement character."""
         return "" if self._tokenizer is None else str(self._tokenizer.decode([token_id]))
 
-    def _asked(self, body: B, prompts: Sequence[Sequence[int]], logprobs: int | None, max_tokens: int) -> Asked[B]:
+    def _translated(
+        self, body: B, prompts: Sequence[Sequence[int]], logprobs: int | None, max_tokens: int
+    ) -> TranslatedRequest[B]:
         if any(len(each) > self._longest for each in prompts):
             raise self._too_long("prompt")
         facts, readable = _facts_of(body)
@@ -113,24 +112,24 @@ class Prompts:
             logprobs=logprobs,
         )
         ends: tuple[int, ...] = ()
-        # One text cannot say where the documents of several prompts end.
+        # The facts are those of one prompt.
         if facts is not None and len(prompts) == 1:
             ends = self._nodes_end(body, prompts[0], facts)
-        return Asked(body, tuple(Request(each, ends, sampling, salt) for each in prompts), facts, readable)
+        return TranslatedRequest(body, tuple(Request(each, ends, sampling, salt) for each in prompts), facts, readable)
 
-    def _nodes_end(self, body: CommonBody, token_ids: Sequence[int], facts: RequestFacts) -> tuple[int, ...]:
-        """Where documents end, and what is in front of the first one: all requests that begin so share it."""
+    def _nodes_end(self, body: CommonRequest, token_ids: Sequence[int], facts: RequestFacts) -> tuple[int, ...]:
+        """The tokens at which tree nodes end: the prefix, which all requests that begin so share, and each document."""
         if not facts.documents:
             return ()
         front = body.kv_transfer_params[FACTS].get(PREFIX)
         if type(front) is not int:
-            front = self._front(body, token_ids) if isinstance(body, ChatBody) else 0
+            front = self._front(body, token_ids) if isinstance(body, ChatCompletionRequest) else 0
         return (front, *facts.documents) if 0 < front < facts.documents[0] else facts.documents
 
-    def _front(self, body: ChatBody, token_ids: Sequence[int]) -> int:
-        """In how many tokens all chats begin that differ in the last message alone."""
+    def _front(self, body: ChatCompletionRequest, token_ids: Sequence[int]) -> int:
+        """The number of leading tokens that do not depend on the last message's text."""
         *before, last = body.messages
-        text = self._template([*before, Message(last.role, PLACEHOLDER)], body)
+        text = self._template([*before, ChatMessage(last.role, PLACEHOLDER)], body)
         head, slot, _ = text.rpartition(PLACEHOLDER)
         if not slot:
             return 0
@@ -138,12 +137,11 @@ class Prompts:
         parted = (place for place, (one, other) in enumerate(zip(front, token_ids, strict=False)) if one != other)
         return next(parted, min(len(front), len(token_ids)))
 
-    def _render(self, body: ChatBody | TokenizeBody) -> list[int]:
-        """The tokens of a chat."""
+    def _render(self, body: ChatCompletionRequest | TokenizeRequest) -> list[int]:
         text = self._template(body.messages or [], body)
         return self._encode(text, body.add_special_tokens is True, "messages")
 
-    def _template(self, messages: Sequence[Message], body: ChatBody | TokenizeBody) -> str:
+    def _template(self, messages: Sequence[ChatMessage], body: ChatCompletionRequest | TokenizeRequest) -> str:
         if self._tokenizer is None or not self._tokenizer.chat_template:
             raise HTTPError(400, "The model has no chat template: use /v1/completions.", code="no_chat_template")
         for name in body.chat_template_kwargs:
@@ -161,7 +159,7 @@ class Prompts:
                 )
             )
         except Exception as error:
-            # Templates refuse what they do not foresee, each in its own way.
+            # Templates refuse what they do not foresee, each with its own exception.
             complaint = str(error)[:_LONGEST_COMPLAINT]
             message = f"messages: the model's chat template does not take them: {complaint}"
             raise HTTPError(400, message, code="invalid_messages", param="messages") from None
@@ -184,14 +182,14 @@ class Prompts:
             raise HTTPError(404, message, code="model_not_found", param="model")
 
 
-def _facts_of(body: CommonBody) -> tuple[RequestFacts | None, bool]:
+def _facts_of(body: CommonRequest) -> tuple[RequestFacts | None, bool]:
     try:
         return read_facts(body.kv_transfer_params), True
     except ValueError:
         return None, False
 
 
-def _salt(body: CommonBody) -> str | None:
+def _salt(body: CommonRequest) -> str | None:
     if body.cache_salt is None:
         return None
     try:
@@ -200,8 +198,8 @@ def _salt(body: CommonBody) -> str | None:
         raise HTTPError(400, f"cache_salt: {error}", code="invalid_cache_salt", param="cache_salt") from None
 
 
-def _as_dict(message: Message) -> dict[str, str]:
-    """A message as templates take it; texts in parts as lines of one, as vLLM does it."""
+def _as_dict(message: ChatMessage) -> dict[str, str]:
+    """A message as templates take it; the texts of parts are joined by newlines, as in vLLM."""
     content = message.content
     text = content if isinstance(content, str) else "\n".join(_text(part) for part in content)
     named = {} if message.name is None else {"name": message.name}
