@@ -9,7 +9,7 @@ from typing import IO, Any
 import click
 
 from ragorder.cli.options import Choice, Command, Count, ParamType, api_key, option, section
-from ragorder.cli.output import Stream
+from ragorder.cli.output import StreamFile
 from ragorder.eval.cli.options import (
     arrival_rates,
     block_size,
@@ -199,7 +199,7 @@ class _Capacity(ParamType[Any]):
 @option(
     "--json",
     "output",
-    type=Stream("w", encoding="utf-8", lazy=False),
+    type=StreamFile("w", encoding="utf-8", lazy=False),
     metavar="FILE|-",
     help="Write the results as JSON; with - the table goes to standard error.",
 )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ragorder.cli.options import Choice, Command, Group, api_key, option, section
+from ragorder.cli.options import Choice, Command, CommandGroup, api_key, option, section
 from ragorder.eval.cli.options import events_options, limit, seeds, served_model
 from ragorder.eval.cli.progress import progress_bar
 from ragorder.eval.cli.quality import quality
@@ -21,7 +21,7 @@ __all__ = ["eval"]
 _HELP = {"help_option_names": ["-h", "--help"]}
 
 
-@click.group(cls=Group, context_settings=_HELP)
+@click.group(cls=CommandGroup, context_settings=_HELP)
 def eval() -> None:
     """Run the evaluation's tables and figures, and report on them."""
 

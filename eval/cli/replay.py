@@ -10,7 +10,7 @@ from typing import IO
 import click
 
 from ragorder.cli.options import Command, Count, option, section
-from ragorder.cli.output import Stream
+from ragorder.cli.output import StreamFile
 from ragorder.eval.cli.options import arrival_rates, block_size, limit, top_k
 from ragorder.eval.cli.progress import progress_bar
 
@@ -20,7 +20,7 @@ _PROCESSES_FROM = 5_000
 
 
 @click.command(cls=Command)
-@click.argument("log", type=Stream("rb"))
+@click.argument("log", type=StreamFile("rb"))
 @section(
     "Replay",
     option(
@@ -101,7 +101,7 @@ _PROCESSES_FROM = 5_000
     option(
         "--json",
         "output",
-        type=Stream("w", encoding="utf-8", lazy=False),
+        type=StreamFile("w", encoding="utf-8", lazy=False),
         metavar="FILE|-",
         help="Write everything as JSON; with - the tables go to standard error.",
     ),
