@@ -33,7 +33,7 @@ class _Capacity(ParamType[Any]):
     name = "tokens|percent|unlimited"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        from ragorder.eval.bench import Capacity
+        from ragorder.eval.engines.capacity import Capacity
 
         try:
             return value if isinstance(value, Capacity) else Capacity.parse(value)
@@ -233,15 +233,16 @@ def bench(
     In the table, "moved" is how far a document stands from its retrieval rank, in places, on average; "predicted" is
     the share of requests of which the policy predicted the cached tokens to within one block.
     """
-    from ragorder.eval.arrivals import Arrivals
-    from ragorder.eval.bench import DEFAULT_POLICIES, PYDOCS, Bench, EventsAddress, as_json, run_bench
-    from ragorder.eval.corpora import CorpusError
+    from ragorder.eval.data.arrivals import Arrivals
+    from ragorder.eval.data.corpora import PYDOCS, CorpusError
+    from ragorder.eval.data.retrieval import make_retriever
+    from ragorder.eval.data.workloads import WorkloadError
     from ragorder.eval.engines.base import EngineError
-    from ragorder.eval.load import ServiceTimes
-    from ragorder.eval.policies import PolicyError
-    from ragorder.eval.retrieval import make_retriever
-    from ragorder.eval.tables import print_results
-    from ragorder.eval.workloads import WorkloadError
+    from ragorder.eval.report.console import print_results
+    from ragorder.eval.running.bench import as_json, run_bench
+    from ragorder.eval.running.load import ServiceTimes
+    from ragorder.eval.running.policies import PolicyError
+    from ragorder.eval.running.specs import DEFAULT_POLICIES, Bench, EventsAddress
 
     if embedding_model and retriever != "dense":
         raise click.UsageError("--embedding-model goes with --retriever dense")
@@ -293,9 +294,9 @@ def bench(
 
 def _bench_pipelines(bench: Any, pipeline: str, delay_ms: float, output: IO[str] | None) -> None:
     """Raises as `run_pipelines` does."""
-    from ragorder.eval.bench import as_json
-    from ragorder.eval.pipelining import run_pipelines
-    from ragorder.eval.pipelining.tables import print_pipelines
+    from ragorder.eval.experiments.pipelining import run_pipelines
+    from ragorder.eval.experiments.pipelining.tables import print_pipelines
+    from ragorder.eval.running.bench import as_json
 
     with progress_bar() as progress:
         results = run_pipelines(bench, pipeline, delay_ms, progress)

@@ -35,8 +35,8 @@ def demo(engine: str, model: Path | None, limit: int, waiting: int) -> None:
     Each question about the standard library is served twice, on two equal engines that take turns in being first: with
     documents in retrieval order, and in ragorder's order.
     """
-    from ragorder.eval.demo import run_demo
     from ragorder.eval.engines.base import EngineError
+    from ragorder.eval.running.demo import run_demo
 
     try:
         with progress_bar() as progress:

@@ -14,7 +14,8 @@ from ragorder.eval.cli.quality import quality
 from ragorder.eval.cli.report import report
 
 if TYPE_CHECKING:
-    from ragorder.eval.harness import Options, Suite
+    from ragorder.eval.running.options import Options
+    from ragorder.eval.running.suite import Suite
 
 __all__ = ["eval"]
 
@@ -32,7 +33,8 @@ def list_suites() -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from ragorder.eval.harness import SuiteError, load_suites
+    from ragorder.eval.running.cells import SuiteError
+    from ragorder.eval.running.suite import load_suites
 
     try:
         suites = load_suites()
@@ -136,19 +138,15 @@ def run(
     A SUITE is a name, paper, ours, all, or a TOML file. Policies take turns, request by request, each on a fresh
     engine. After an interruption the same command goes on where it stopped.
     """
-    from ragorder.eval.bench import EventsAddress
-    from ragorder.eval.corpora import CorpusError
+    from ragorder.eval.data.corpora import CorpusError
+    from ragorder.eval.data.corpora.loader import corpora_in
     from ragorder.eval.engines.base import EngineError
-    from ragorder.eval.harness import (
-        HarnessError,
-        Options,
-        Store,
-        StoreError,
-        SuiteError,
-        choose_suites,
-        corpora_in,
-        run_suites,
-    )
+    from ragorder.eval.running.cells import SuiteError
+    from ragorder.eval.running.options import HarnessError, Options
+    from ragorder.eval.running.session import run_suites
+    from ragorder.eval.running.specs import EventsAddress
+    from ragorder.eval.running.store import Store, StoreError
+    from ragorder.eval.running.suite import choose_suites
 
     if events_endpoint is None and (replay_endpoint, events_topic) != (None, None):
         raise click.UsageError("--replay-endpoint and --events-topic go with --events-endpoint")
@@ -190,7 +188,7 @@ def _check_policies(policies: tuple[str, ...], suites: list[Suite]) -> None:
     known = dict.fromkeys(policy for suite in suites for policy in suite.policies)
     unknown = [policy for policy in policies if policy not in known]
     if unknown:
-        from ragorder.eval.names import choices
+        from ragorder.eval.data.names import choices
 
         raise click.UsageError(f"no suite here has a policy {unknown[0]!r}: {choices(unknown[0], known)}")
 
@@ -199,7 +197,8 @@ def _say_plan(suites: list[Suite], options: Options, folder: Path) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from ragorder.eval.harness import Store, plan_run
+    from ragorder.eval.running.session import plan_run
+    from ragorder.eval.running.store import Store
 
     counts: dict[str, list[int]] = {suite.name: [0, 0, 0, 0] for suite in suites if suite.kind == "serve"}
     with Store.reading(folder) as store:

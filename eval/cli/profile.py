@@ -104,7 +104,7 @@ def profile(
     tokens are added are noise: they are evened out, and the report says by how much. It takes minutes.
     """
     from ragorder.eval.engines.base import EngineError
-    from ragorder.eval.profiling import find_profiled, measure_profile, own_server, plan_grid
+    from ragorder.eval.experiments.profiling.measuring import find_profiled, measure_profile, own_server, plan_grid
 
     if base_url is not None and model is not None:
         raise click.UsageError("--model is for a server that is started: leave out --model or --base-url")

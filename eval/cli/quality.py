@@ -143,16 +143,17 @@ def quality(
     ("Answer:") and without the thoughts of a reasoning model. Quality is not measured with a model that is not capable:
     the result says so.
     """
-    from ragorder.eval.capacity import Capacity
-    from ragorder.eval.corpora import CorpusError
+    from ragorder.eval.data.corpora import CorpusError
+    from ragorder.eval.data.machine import describe_environment
+    from ragorder.eval.data.retrieval import make_retriever
     from ragorder.eval.engines.base import EngineError
-    from ragorder.eval.environment import describe_environment
-    from ragorder.eval.harness.store import RESULTS, SCHEMA, Store, StoreError
-    from ragorder.eval.policies import PolicyError
-    from ragorder.eval.quality import DEFAULT_ORDERS, QualityBench, QualityError, serve_quality
-    from ragorder.eval.quality.kept import judge_kept
-    from ragorder.eval.quality.tables import print_quality
-    from ragorder.eval.retrieval import make_retriever
+    from ragorder.eval.engines.capacity import Capacity
+    from ragorder.eval.experiments.quality import DEFAULT_ORDERS, QualityBench, QualityError, serve_quality
+    from ragorder.eval.experiments.quality.kept import judge_kept
+    from ragorder.eval.experiments.quality.tables import print_quality
+    from ragorder.eval.running.policies import PolicyError
+    from ragorder.eval.running.record import RESULTS, SCHEMA
+    from ragorder.eval.running.store import Store, StoreError
 
     if embedding_model and retriever != "dense":
         raise click.UsageError("--embedding-model goes with --retriever dense")

@@ -154,13 +154,13 @@ def replay(
     and what is in flight holds its blocks. Settings of the orderer in the environment hold here, too: with
     RAGORDER_KEEP_FIRST=2 you see what that guard costs.
     """
-    from ragorder.eval.capacity import Capacity
-    from ragorder.eval.policies import PolicyError
+    from ragorder.eval.engines.capacity import Capacity
     from ragorder.eval.replay import DEFAULT_POLICIES, SWEEP, Lengths, LogError, ReplayError, read_log
     from ragorder.eval.replay import replay as replay_log
     from ragorder.eval.replay.lines import name_of
     from ragorder.eval.replay.plot import need_matplotlib, plot_report
     from ragorder.eval.replay.tables import print_report
+    from ragorder.eval.running.policies import PolicyError
 
     if plot is not None and not (plot.suffix == ".png" and os.access(plot.parent, os.W_OK)):
         raise click.UsageError("--plot draws a PNG: give FILE.png in a folder that can be written to")

@@ -153,7 +153,7 @@ def _load(options: Mapping[str, Any], settings: Settings) -> TieredEngine:
 def _random_model() -> tuple[str, str]:
     """Its folder in the user's cache, and the dtype that this machine computes fast."""
     # By name: only this trial needs the evaluation, which the product does not import.
-    models, engines = import_module("ragorder.eval.serving"), import_module("ragorder.eval.engines.vllm")
+    models, engines = import_module("ragorder.eval.engines.models"), import_module("ragorder.eval.engines.vllm")
     return str(models.random_model()), "bfloat16" if engines.has_fast_bfloat16() else "float32"
 
 

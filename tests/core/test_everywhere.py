@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.rings import ALL
 
 from ragorder import Document, Orderer, PromptBuilder
 from ragorder.adapters.observing.observed import ObservedOrderer
@@ -19,7 +18,7 @@ from ragorder.adapters.observing.prometheus import Metrics
 pytestmark = pytest.mark.vllm
 
 SYSTEM = "Answer the question from the documents below."
-REQUESTS = 60 if ALL else 20
+REQUESTS = 60
 # One token of answer: behind the documents stand the question and what the chat template puts after it.
 SUFFIX_TOKENS = 24
 
@@ -37,7 +36,7 @@ def builder(vllm_model: Path) -> PromptBuilder:
 @pytest.fixture(scope="module")
 def requests() -> list[Request]:
     """A trace whose documents come back in ever different order; its working set is larger than the cache."""
-    from ragorder.eval.workloads import make_workload
+    from ragorder.eval.data.workloads import make_workload
 
     workload = make_workload("paper-shuf", 0, requests=REQUESTS)
     return [

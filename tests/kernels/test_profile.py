@@ -19,7 +19,14 @@ from hypothesis import strategies as st
 
 from ragorder.cli import main
 from ragorder.eval.engines.base import EngineError
-from ragorder.eval.profiling import Grid, ProfiledServer, find_profiled, measure_profile, own_server, plan_grid
+from ragorder.eval.experiments.profiling.measuring import (
+    Grid,
+    ProfiledServer,
+    find_profiled,
+    measure_profile,
+    own_server,
+    plan_grid,
+)
 from ragorder.kernels.profile import LINEAR, PrefillProfile
 
 BLOCK = 16
