@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ragorder.adapters.tokenizer import load_tokenizer
+from ragorder.adapters.openai.tokenizer import load_tokenizer
 from ragorder.eval.data.cache import cache_folder
 from ragorder.eval.data.corpora import load_pydocs
 from ragorder.eval.engines.prompts import SYSTEM_PROMPT, BuiltPrompts

@@ -167,7 +167,7 @@ def _builder(tokenizer: Any, **templates: str | None) -> PromptBuilder:
 
 
 def _load(tokenizer: str) -> Any:
-    from ragorder.adapters.tokenizer import load_tokenizer
+    from ragorder.adapters.openai.tokenizer import load_tokenizer
 
     try:
         return load_tokenizer(tokenizer)
