@@ -27,6 +27,17 @@ def eval() -> None:
     """Run the evaluation's tables and figures, and report on them."""
 
 
+@eval.command(context_settings=_HELP)
+def schema() -> None:
+    """The JSON schema of a line of results.jsonl."""
+    import json
+
+    from ragorder.eval.running.experiment import experiments
+    from ragorder.eval.running.record import json_schema
+
+    click.echo(json.dumps(json_schema([each.record for each in experiments().values()]), indent=2))
+
+
 @eval.command(name="list", context_settings=_HELP)
 def list_suites() -> None:
     """List the suites, each a table or figure: the papers', then ours."""
