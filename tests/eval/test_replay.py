@@ -1060,7 +1060,7 @@ class TestTheCommand:
 
     def test_tells_how_to_write_a_log(self) -> None:
         shown = " ".join(invoke("--help").output.split())
-        assert 'log.write(json.dumps({"time": time.time(), "tenant":' in shown
+        assert 'line = {"time": time.time(), "tenant": customer,' in shown
 
 
 class TestTheCommandRefuses:

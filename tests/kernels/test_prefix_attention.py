@@ -249,7 +249,7 @@ def main() -> None:
 def interpreted(python: Any) -> list[dict[str, float]]:
     """What Triton's interpreter found, case by case."""
     pytest.importorskip("triton")
-    done = python(Path(__file__), timeout=580, TRITON_INTERPRET="1")
+    done = python(Path(__file__), path=(Path(__file__).parents[1],), timeout=580, TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stderr[-2000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
 
@@ -374,7 +374,7 @@ class TestABatch:
             replace(fitting, **arguments)
 
     def test_needs_as_many_of_each(self) -> None:
-        with pytest.raises(ValueError, match="one block table a request"):
+        with pytest.raises(ValueError, match="one block table for each request"):
             PackedBatch.pack([1, 2], [3, 4], [[0]])
 
 
