@@ -22,25 +22,20 @@ __getattr__ = renamed(__name__)
 
 
 class CacheOrderRetriever(dspy.Module):  # type: ignore[misc, unused-ignore]
-    """A retriever that returns passages in the order that reuses most of the engine's prefix cache. Thread-safe.
+    """A retrieval module that orders its passages for the engine's prefix cache. Thread-safe.
 
     retrieve = CacheOrderRetriever(dspy.retrievers.Embeddings(…), orderer)
 
-    Wraps any module or function `retriever`, passes its arguments on, and returns a `dspy.Prediction(passages=…)` for:
-
-    - a Prediction or mapping with `passages`: lists, tuples and numpy arrays of the same length (indices, scores) are
-      ordered alike, everything else is kept;
-    - a list of strings;
-    - a list of rows with a `long_text`, as from ColBERTv2: the passage; the other columns are ordered alike.
+    `retriever` is a module or function; its result becomes a `dspy.Prediction(passages=…)`: a Prediction or mapping
+    with `passages` (fields of the same length are ordered alike), a list of strings, or a list of rows with a
+    `long_text`.
 
     - `key`: a passage's identity besides its text.
-    - `tokens`: its length in the prompt (default: four characters a token).
-    - `scope`: the tenant, or a function of the retriever's arguments that returns it. Scopes share no cache.
+    - `tokens`: its length in the prompt.
+    - `scope`: the tenant, or a function of the retriever's arguments. Scopes share no cache.
 
-    An internal error, or one in `key`, `tokens` or `scope`, leaves retrieval order and is counted by the orderer; so is
-    a result without passages, which is returned as it is. Orderings count as served at once.
-
-    Copies of the module share the orderer. A saved program holds the orderer's settings, and loads with a new one.
+    Errors in these functions, and results without passages, leave the result as it is and are counted by the orderer.
+    Orderings count as served at once. Copies share the orderer; a saved program loads with a new one.
     """
 
     def __init__(

@@ -21,24 +21,18 @@ _FUNCTIONS = ("key", "tokens")
 
 @component
 class CacheOrderRanker:
-    """Orders ranked documents for the engine's prefix cache. Thread-safe.
+    """Orders ranked documents for the engine's prefix cache, directly before the prompt builder. Thread-safe.
 
     pipeline.add_component("cache_order", CacheOrderRanker(orderer))
 
-    It belongs directly before the prompt builder. The documents themselves are returned, each as often as given (other
-    rankers drop duplicates).
-
-    - `orderer`, or `settings`: fields of `ragorder.Settings` for a new orderer (default: from the environment).
-    - `top_k`: the most documents, best ranked first.
+    - `orderer`, or `settings` for a new one (default: from the environment).
+    - `top_k`: the most documents. Duplicates are kept.
     - `scope`: the tenant. Scopes share no cache.
     - `key`: a document's identity besides its content (default: its id).
-    - `tokens`: its length in the prompt (default: four characters a token).
+    - `tokens`: its length in the prompt.
 
-    An internal error, or one in `key` or `tokens`, leaves retrieval order and is counted by the orderer. Orderings
-    count as served at once.
-
-    `to_dict` writes the orderer's settings: `from_dict` makes a new orderer, without KV events. `key` and `tokens` are
-    written by name, and must be functions of a module. `Pipeline.loads(…, allowed_modules=["ragorder"])` reads it.
+    Errors in these functions leave retrieval order and are counted by the orderer. Orderings count as served at once.
+    `from_dict` makes a new orderer with the same settings; `key` and `tokens` must be functions of a module.
 
     Raises ValueError for a `top_k` below 1 and for both orderer and settings; pydantic.ValidationError for settings.
     """

@@ -48,13 +48,10 @@ def degrade(orderer: OrdererLike, reason: str) -> None:
 
 
 class Reorder(Generic[T]):
-    """Orders the documents of requests. Thread-safe; raises nothing: on an error, documents stay in retrieval order.
+    """Orders the documents of requests; on an error they stay in retrieval order. Thread-safe.
 
-    `text`, `own_id` and `metadata` read a document; `key` and `tokens` are the user's. `scope` is a tenant, or a
-    function of the request that returns one.
-
-    A copy is the same object, since the orderer's knowledge of the engine is to be shared. A pickle holds the orderer's
-    settings only, and loads with a new `Orderer`.
+    `text`, `own_id`, `metadata` read a document; `key`, `tokens`, `scope` are the user's. A copy is the same object, to
+    share the orderer; a pickle loads with a new orderer of the same settings.
     """
 
     def __init__(

@@ -1,9 +1,8 @@
 """Facts about a request for a vLLM with ragorder's tiers: where its documents end, its tenant, a token's cost.
 
-{"kv_transfer_params": {"ragorder": {"documents": [end offset in tokens of each document, in prompt order],
-"tenant": "<opaque digest>", "cost": seconds per new token, "prefix": tokens in front of the first document}}}
-
-Each fact may be missing or null. Standard library only: vLLM's processes load this module.
+{"kv_transfer_params": {"ragorder": {"documents": [end offset in tokens, in prompt order], "tenant": "<digest>",
+"cost": seconds per new token, "prefix": tokens in front of the first document}}}; each may be missing or null.
+Standard library only: vLLM's processes load this module.
 """
 
 from __future__ import annotations

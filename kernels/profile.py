@@ -1,8 +1,4 @@
-"""Prefill times T(cached, new), measured once on a grid and interpolated (RAGCache section 5.1).
-
-Replacement policies weigh the cost of computing a document again. It depends on engine and machine, and grows with the
-tokens computed and attended to, so `ragorder profile` measures it offline.
-"""
+"""Prefill times T(cached, new), measured on a grid and interpolated (RAGCache section 5.1)."""
 
 from __future__ import annotations
 
@@ -26,25 +22,19 @@ _MEASURE = "measure one with `ragorder profile`"
 
 @dataclass(frozen=True)
 class PrefillProfile:
-    """Seconds to prefill a prompt with `cached_tokens` cached and `new_tokens` new tokens.
-
-    `seconds` has a row for each of `cached_tokens` and a column for each of `new_tokens`; both ascend, and no time
-    falls as tokens are added. `facts` are JSON values about the measurement.
+    """Seconds to prefill `new_tokens` behind `cached_tokens`, on an ascending grid: `seconds` has a row for each of
+    `cached_tokens`.
 
         profile = PrefillProfile.from_file("profile.json")
         profile(cached_tokens=2048, new_tokens=512)  # seconds
 
-    A call interpolates bilinearly (Algorithm 1, lines 6 and 7), exactly on the grid. Outside it times continue
-    linearly: they are continuous, never fall, and are never negative.
+    Bilinear inside the grid (Algorithm 1, lines 6 and 7) and linear outside, continuous, never falling nor negative:
 
-    - Above the grid: the slope of the last cell, or of a row with fewer cached tokens (a column with fewer new tokens)
-      if
-      that is steeper.
-    - Below the first new tokens: the slope of the first cell, or of a row with fewer cached tokens if that is flatter,
-      and no steeper than to the origin; the rest at no tokens are fixed costs.
-    - Below the first cached tokens: constant.
+    - above it with the steepest last slope so far;
+    - below the first new tokens with the flattest first slope, no steeper than to the origin;
+    - below the first cached tokens constant.
 
-    Raises ValueError for an invalid grid, and for falling times (see `measured`).
+    `facts` are JSON values about the measurement. Raises ValueError for an invalid grid or falling times.
     """
 
     cached_tokens: tuple[int, ...]
@@ -105,11 +95,10 @@ class PrefillProfile:
         seconds: Sequence[Sequence[float]],
         facts: Mapping[str, Any] | None = None,
     ) -> Self:
-        """A profile of measured times, smoothed where they fall for noise.
+        """A profile of measured times, pooled where they fall for noise (isotonic regression, rows then columns).
 
-        Falling times are pooled, first along rows, then along columns, which keeps the rows in order (isotonic
-        regression: pool adjacent violators). The fact "pooled" has the number of changed `cells` and the largest
-        change, `largest_s` in seconds and `largest_share` of the measured time. Raises ValueError for an invalid grid.
+        The fact "pooled" has the number of changed `cells` and the largest change in seconds and as a share. Raises
+        ValueError for an invalid grid.
         """
         _check_grid(cached_tokens, new_tokens, seconds)
         columns = [_pool(column) for column in zip(*map(_pool, seconds), strict=True)]
@@ -129,7 +118,6 @@ class PrefillProfile:
         return cls(tuple(cached_tokens), tuple(new_tokens), tuple(pooled), {**(facts or {}), "pooled": size})
 
     def as_json(self) -> dict[str, Any]:
-        """JSON values for `from_json`."""
         return {
             "format": _FORMAT,
             "version": _VERSION,
@@ -175,13 +163,12 @@ class PrefillProfile:
             raise ValueError(f"{path}: {error}") from None
 
     def to_file(self, path: str | Path) -> None:
-        """Write the profile as JSON. Raises OSError."""
         Path(path).write_text(json.dumps(self.as_json(), indent=1) + "\n", "utf-8")
 
 
 def _place(axis: Sequence[int], value: int) -> tuple[int, float]:
-    """A value's place on an axis: the index of the last entry that is not above it, and the share of the way to the
-    next. Values outside are at the border."""
+    """Index of the last entry not above the value, and the share of the way to the next; outside values are at the
+    border."""
     index = bisect_right(axis, value) - 1
     if index < 0:
         return 0, 0.0
@@ -201,7 +188,7 @@ def _slopes(axis: Sequence[int], values: Sequence[float]) -> list[float]:
 
 
 def _pool(values: Sequence[float]) -> list[float]:
-    """The nearest ascending values, by least squares."""
+    # The nearest ascending values, by least squares.
     pools: list[tuple[float, int]] = []
     for value in values:
         mean, count = value, 1

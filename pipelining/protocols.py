@@ -76,15 +76,13 @@ class RequestBuilder(Protocol[Q_contra, D_contra, R_co]):
 class PipelineTrace:
     """Timing of one question, in seconds since it was asked (None: has not happened).
 
-    - `retrieval_s`: end of the search, after `stages`.
-    - `speculations` were started, `refused` for lack of room, `declined` as unprofitable; `right`: the last one was
-      used.
-    - `exposed_search_s`: the part of the search that overlaps with no generation on its result (T1 of RAGCache Table 3;
-      T2 if no speculation was used).
-    - `speculated_stage`: the stage, from 1, after which the used speculation started.
-    - `wasted_prompt_tokens`: prompts of unused speculations, an upper bound of the wasted computation.
-    - `warmed_up`: a warm-up ran during retrieval.
-    - `first_token_s`, `total_s`: times to the first and the last token.
+    - `retrieval_s`: end of the search, after `stages`
+    - `speculations` started, `refused` for lack of room, `declined` as unprofitable; `right`: the last one was used
+    - `exposed_search_s`: the search without an overlapping generation on its result (T1 of RAGCache Table 3; T2 if
+      no speculation was used)
+    - `speculated_stage`: the stage, from 1, after which the used speculation started
+    - `wasted_prompt_tokens`: prompts of unused speculations, an upper bound of wasted computation
+    - `warmed_up`: a warm-up ran during retrieval
     """
 
     warmed_up: bool = False

@@ -48,14 +48,11 @@ class Ticket(Generic[T]):
 
 
 class CacheAwareQueue(Generic[T]):
-    """Yields the item with the largest cached / computed length next, among equals the oldest.
+    """Yields the item with the largest cached / computed length next, among equals the oldest. Not thread-safe.
 
-    An item is overtaken by at most `window` later items, then goes next: the queue is fair, between tenants as well, as
-    first come, first served to within the window (0: exactly that).
-
-    Lengths change while an item waits: `take` reads those of the oldest `window` + 1 items, its whole cost. Items
-    without lengths, or whose lengths raise, count as not cached. Not thread-safe. Raises ValueError for a negative
-    window.
+    An item overtaken by `window` later ones goes next: to within the window the queue is first come, first served,
+    between tenants as well. `take` reads the lengths of the oldest `window` + 1 items only; items without lengths,
+    or whose lengths raise, count as not cached. Raises ValueError for a negative window.
     """
 
     def __init__(self, window: int = 32) -> None:

@@ -1,7 +1,7 @@
 """Work that must not run now: while the garbage collector runs, or while a lock is held.
 
-The collector runs finalisers at any allocation, in a thread that may hold any lock, of this package or of another (a
-Prometheus counter's). Work that takes such a lock waits for the next call of this package.
+The collector runs finalisers at any allocation, in a thread that may hold any lock. Work that takes one waits for
+the next call of this package.
 """
 
 from __future__ import annotations

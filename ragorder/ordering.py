@@ -25,14 +25,14 @@ class RequestOutcome(NamedTuple):
 class Ordering(Generic[D]):
     """A request's documents in prompt order. Call `confirm` after the answer, `discard` after a failure.
 
-    - `documents`: the caller's own documents, a permutation.
-    - `permutation`: for each place, the retrieval rank (from 0) of its document.
-    - `prefix_documents`: leading documents that the engine should hold.
-    - `cached_tokens`: prompt tokens that it should reuse, system prompt included.
-    - `documents_end`: expected prompt tokens up to the end of the last document.
-    - `guard_cost_tokens`: cached tokens that the quality guards cost.
-    - `index`: position of the request in its batch.
-    - `fallback`: an internal error left the documents in retrieval order.
+    - `documents`: the caller's own documents, permuted
+    - `permutation`: for each place, the retrieval rank (from 0) of its document
+    - `prefix_documents`: leading documents that the engine should hold
+    - `cached_tokens`: prompt tokens that it should reuse, system prompt included
+    - `documents_end`: prompt tokens up to the end of the last document
+    - `guard_cost_tokens`: cached tokens that the guards cost
+    - `index`: position of the request in its batch
+    - `fallback`: an internal error left retrieval order
     """
 
     __slots__ = (

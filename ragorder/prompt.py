@@ -105,7 +105,7 @@ class PromptBuilder:
         )
         self._head, self._tail, self._system_role = frame
         self.shown = frozenset(_fields(document_template))
-        self._kept: LRUCache[_Segment] = LRUCache(cached_documents, _KEPT_BYTES)
+        self._cache: LRUCache[_Segment] = LRUCache(cached_documents, _KEPT_BYTES)
         self._filler = self._find_filler() if align_to is not None else 0
         ids, padding = self._encode(self._head)
         self._head, self._head_ids = self._head + "\n" * padding, tuple(ids)
@@ -186,10 +186,10 @@ class PromptBuilder:
         key = document.key
         if "title" in self.shown:
             key = content_key(str(document.metadata.get("title", "")), key)
-        segment = self._kept.get(key)
+        segment = self._cache.get(key)
         if segment is None:
             segment = self._make_segment(document)
-            self._kept.put(key, segment, len(segment.ids) + _ENTRY_BYTES)
+            self._cache.put(key, segment, len(segment.ids) + _ENTRY_BYTES)
         return segment
 
     def _make_segment(self, document: Document) -> _Segment:

@@ -71,7 +71,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The smallest model with a tokenizer and a chat template."""
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
-    from ragorder.eval.tiny_model import make_model
+    from ragorder.eval.engines.tiny_model import make_model
 
     folder = tmp_path_factory.mktemp("models") / "smallest"
     return make_model(folder, texts=TEXTS, layers=1, hidden_size=64, vocab_size=600, max_position_embeddings=2048)
@@ -141,8 +141,8 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Python:
 def vllm_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The model that the real engine serves: small, with a tokenizer for the words of the synthetic workloads."""
     pytest.importorskip("vllm")
-    from ragorder.eval.tiny_model import make_model
-    from ragorder.eval.workloads import make_workload
+    from ragorder.eval.data.workloads import make_workload
+    from ragorder.eval.engines.tiny_model import make_model
 
     texts = [document.text for document in make_workload("paper-shuf", 0, requests=1).documents[:40]]
     folder = tmp_path_factory.mktemp("models") / "served"
@@ -165,7 +165,7 @@ def vllm_engine(vllm_model: Path) -> Iterator[Any]:
 @pytest.fixture(scope="session")
 def vllm_server(vllm_model: Path) -> Iterator[Any]:
     """One real vLLM server for the session, with KV events: 128 blocks of 32 tokens. Who kills it starts it again."""
-    from ragorder.eval.vllm_server import VLLMServer
+    from ragorder.eval.engines.server import VLLMServer
 
     with VLLMServer(vllm_model, blocks=128) as server:
         yield server

@@ -33,24 +33,17 @@ _STREAMED_SILENTLY = (
 
 
 class FeedbackHandler(BaseCallbackHandler):
-    """Reports to the orderer how each ordering ended, and the engine's cached tokens. Thread-safe.
+    """Reports the outcome of each ordering, and the engine's cached tokens, to the orderer. Thread-safe.
 
-    Pass it to the outermost call, `chain.invoke(question, config={"callbacks": [handler]})`, or bind it by
-    `chain.with_config(callbacks=[handler])`. One handler serves any number of concurrent runs.
+    Pass it to the outermost call: `chain.invoke(question, config={"callbacks": [FeedbackHandler()]})`.
 
-    - An ordering belongs to the LLM call whose prompt has its documents' texts in their order, and is confirmed with
-      that call's usage; of several such calls, with the first one's.
-    - If no call of the outermost run has them (the prompt formats them differently), the only call served after the
-      ordering counts; with several or none, it is confirmed without numbers at the end of the outermost run.
-    - If its call failed, the next one with the same documents counts: a retry, a fallback. Without one, or if its own
-      run fails, the ordering is discarded.
-    - A stream that breaks or is closed after its first token counts as served, without numbers. An answer from
-      LangChain's own cache does not count.
-    - Streams report usage if the model requests it: `ChatOpenAI(stream_usage=True)`, which is off with a `base_url`;
-      otherwise the orderer is degraded.
+    - An ordering is confirmed with the usage of the first LLM call whose prompt has its documents' texts in order.
+    - Without such a call, the only call served after it counts; with several or none, it is confirmed without numbers.
+    - If its call failed, the next one with the same documents counts: a retry, a fallback. Otherwise it is discarded.
+    - A stream that ends early after its first token counts as served, without numbers.
+    - Streams need `ChatOpenAI(stream_usage=True)` to report usage; without it the orderer is degraded.
 
-    Raises nothing into the chain; keeps and logs nothing of a prompt. Follows at most `max_runs` runs: beyond that, the
-    orderings of the oldest count as served.
+    Raises nothing into the chain; keeps and logs nothing of a prompt. Follows at most `max_runs` runs.
     """
 
     # Inline: an event takes microseconds. A coroutine would cost a synchronous chain an event loop for each token, an
@@ -66,7 +59,6 @@ class FeedbackHandler(BaseCallbackHandler):
 
     @property
     def open_runs(self) -> int:
-        """Runs in progress."""
         return self._runs.open
 
     @property
@@ -148,8 +140,8 @@ class FeedbackHandler(BaseCallbackHandler):
     def expect(
         self, run_id: UUID, ordering: Ordering[Any], texts: Sequence[str], streamed_silently: Callable[[], object]
     ) -> bool:
-        """Take over an ordering of documents with these texts, made in a run. `streamed_silently` is called if its
-        answer is streamed without usage. False after an error."""
+        """Take over an ordering. `streamed_silently` is called for a streamed answer without usage. False after an
+        error."""
         return bool(self._handle(self._runs.expect, run_id, ordering, texts, streamed_silently))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -168,7 +160,7 @@ class FeedbackHandler(BaseCallbackHandler):
 
 
 def hand_over(ordering: Ordering[Any], texts: Sequence[str], run_manager: Any, orderer: OrdererLike) -> None:
-    """Leave an ordering to the handler among a run's callbacks, or count it as served if there is none."""
+    """Leave an ordering to the run's handler, or count it as served without one."""
     silently = partial(degrade, orderer, _STREAMED_SILENTLY)
     if not any(handler.expect(run_manager.run_id, ordering, texts, silently) for handler in _handlers(run_manager)):
         ordering.confirm()

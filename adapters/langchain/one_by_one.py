@@ -10,11 +10,9 @@ __all__ = ["OneByOne"]
 
 
 class OneByOne:
-    """Runs calls one at a time, in order of arrival. Never blocks: a call that arrives during another one is left to
-    the thread of that one.
+    """Runs calls one at a time, in order of arrival; a call during another one is left to that one's thread.
 
-    A waiting lock would not do: the garbage collector may run a finaliser (of a dropped stream, say) in the middle of a
-    call, in the thread that holds the lock.
+    A lock would not do: the garbage collector may run a finaliser in the middle of a call, in the thread that holds it.
     """
 
     def __init__(self) -> None:
@@ -22,7 +20,7 @@ class OneByOne:
         self._running = Lock()
 
     def __call__(self, call: Callable[[], object]) -> None:
-        """Run `call`, or leave it to the running thread. Raises what a call raised, after the others."""
+        """Raises what a call raised, after the others."""
         self._calls.append(call)
         failure: Exception | None = None
         # Checked again after the release: what arrived meanwhile was left to this thread.

@@ -25,7 +25,6 @@ def _text(message: BaseMessage) -> str:
 
 
 def is_token(token: Any, chunk: Any) -> bool:
-    """Whether a piece of an answer shows that its prompt was computed: a chat's opening role does not."""
     message = getattr(chunk, "message", None)
     # Reasoning and tool calls come without text.
     return bool(
@@ -37,10 +36,7 @@ def is_token(token: Any, chunk: Any) -> bool:
 
 
 def response_usage(response: LLMResult, alone: bool) -> ReportedUsage | None:
-    """The engine's report, from any model class; None if the answer came from LangChain's own cache.
-
-    Text models sum up the usage of a batch, which does not count for a call that was not `alone`.
-    """
+    """The engine's report; None if LangChain's own cache answered. Batch sums count only for a call `alone`."""
     generation = next(iter(response.generations[0] if response.generations else ()), None)
     own = member(getattr(generation, "message", None), "usage_metadata")
     if own is not None and member(own, "total_cost") == 0:

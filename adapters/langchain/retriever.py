@@ -36,27 +36,21 @@ _PART = re.compile(r"retriever_\d+")
 
 
 class CacheOrderRetriever(CacheOrderModel, BaseRetriever):
-    """A retriever that returns documents in the order that reuses most of the engine's prefix cache. Thread-safe.
+    """A retriever that orders its documents for the engine's prefix cache. Thread-safe.
 
-    Wraps any `retriever`: a BaseRetriever or another Runnable from a question to documents. Arguments, callbacks and
-    configuration of `invoke` are passed on to it. Put it around everything that filters, sorts or searches several
-    times (compressors, ensembles, MultiQueryRetriever): inside another retriever it orders nothing and degrades its
-    orderer. Around a chain with a mapping as input (`create_history_aware_retriever`) it becomes
-    `retriever | CacheOrderTransformer(…)`.
+    `retriever` is a BaseRetriever or any Runnable from a question to documents; arguments and configuration of `invoke`
+    are passed on to it. Wrap the outermost retriever: inside a compressor, ensemble or MultiQueryRetriever this class
+    orders nothing and degrades its orderer. Around a chain with a mapping as input it becomes `retriever |
+    CacheOrderTransformer(…)`.
 
-    Join the documents' `page_content` in the returned order, and put everything that varies behind them.
-
-    - `k`: the most documents, best first. `invoke(question, k=3)` passes k on to a retriever that takes it.
+    - `k`: the most documents; `invoke(question, k=3)` passes k on.
     - `key`: a document's identity besides its text (default: its id). Not its source, which chunks share.
-    - `tokens`: a document's length in the prompt (default: as for `ragorder.Document`).
-    - `scope`: the tenant, or a function of the run's metadata (`invoke(question, config={"metadata": {…}})`) that
-      returns it. Scopes share no cache. A string is the `cache_salt` of the model's calls.
-    - `rank_key`: return copies with the retrieval rank, from 0, as metadata[rank_key]["rank"], unless that key exists.
-      Do not show the rank in the prompt. Default (None): the retriever's own objects.
+    - `tokens`: a document's length in the prompt.
+    - `scope`: the tenant, or a function of the run's metadata. Scopes share no cache; a string is the `cache_salt`.
+    - `rank_key`: return copies with the retrieval rank, from 0, as metadata[rank_key]["rank"]: not for the prompt.
 
-    An internal error, or one in `key`, `tokens` or `scope`, leaves retrieval order and is counted by the orderer.
-    Orderings count as served at once, unless a `FeedbackHandler` is among the callbacks. A copy, deep or pickled, has a
-    new orderer.
+    Errors in these functions leave retrieval order and are counted by the orderer. Orderings count as served at once
+    without a `FeedbackHandler` among the callbacks. Copies have a new orderer.
     """
 
     retriever: RetrieverLike

@@ -25,11 +25,8 @@ _NO_NUMBERS = ReportedUsage()
 
 @dataclass(eq=False, slots=True)
 class _LLMCall:
-    """An LLM call in progress: its `number` by order of start, its `path` from the outermost run.
-
-    `claimed` are the orderings whose documents are in its prompt, in prompt order; if there are none, `unclaimed` are
-    all pending ones. `alone`: it is not part of a batch.
-    """
+    """An LLM call in progress. `claimed`: orderings whose documents are in its prompt, in prompt order; without any,
+    `unclaimed` are all pending ones. `alone`: not part of a batch."""
 
     number: int
     path: Path
@@ -41,11 +38,8 @@ class _LLMCall:
 
 @dataclass(eq=False, slots=True)
 class _PendingOrdering:
-    """An ordering without an outcome.
-
-    `calls` are those in progress that claimed it; `answer` is the usage of a claiming call, with its number; `others`
-    are served calls with no ordering's documents in their prompts (two stand for any more).
-    """
+    """An ordering without an outcome. `calls`: claiming calls in progress; `answer`: number and usage of a finished
+    one; `others`: served calls without any ordering's documents (two stand for more)."""
 
     ordering: Ordering[Any]
     texts: Sequence[str]
@@ -60,19 +54,14 @@ class _PendingOrdering:
 
 @dataclass(eq=False, slots=True)
 class _OutermostRun:
-    """An outermost run, with its open runs (each with its path), LLM calls and orderings."""
-
     runs: dict[UUID, Path] = field(default_factory=dict)
     calls: dict[UUID, _LLMCall] = field(default_factory=dict)
     waiting: list[_PendingOrdering] = field(default_factory=list)
 
 
 class Runs:
-    """Follows runs and finishes each ordering with the outcome of its LLM call. Thread-safe.
-
-    At most `limit` runs are open: beyond that the oldest outermost run is given up, its orderings count as served.
-    Events may come from finalisers (a dropped stream reports its end): nothing here waits for a lock.
-    """
+    """Finishes each ordering with the outcome of its LLM call. Thread-safe. At most `limit` runs are open. Events may
+    come from finalisers: nothing waits for a lock."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -96,7 +85,6 @@ class Runs:
     def expect(
         self, run: UUID, ordering: Ordering[Any], texts: Sequence[str], streamed_silently: Callable[[], object]
     ) -> bool:
-        """Take over an ordering of documents with these texts; in an unknown run it counts as served at once. True."""
         self._one_by_one(partial(self._expect, run, ordering, texts, streamed_silently))
         return True
 
@@ -105,15 +93,13 @@ class Runs:
         self._one_by_one(partial(self._call, run, parent, prompt, alone))
 
     def token(self, run: UUID) -> None:
-        """An LLM call has its first token: its prompt was computed."""
         self._one_by_one(partial(self._token, run))
 
     def answered(self, run: UUID, read: Callable[[bool], ReportedUsage | None]) -> None:
-        """An LLM call ended. `read` maps whether it was alone to its usage (None: the answer came from no engine)."""
+        """`read` maps whether the call was alone to its usage (None: from no engine)."""
         self._one_by_one(partial(self._answered, run, read))
 
     def end(self, run: UUID, *, failed: bool) -> None:
-        """A run ended. If it failed, so did its open LLM calls, and its orderings are discarded."""
         self._one_by_one(partial(self._close, run, failed))
 
     def _begin(self, run: UUID, parent: UUID | None) -> None:
@@ -214,7 +200,7 @@ class Runs:
                 waiting.others.append((call.number, usage))
 
     def _conclude(self, root: _OutermostRun, waiting: _PendingOrdering, failed: bool, sole: dict[int, int]) -> None:
-        """Decide an ordering's outcome. `sole`: for how many orderings a call is the only candidate."""
+        """`sole`: for how many orderings a call is the only candidate."""
         root.waiting.remove(waiting)
         self._waiting -= 1
         usage: ReportedUsage | None = _NO_NUMBERS
@@ -231,11 +217,8 @@ class Runs:
 
 
 def _claims(waiting: list[_PendingOrdering], path: Path, prompt: str) -> list[_PendingOrdering]:
-    """The orderings whose documents are in a call's prompt, in prompt order.
-
-    Of several, those made nearest to the call count (in the same branch, in the same node); where they overlap, the
-    longest, then one without another call, then the earliest.
-    """
+    """The orderings whose documents are in a call's prompt, in prompt order: of those nearest to the call; where they
+    overlap, the longest, then one without another call, then the earliest."""
     found = [(_shared(other.path, path), other, span) for other in waiting if (span := _span(other.texts, prompt))]
     nearest = max((shared for shared, *_ in found), default=0)
     found = [match for match in found if match[0] == nearest]
@@ -248,7 +231,6 @@ def _claims(waiting: list[_PendingOrdering], path: Path, prompt: str) -> list[_P
 
 
 def _span(texts: Sequence[str], prompt: str) -> tuple[int, int] | None:
-    """Start and end of the texts in a prompt, if they are there in this order."""
     start, end = -1, 0
     for text in texts:
         place = prompt.find(text, end)

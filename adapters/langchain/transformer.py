@@ -21,12 +21,9 @@ class CacheOrderTransformer(
     BaseDocumentTransformer,
     RunnableSerializable[Sequence[Document], list[Document]],
 ):
-    """A step that orders documents for the engine's prefix cache. Thread-safe.
+    """A step that orders documents, also as a compressor. Thread-safe. Options as for `CacheOrderRetriever`.
 
     chain = retriever | CacheOrderTransformer(orderer) | join_texts
-
-    Also a compressor: last in a `DocumentCompressorPipeline`, or alone in a `ContextualCompressionRetriever`. Of more
-    than `k` documents the first `k` are kept. The other options are those of `CacheOrderRetriever`.
     """
 
     def __init__(self, orderer: OrdererLike, **options: Any) -> None:

@@ -42,12 +42,8 @@ _STREAMED_SILENTLY = (
 
 
 class _RequestSpan(BaseSpan):
-    """A span that is open, or has ended before its answer.
-
-    `retrieves`: a retriever or postprocessor. `calls_model`: an LLM call; `request`: the ended span that it belongs to.
-    `orderings`: those made in it, each with its orderer. `answers`: results of its ended calls; `streams`: ids of the
-    spans that are still streaming. `generator`: the one it returned last, which may call a model when it is read.
-    """
+    """A span, open or waiting for its answers. `request`: the ended span that an LLM call belongs to; `streams`: ids of
+    the spans that still stream; `generator`: the last one returned, which may call a model when it is read."""
 
     retrieves: bool = False
     calls_model: bool = False
@@ -69,19 +65,17 @@ class _AnswerStream:
 
 
 class FeedbackHandler(BaseSpanHandler[_RequestSpan]):
-    """Reports to the orderer how each request ended, and the cached tokens that the engine reported.
+    """Reports the outcome of each request, and the engine's cached tokens, to the orderer.
 
-    `llama_index.core.instrumentation.get_dispatcher().add_span_handler(FeedbackHandler())`, once, serves all adapters
-    in the process. A request is the span of the query engine or chat engine around the retrieval. With one LLM call its
-    reported usage counts (vLLM: --enable-prompt-tokens-details); with several (documents that do not fit into one
-    prompt) there are no numbers. A span that fails without any answer is discarded.
+    `llama_index.core.instrumentation.get_dispatcher().add_span_handler(FeedbackHandler())`, once per process. A request
+    is the span of the query or chat engine. The usage of its only LLM call counts; several calls have no numbers; a
+    span that fails without an answer is discarded.
 
-    A streamed answer reports usage if the model requests it: `additional_kwargs={"stream_options": {"include_usage":
-    True}}` with OpenAI-like models; otherwise the orderer is degraded. A stream that breaks or is closed after its
-    first token counts as served, without numbers; before it, as discarded.
+    Streams need `additional_kwargs={"stream_options": {"include_usage": True}}` to report usage; without it the orderer
+    is degraded. A stream that ends early after its first token counts as served, without numbers; before it, as
+    discarded.
 
-    Finishing an ordering never waits for a lock: the garbage collector may close a stream. A copy, deep or pickled,
-    follows no requests yet.
+    Finishing never waits for a lock: the garbage collector may close a stream. Copies follow no requests yet.
     """
 
     _streams: dict[str, _AnswerStream] = PrivateAttr(default_factory=dict)
@@ -141,7 +135,7 @@ class FeedbackHandler(BaseSpanHandler[_RequestSpan]):
         return self._end(id_, failed=True)
 
     def hear(self, event: Any) -> None:
-        """An event of a model. Spans of streams end before the first token: events report the rest."""
+        """An event of a model: spans of streams end before the first token."""
         if isinstance(event, LLMChatStartEvent | LLMCompletionStartEvent):
             self._sees_events = True
             span = self._open(event.span_id)
@@ -171,7 +165,7 @@ class FeedbackHandler(BaseSpanHandler[_RequestSpan]):
         return span
 
     def _reading(self) -> _RequestSpan | None:
-        """The ended request whose generator is on the current call stack: no open span leads to it."""
+        """The ended request whose generator is on the call stack."""
         frames = set()
         frame: FrameType | None = currentframe()
         while frame is not None:
@@ -211,7 +205,7 @@ class FeedbackHandler(BaseSpanHandler[_RequestSpan]):
             self._finish_request(request, failed=not request.answers)
 
     def _forget(self, id: str) -> None:
-        """A request's generator was dropped: there will be no LLM call, and if models send no events, there was one."""
+        """A request's generator was dropped: no LLM call will follow."""
         request, _ = self._pending.get(id, (None, None))
         if request is not None and not request.streams:
             self._finish_request(request, failed=self._sees_events and not request.answers)
@@ -254,7 +248,6 @@ _listener = _Listener()
 
 
 def hand_over(ordering: Ordering[Any], orderer: OrdererLike) -> None:
-    """Leave the ordering to the feedback handler, or count it as served if there is none."""
     dispatcher = get_dispatcher()
     for handler in dispatcher.span_handlers:
         if isinstance(handler, FeedbackHandler) and handler.expect(ordering, orderer):

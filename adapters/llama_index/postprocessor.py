@@ -17,20 +17,14 @@ __all__ = ["CacheOrderPostprocessor"]
 class CacheOrderPostprocessor(BaseNodePostprocessor):
     """Orders a query's nodes for the engine's prefix cache. Thread-safe.
 
-    index.as_query_engine(node_postprocessors=[reranker, CacheOrderPostprocessor(orderer)])
-
-    It must be the **last** postprocessor: sorting after it, as by `LongContextReorder`, undoes its order. The nodes
-    themselves are returned, each as often as given.
+    index.as_query_engine(node_postprocessors=[reranker, CacheOrderPostprocessor(orderer)])  # always last
 
     - `key`: a `NodeWithScore`'s identity besides its text (default: its node id).
-    - `tokens`: its length in the prompt (default: four characters a token), as shown to the model: `MetadataMode.LLM`.
-    - `scope`: the tenant, or a function of the QueryBundle (or None) that returns it. Scopes share no cache.
+    - `tokens`: its length in the prompt, in `MetadataMode.LLM`.
+    - `scope`: the tenant, or a function of the QueryBundle (or None). Scopes share no cache.
 
-    An internal error, or one in `key`, `tokens` or `scope`, leaves retrieval order and is counted by the orderer.
-    Orderings count as served at once, unless a `FeedbackHandler` is at LlamaIndex's dispatcher.
-
-    `to_dict` leaves out the orderer and the functions: read it with `from_dict(data, orderer=…)`. Deep copies share the
-    orderer.
+    Errors in these functions leave retrieval order and are counted by the orderer. Orderings count as served at once
+    without a `FeedbackHandler`. `to_dict` leaves out the orderer: `from_dict(data, orderer=…)`. Deep copies share it.
     """
 
     _reorder: Reorder[NodeWithScore] = PrivateAttr()

@@ -15,11 +15,8 @@ __all__ = ["CacheOrderRetriever"]
 
 
 class CacheOrderRetriever(BaseRetriever):
-    """A retriever that returns nodes in the order that reuses most of the engine's prefix cache. Thread-safe.
-
-    Wraps any `retriever`, whose callbacks and spans stay as they are. The options are those of
-    `CacheOrderPostprocessor`, which is the better choice if a later component filters or sorts nodes.
-    """
+    """A retriever that orders its nodes. Thread-safe. Options as for `CacheOrderPostprocessor`, which is the better
+    choice if a later component filters or sorts nodes."""
 
     def __init__(
         self,

@@ -1,13 +1,9 @@
 """Comparison of the served order, which the engine reports, with the other one, which is only predicted.
 
-Both predictions of a request are made alike. The error of the served order's prediction corrects the other's:
-
-- Reports above the prediction found more in the prefix or the documents, and so would the other order: the mean excess
-  is added. Reports below it mean that other clients used the cache: the other prediction shrinks in proportion.
-- The remaining uncertainty is half the mean absolute error (a bias may differ between the orders) plus three standard
-  errors of the mean.
-
-The bounds were chosen on a simulated engine (tests/adapters/test_comparison.py).
+- If reports exceed predictions, the other order would have found more too: the mean excess is added. If they fall
+  short, other clients used the cache: the other prediction shrinks in proportion.
+- What remains uncertain: half the mean absolute error (a bias may differ between the orders) plus three standard errors
+  of the mean. Bounds chosen on a simulated engine (tests/adapters/test_comparison.py).
 """
 
 from __future__ import annotations

@@ -55,14 +55,13 @@ class Watcher(Protocol):
 
 
 class ObservedOrderer:
-    """An `Orderer` with watchers. It orders as the wrapped one does; errors of watchers are logged once, not raised.
+    """An `Orderer` with watchers, whose errors are logged once, not raised.
 
     orderer = ObservedOrderer(Orderer.for_vllm(url), [Metrics(), Tracing()])
 
-    With `compare`, a second orderer mirrors the cache as it would be in retrieval order: the difference is what was
-    saved. In `shadow` mode documents are served in retrieval order, and ragorder's order is scored on a mirror. Either
-    takes about as long as ordering itself. The order that is not served is predicted by an LRU mirror, which the
-    engine's reports on the served order correct as well (lengths of prefix and documents, room taken by other clients).
+    With `compare`, a second orderer mirrors the cache in retrieval order: the difference is what was saved. In `shadow`
+    mode retrieval order is served and ragorder's is scored on a mirror. Either takes about as long as ordering itself.
+    Reports on the served order correct both.
     """
 
     def __init__(

@@ -13,12 +13,9 @@ __all__ = ["Tracing"]
 
 
 class Tracing:
-    """A watcher for `ObservedOrderer`: two spans per request, children of the current one. `ragorder.order` lasts as
-    long as ordering; `ragorder.settle`, linked to it, has the engine's report. No span holds anything of a document or
-    a tenant.
-
-    `tracer` is an `opentelemetry.trace.Tracer` (default: the application's). Raises ImportError without ragorder[otel].
-    """
+    """A watcher for `ObservedOrderer`: a span `ragorder.order` and, linked to it, `ragorder.settle` with the engine's
+    report. `tracer` is an `opentelemetry.trace.Tracer` (default: the application's). Raises ImportError without
+    ragorder[otel]."""
 
     def __init__(self, tracer: Any = None) -> None:
         try:

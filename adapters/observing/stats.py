@@ -32,11 +32,9 @@ _DERIVED = (
 class Stats:
     """Figures since the start of the process; tokens are those of `served` requests.
 
-    `cached_tokens`: of the served order, reported for `reports` requests, else predicted. `predicted_other_tokens`: of
-    the other order (None: not compared). `comparison`: the other order's tokens, corrected by the errors of the served
-    order's predictions. Per request, `prediction_error_tokens` is the mean absolute difference of predicted and
-    reported, `prediction_bias_tokens` that of predicted - reported. `order_us`: percentiles of the ordering time, from
-    a histogram. `passed`: unchanged requests by reason, which are in no other figure.
+    `cached_tokens`: of the served order, reported for `reports` requests, else predicted; `predicted_other_tokens`: of
+    the other order (None: not compared), which `comparison` corrects. Prediction error and bias are means per request;
+    `order_us`: percentiles of the ordering time; `passed`: unchanged requests by reason, in no other figure.
     """
 
     shadow: bool

@@ -20,8 +20,6 @@ M = TypeVar("M")
 
 
 class _BaseClient(CallSetup, Generic[A, S, M]):
-    """`generate` returns A, `stream` S, `generate_many` M."""
-
     _foreign: ClassVar[tuple[str, str]]
     _generate: Callable[[Call], A]
     _stream: Callable[[Call], S]
@@ -44,9 +42,8 @@ class _BaseClient(CallSetup, Generic[A, S, M]):
     ) -> A:
         """The `Answer` to a question on documents, given in retrieval order.
 
-        `scope` and `waiting` are those of `Orderer.order`, all other options those of create(); None leaves an option
-        to the server. Raises the openai client's errors; TypeError or ValueError for an option that the client sets
-        itself, ValueError for a `scope` that cannot be sent as a salt or differs from `cache_salt` in `extra_body`.
+        `scope` and `waiting` as for `Orderer.order`, other options as for create(). Raises the openai client's errors;
+        TypeError or ValueError for an option that the client sets itself and for a scope that cannot be a salt.
         """
         options |= {"max_tokens": max_tokens, "temperature": temperature}
         return self._generate(Call(self, query, documents, scope, waiting, options, hands_out=False))
@@ -77,14 +74,12 @@ class _BaseClient(CallSetup, Generic[A, S, M]):
         temperature: float | None = 0.0,
         **options: Any,
     ) -> M:
-        """(index, `Answer`) for each request (query, documents) or (query, documents, scope), in order of completion.
+        """(index, `Answer`) for each (query, documents) or (query, documents, scope), in order of completion.
 
-        At most `concurrency` requests are in flight. Waiting requests with the largest cached share go first, but none
-        is overtaken by more than `window` later ones; each is ordered for those that will probably follow. A failed
-        request has its exception instead of an answer, or ends the batch (`on_error`). Nothing is sent before the first
-        outcome is requested; closing the iterator early ends all requests in flight.
-
-        Options as for `generate`. Raises TypeError or ValueError for invalid options or requests.
+        Of the waiting requests those with the largest cached share go first, but none is overtaken by more than
+        `window` later ones. A failed request has its exception instead of an answer, or ends the batch (`on_error`).
+        Nothing is sent before the first outcome is requested; closing the iterator ends all requests in flight. Raises
+        TypeError or ValueError.
         """
         options |= {"max_tokens": max_tokens, "temperature": temperature}
         limits: dict[str, Any] = {"concurrency": concurrency, "window": window, "on_error": on_error}
@@ -95,23 +90,18 @@ class OrderedClient(_BaseClient[Answer, OrderedStream, Generator[BatchOutcome, N
     """Sends questions and their ordered documents to an OpenAI-compatible server. Thread-safe.
 
     rag = OrderedClient(openai.OpenAI(base_url=url), model="…", orderer=orderer, builder=builder)
-    rag.generate("Who was it?", documents).text
+    rag.generate("Which drawer?", documents).text
 
-    - `client`: an `openai.OpenAI`, or anything with the same `create`. It retries requests that get no response.
-    - `prompts`: "messages" for chat completions and the server's chat template; "token_ids" for completions, exactly as
-      `builder` made them (with the served model's tokenizer).
-    - `retries`: further attempts after a stream broke before the caller saw any of it; `sleep(seconds)` before each.
-    - `send_salt`: send a scope that is a string as vLLM's `cache_salt` (at most 128 characters, without @, /, \\ and
-      NUL). False for servers without that field.
-    - `send_facts`: send where the documents end (if `builder` has a tokenizer) and a digest of the scope as
-      `kv_transfer_params`: for a vLLM with ragorder tiers (docs/tiers.md). Other servers may refuse them.
+    - `client`: an `openai.OpenAI`, or anything with the same `create`.
+    - `prompts`: "messages" for chat completions; "token_ids" for completions (with the served model's tokenizer).
+    - `retries`: attempts after a stream broke before the caller saw any of it; `sleep(seconds)` before each.
+    - `send_salt`: send a string scope as vLLM's `cache_salt` (at most 128 characters, without @, /, \\ and NUL).
+    - `send_facts`: send document ends and a digest of the scope to a vLLM with ragorder tiers (docs/tiers.md).
 
-    Every ordering is finished: on success with the reported cached tokens (vLLM: --enable-prompt-tokens-details,
-    SGLang: --enable-cache-report), without a number if the stream ended early after its first token, as discarded
-    before. `stream` sends its request at once.
+    Every ordering is finished: with the reported cached tokens (vLLM: --enable-prompt-tokens-details, SGLang:
+    --enable-cache-report), or as discarded without a first token. `stream` sends its request at once.
 
-    Raises ImportError without the openai package, TypeError for an asynchronous client, ValueError for invalid
-    `prompts` or `retries`.
+    Raises ImportError without openai, TypeError for an asynchronous client, ValueError for `prompts` or `retries`.
     """
 
     _foreign = ("AsyncOpenAI", "AsyncOrderedClient")

@@ -17,12 +17,9 @@ __all__ = ["OpenAIStreams"]
 
 
 class OpenAIStreams:
-    """Sends requests through an `openai.AsyncOpenAI`, or anything with the same `create`: messages to chat completions,
-    tokens to completions. Closing a stream closes its HTTP response, on which vLLM and SGLang abort the request.
-
-    `send_salt` and `send_facts` are those of `OrderedClient`. Raises ImportError without the openai package, TypeError
-    for a synchronous client.
-    """
+    """Sends requests through an `openai.AsyncOpenAI`. Closing a stream closes its response, on which vLLM and SGLang
+    abort the request. Options as for `OrderedClient`. Raises ImportError without openai, TypeError for a synchronous
+    client."""
 
     def __init__(self, client: Any, model: str, *, send_salt: bool = True, send_facts: bool = False) -> None:
         check_client(client, "a pipeline", "OpenAI", "openai.AsyncOpenAI")
@@ -30,9 +27,8 @@ class OpenAIStreams:
         self._send_salt = send_salt
 
     async def stream(self, request: PromptRequest, /) -> AsyncGenerator[AnswerChunk, None]:
-        """The answer as it arrives; the last chunk has the usage. Raises the openai client's errors, and
-        openai.APIConnectionError for an answer that ends too early; before sending, TypeError or ValueError for options
-        that the client sets itself and for a scope that cannot be a salt."""
+        """The last chunk has the usage. Raises the openai client's errors, APIConnectionError for an answer that ends
+        too early; before sending, TypeError or ValueError as for `checked_options`."""
         options = checked_options(dict(request.options), request.scope, self._send_salt)
         reply = Reply(Ordering([], []))
         reply.sent_s = time.perf_counter()

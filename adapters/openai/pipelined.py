@@ -66,12 +66,11 @@ def ordered_pipeline(
 ) -> Pipeline[Question, Document, PromptRequest]:
     """A pipeline that orders its documents, on any engine: `AsyncVLLM` (with its `requests`), `OpenAIStreams`.
 
-    - `warm_up`: prefill the system prompt during retrieval if the engine does not hold it.
+    - `warm_up`: prefill a cold system prompt during retrieval.
     - `speculate`: generate on provisional documents while fewer than `max_prefill_bs` requests wait for their first
-      token (None: as many as fit into `token_budget` tokens, the engine's for one iteration).
-    - `cautious`: speculate only if recent searches predict a gain; False: whenever there is room, as in RAGCache.
-    - `requests()`: the number of requests on the engine, from all clients (None: only this pipeline's count).
-    - `ends`: awaited when the pipeline is closed.
+      token (None: as many as fit into `token_budget` tokens an iteration).
+    - `cautious`: only if recent searches predict a gain.
+    - `requests()`: requests on the engine, from all clients (None: unknown). `ends` are awaited on closing.
 
     Raises ValueError for invalid `prompts` and for a `max_prefill_bs` below 1.
     """
@@ -140,20 +139,14 @@ class _BasePipelinedClient:
 
 
 class PipelinedClient(_BasePipelinedClient):
-    """A client of an OpenAI-compatible server that overlaps retrieval with prefill. Use `async with`, or close it.
+    """An `OrderedClient` that overlaps retrieval with prefill. Use `async with`, or close it.
 
     - `client`: an `openai.AsyncOpenAI`.
-    - `retrieval`: called with the `Question`, yields the documents found after each stage: `plain_retrieval` for a
-      retriever without stages (warm-ups only), `staged_retrieval` for a vector search in stages.
-    - `prompts`, `send_salt`, `send_facts`: those of `OrderedClient`.
-    - `warm_up`, `speculate`, `cautious`, `max_prefill_bs`, `token_budget`: those of `ordered_pipeline`.
-    - `report_load`: poll vLLM's /metrics for its number of requests during searches, at most every 100 ms; less and
-      less at a server without them, where only this client's requests count.
+    - `retrieval`: called with the `Question`: `plain_retrieval` (warm-ups only) or `staged_retrieval`.
+    - `report_load`: poll vLLM's /metrics for its number of requests during searches.
 
-    Every ordering is finished, as by `OrderedClient`. A failed speculation or warm-up does not affect the answer.
-
-    Raises ImportError without the openai package, TypeError for a synchronous client, ValueError for invalid `prompts`
-    or `max_prefill_bs`.
+    Other options as for `OrderedClient` and `ordered_pipeline`, errors as well. A failed speculation or warm-up does
+    not affect the answer.
     """
 
     def stream(

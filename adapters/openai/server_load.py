@@ -31,12 +31,8 @@ _logger = logging.getLogger("ragorder")
 
 
 class PromptLoad(EngineLoad):
-    """The load of a shared engine. `requests()` is its number of requests, from all clients (None: unknown): those of
-    other clients count as pending, since it is unknown which of them have their first token.
-
-    The default `max_prefill_bs` is the number of prompts of mean length in `token_budget` tokens an iteration (vLLM:
-    --max-num-batched-tokens); 1 before the first.
-    """
+    """The load of a shared engine; `requests()` as for `ordered_pipeline`: other clients' requests count as pending.
+    The default `max_prefill_bs` is the number of prompts of mean length in `token_budget`; 1 before the first."""
 
     def __init__(
         self,
@@ -62,11 +58,8 @@ class PromptLoad(EngineLoad):
 
 
 class MetricsPoll:
-    """Polls a vLLM server's /metrics for its waiting and running requests during searches: at most every 100 ms, less
-    often if the answer is slow, down to once a minute without an answer.
-
-    `client` is an `openai.AsyncOpenAI`, for its address and key; `engine` counts this process's own requests.
-    """
+    """Polls a vLLM server's /metrics for its number of requests during searches: at most every 100 ms, down to once a
+    minute without an answer. `client` gives address and key; `engine` counts our own requests."""
 
     def __init__(self, client: Any, engine: WatchedEngine) -> None:
         self._client = client

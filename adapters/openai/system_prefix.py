@@ -29,8 +29,7 @@ class WatchedEngine:
         self._answered: set[Hashable] | None = None
 
     def trusted(self, scope: Hashable) -> bool:
-        """Whether the engine has answered a request of this scope since its last failure, after which it may have been
-        restarted and hold nothing."""
+        """False after a failure, until an answer in this scope: the engine may have been restarted."""
         return self._answered is None or scope in self._answered
 
     async def stream(self, request: PromptRequest, /) -> AsyncGenerator[AnswerChunk, None]:
@@ -59,14 +58,9 @@ class WatchedEngine:
 
 
 class SystemPrefix:
-    """The prompt prefix in front of the documents, one per scope. `Orderer.holds_prefix` says whether the engine holds
-    it; after a failure of the engine it counts as cold until the next answer.
-
-    A prefill is a request of one token, and an ordering without documents, which is always finished. Use its `engine`
-    in the pipeline, so that failures there count here.
-
-    Raises ValueError for invalid `prompts`.
-    """
+    """The prompt prefix in front of the documents, one per scope; cold after a failure of the engine until its next
+    answer. A prefill is a request of one token and an ordering without documents. Use its `engine` in the pipeline:
+    failures there count here. Raises ValueError for invalid `prompts`."""
 
     def __init__(
         self,

@@ -41,13 +41,8 @@ _NOTHING = _EventBatch(-1, b"")
 class KVEventSubscriber:
     """Keeps `blocks` in step with the engine at `endpoint`, on its own thread, until it is closed.
 
-    with KVEventSubscriber(EngineBlocks(16, 1 << 16), "tcp://host:5557", "tcp://host:5657") as events:
-        events.wait_until_synchronised(5.0)
-
     With a `replay_endpoint` it can start late, fills gaps, and after `check_interval_s` without news checks for missed
-    batches and for a restarted engine; a silent server is polled less and less. Without, a gap empties `blocks`, and a
-    restart shows only if the event numbers start over. `on_pause` is called on that thread when it is idle.
-
+    batches and restarts. Without, a gap empties `blocks`. `on_pause` is called on that thread when it is idle.
     Unreadable messages are counted. Raises ImportError without ragorder[live], ValueError for an invalid endpoint.
     """
 

@@ -1,4 +1,4 @@
-"""`ragorder bench`: what ordering saves, on synthetic workloads and on real corpora, at rest and under load."""
+"""The command `ragorder bench`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,20 @@ from typing import IO, Any
 
 import click
 
-from ragorder.cli.options import ParamType
-from ragorder.cli.output import Stream
-from ragorder.eval.cli.options import Seeds, embedding_model, events_options, server_options
+from ragorder.cli.options import Choice, Command, Count, ParamType, api_key, option, section
+from ragorder.cli.output import StreamFile
+from ragorder.eval.cli.options import (
+    arrival_rates,
+    block_size,
+    embedding_model,
+    events_options,
+    limit,
+    question_order,
+    seeds,
+    served_model,
+    top_k,
+    waiting,
+)
 from ragorder.eval.cli.progress import progress_bar
 
 __all__ = ["bench"]
@@ -22,7 +33,7 @@ class _Capacity(ParamType[Any]):
     name = "tokens|percent|unlimited"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        from ragorder.eval.bench import Capacity
+        from ragorder.eval.engines.capacity import Capacity
 
         try:
             return value if isinstance(value, Capacity) else Capacity.parse(value)
@@ -30,177 +41,165 @@ class _Capacity(ParamType[Any]):
             self.fail(str(error), param, ctx)
 
 
-@click.command()
-@click.option(
-    "--workload",
-    "workloads",
-    multiple=True,
-    metavar="NAME",
-    help="Synthetic trace: paper (RAGCache++'s: neighbours share documents, in their places), paper-shuf (the same, "
-    "with ranks shuffled), ov0.0 to ov0.8 (neighbours share that part more), mix8 (eight streams at once), zipf10 (ten "
-    "documents by popularity), zipf10-X (popularity exponent X), geo (places near each other), disjoint and unique "
-    "(neighbours, or no two requests, share a document); or pydocs. Repeatable. [default: paper-shuf]",
+@click.command(cls=Command)
+@section(
+    "Requests",
+    option(
+        "--workload",
+        "workloads",
+        multiple=True,
+        metavar="NAME",
+        help="Synthetic trace: paper (RAGCache++'s: neighbours share documents, in their places), paper-shuf (the "
+        "same, with shuffled ranks), ov0.0 to ov0.8 (neighbours share that part more), mix8 (eight streams at once), "
+        "zipf10 (ten documents by popularity), zipf10-X (popularity exponent X), geo (places near each other), "
+        "disjoint and unique (neighbours, or no two requests, share a document); or pydocs. Repeatable. "
+        "[default: paper-shuf]",
+    ),
+    option(
+        "--corpus",
+        "corpora",
+        multiple=True,
+        metavar="DIR",
+        help="Folder with documents.jsonl (id, text, perhaps title), questions.jsonl (id, question) and run_NAME.jsonl "
+        "(id of a question, chunks: ids of documents, best first), each plain or .gz (docs/corpora.md); or pydocs. "
+        "Repeatable.",
+    ),
+    question_order("order"),
+    option(
+        "--retriever",
+        type=Choice(["run", "bm25", "dense"]),
+        default="run",
+        show_default=True,
+        help="Source of a corpus' documents: its own run (pydocs: bm25), or a new retrieval.",
+    ),
+    embedding_model,
+    top_k("Documents a request. [default: the workload's own; 5 for a corpus]"),
+    limit(
+        "Only the first N requests; a synthetic workload goes on to N. [default: all; as many as the trace of "
+        "--arrivals has]"
+    ),
+    seeds("0"),
 )
-@click.option(
-    "--corpus",
-    "corpora",
-    multiple=True,
-    metavar="DIR",
-    help="Folder with documents.jsonl (id, text, perhaps title), questions.jsonl (id, question) and run_NAME.jsonl (id "
-    "of a question, chunks: ids of documents, best first), each plain or .gz (docs/corpora.md); or pydocs. Repeatable.",
+@section(
+    "Ordering",
+    option(
+        "--policy",
+        "policies",
+        multiple=True,
+        metavar="NAME",
+        help="none (no prefix cache), retrieval, sorted, recency, random, greedy (the paper's), best, frequency, "
+        "queue, auto, events (auto, with the server's KV events), oracle, contextpilot (in an environment of its own). "
+        "Repeatable. [default: retrieval, greedy, best, auto]",
+    ),
+    waiting(),
+    option("--batch", is_flag=True, help="Plan the whole run at once: requests are reordered, too."),
+    option(
+        "--max-wait",
+        type=Count(0),
+        metavar="PLACES",
+        help="With --batch: a request is served at most this many places late. [default: any number]",
+    ),
 )
-@click.option(
-    "--order",
-    type=click.Choice(["data", "random"]),
-    default="data",
-    show_default=True,
-    help="Order of a corpus' questions.",
-)
-@click.option(
-    "--retriever",
-    type=click.Choice(["run", "bm25", "dense"]),
-    default="run",
-    show_default=True,
-    help="Where a corpus' documents come from: its own run (pydocs: bm25), or retrieved afresh.",
-)
-@embedding_model
-@click.option(
-    "--policy",
-    "policies",
-    multiple=True,
-    metavar="NAME",
-    help="none (no prefix cache), retrieval, sorted, recency, random, greedy (the paper's), best, frequency, queue, "
-    "auto, events (auto, with the server's KV events), oracle, contextpilot (in an environment of its own). "
-    "Repeatable. [default: retrieval, greedy, best, auto]",
-)
-@click.option(
-    "--engine",
-    type=click.Choice(["sim", "vllm", "torch", "openai"]),
-    default="sim",
-    show_default=True,
-    help="Simulated cache; real vLLM in this process; ragorder's embedded engine, whose cache is of documents; or an "
-    "OpenAI-compatible server that is running.",
-)
-@click.option(
-    "--model",
-    type=click.Path(path_type=Path),
-    help="vllm, torch: the model's folder [default: random weights, made on the spot]. openai: folder or Hub name of "
-    "the served model, for its tokenizer [default: where the server says that it has it from].",
-)
-@click.option(
-    "--base-url",
-    "base_urls",
-    multiple=True,
-    metavar="URL",
-    help="openai: the server, such as http://127.0.0.1:8000/v1. The policies take turns on it, each with a cache of "
-    "its own (cache_salt). Repeated once for each policy: a server for each, all at the same time. [default: a vLLM "
-    "server is started for the benchmark]",
+@section(
+    "Engine",
+    option(
+        "--engine",
+        type=Choice(["sim", "vllm", "torch", "openai"]),
+        default="sim",
+        show_default=True,
+        help="sim: a simulated cache; vllm: real vLLM in this process; torch: ragorder's embedded engine, whose cache "
+        "holds documents; openai: a running OpenAI-compatible server.",
+    ),
+    option(
+        "--model",
+        type=click.Path(path_type=Path),
+        metavar="FOLDER",
+        help="vllm, torch: the model's folder [default: random weights, made on the spot]. openai: folder or Hub name "
+        "of the served model, for its tokenizer [default: the one that the server names].",
+    ),
+    option(
+        "--base-url",
+        "base_urls",
+        multiple=True,
+        metavar="URL",
+        help="openai: the server, such as http://127.0.0.1:8000/v1. The policies take turns on it, each with a cache "
+        "of its own (cache_salt). Repeated once for each policy: a server for each, all at the same time. [default: a "
+        "vLLM server is started for the benchmark]",
+    ),
+    served_model,
+    api_key("OPENAI_API_KEY"),
+    option(
+        "--capacity-tokens",
+        "capacity",
+        type=_Capacity(),
+        help="The engine's cache: tokens (10k is 10,000), a share of the corpus (5%), or unlimited. [default: 100000; "
+        "openai: the server's /metrics]",
+    ),
+    block_size("[default: 16 for sim and torch, 32 for vllm; openai: the server's /metrics]"),
+    option(
+        "--host-tokens",
+        type=Count(0),
+        metavar="TOKENS",
+        help="torch: host memory for documents evicted from the device, in tokens. [default: 0]",
+    ),
+    option(
+        "--output-tokens",
+        type=Count(1),
+        metavar="TOKENS",
+        help="Tokens an answer. [default: as the arrivals say, else 32 for sim, 1 for vllm, torch and openai]",
+    ),
 )
 @events_options
-@server_options
-@click.option(
-    "--top-k", type=click.IntRange(min=1), help="Documents a request. [default: the workload's own; 5 for a corpus]"
+@section(
+    "Load",
+    option(
+        "--concurrency",
+        type=Count(1),
+        metavar="N",
+        help="Keep N requests in flight; with --arrivals at most N.",
+    ),
+    option(
+        "--arrivals",
+        metavar="poisson:RATE|FILE",
+        help="RATE requests a second at random, or the times of a trace: CSV with TIMESTAMP, ContextTokens and "
+        "GeneratedTokens (Azure) or JSON lines with timestamp in ms (Mooncake), plain or .gz. The trace also says how "
+        "many requests there are and how long the answers; a corpus with fewer questions starts again from its first.",
+    ),
+    option("--time-scale", type=float, metavar="X", help="Play the trace of --arrivals X times as fast. [default: 1]"),
+    option(
+        "--replicas",
+        type=Count(1),
+        metavar="N",
+        help="Each arrival of the trace stands for N requests, spread at random over the time to the next. "
+        "[default: 1]",
+    ),
+    arrival_rates(
+        "sim: uncached prompt tokens that the model computes a second, one request after another. [default: 20000]",
+        "sim: answer tokens that the model generates a second for each request. [default: 50]",
+    ),
 )
-@click.option(
-    "--capacity-tokens",
-    "capacity",
-    type=_Capacity(),
-    help="The engine's cache: tokens (10k is 10,000), a share of the corpus (5%), or unlimited. "
-    "[default: 100000; openai: what the server's /metrics say]",
+@section(
+    "Retrieval in front of the server (--engine openai)",
+    option(
+        "--pipeline",
+        type=Choice(["none", "warmup", "speculative"]),
+        help="Every request retrieves first, and the time to the first token counts from the question. Compare 'none' "
+        "with a warm-up of the system prompt during retrieval, or with warm-up and speculation. Retrieval has 4 "
+        "stages; the result becomes final after a stage drawn uniformly at random; the result of the stage before "
+        "differs in its last document, earlier results in the last two.",
+    ),
+    option(
+        "--retrieval-delay",
+        "delay_ms",
+        type=click.FloatRange(min=0),
+        metavar="MS",
+        help="With --pipeline: duration of a retrieval. [default: 50]",
+    ),
 )
-@click.option(
-    "--block-size",
-    type=click.IntRange(min=1),
-    help="Tokens a KV block. [default: 16 for sim and torch, 32 for vllm; openai: what the server's /metrics say]",
-)
-@click.option(
-    "--host-tokens",
-    type=click.IntRange(min=0),
-    metavar="N",
-    help="torch: so many tokens of documents that left the device are kept in host memory. [default: 0]",
-)
-@click.option(
-    "--output-tokens",
-    type=click.IntRange(min=1),
-    help="Tokens an answer. [default: as the arrivals say, else 32 for sim, 1 for vllm, torch and openai]",
-)
-@click.option(
-    "--waiting",
-    type=click.IntRange(min=0),
-    default=0,
-    show_default=True,
-    help="So many of the next requests already wait when one is ordered.",
-)
-@click.option("--batch", is_flag=True, help="Plan the whole run at once: requests are reordered, too.")
-@click.option(
-    "--max-wait",
-    type=click.IntRange(min=0),
-    metavar="PLACES",
-    help="With --batch: a request is served at most so many places late. [default: any number]",
-)
-@click.option(
-    "--concurrency",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Load: keep N requests in flight; with --arrivals at most N.",
-)
-@click.option(
-    "--arrivals",
-    metavar="poisson:RATE|FILE",
-    help="Load: RATE requests a second at random, or at the times of a trace: CSV with TIMESTAMP,ContextTokens,"
-    "GeneratedTokens (Azure) or JSON lines with timestamp in ms (Mooncake), plain or .gz. The trace also says how many "
-    "requests there are and how long the answers; a corpus with fewer questions starts again from its first.",
-)
-@click.option(
-    "--time-scale", type=float, metavar="X", help="Play the trace of --arrivals X times as fast. [default: 1]"
-)
-@click.option(
-    "--replicas",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Each arrival of the trace stands for N requests, spread at random over the time to the next. [default: 1]",
-)
-@click.option(
-    "--prefill-rate",
-    type=click.FloatRange(min=0, min_open=True),
-    metavar="TOKENS/S",
-    help="sim under load: the model's uncached prompt tokens a second, one request after another. [default: 20000]",
-)
-@click.option(
-    "--decode-rate",
-    type=click.FloatRange(min=0, min_open=True),
-    metavar="TOKENS/S",
-    help="sim under load: the model's answer tokens a second, for each request. [default: 50]",
-)
-@click.option(
-    "--pipeline",
-    type=click.Choice(["none", "warmup", "speculative"]),
-    help="openai: every request retrieves first, and the time to the first token counts from the question. Compare "
-    "with 'none' a warm-up of the system prompt during retrieval, or that and speculation: 4 stages, of which each is "
-    "as likely to be the one since which the documents are final; with one stage to go the last of them is another, "
-    "with two the last two.",
-)
-@click.option(
-    "--retrieval-delay",
-    "delay_ms",
-    type=click.FloatRange(min=0),
-    metavar="MS",
-    help="--pipeline: how long retrieval takes. [default: 50]",
-)
-@click.option(
-    "--seeds", type=Seeds(), default="0", show_default=True, help="Seeds of workloads and random orders, with commas."
-)
-@click.option(
-    "--limit",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Only the first N requests; a synthetic workload goes on to N. [default: all; as many as the trace of "
-    "--arrivals has]",
-)
-@click.option(
+@option(
     "--json",
     "output",
-    type=Stream("w", encoding="utf-8", lazy=False),
+    type=StreamFile("w", encoding="utf-8", lazy=False),
     metavar="FILE|-",
     help="Write the results as JSON; with - the table goes to standard error.",
 )
@@ -234,15 +233,16 @@ def bench(
     In the table, "moved" is how far a document stands from its retrieval rank, in places, on average; "predicted" is
     the share of requests of which the policy predicted the cached tokens to within one block.
     """
-    from ragorder.eval.arrivals import Arrivals
-    from ragorder.eval.bench import DEFAULT_POLICIES, PYDOCS, Bench, EventsAddress, as_json, run_bench
-    from ragorder.eval.corpora import CorpusError
+    from ragorder.eval.data.arrivals import Arrivals
+    from ragorder.eval.data.corpora import PYDOCS, CorpusError
+    from ragorder.eval.data.retrieval import make_retriever
+    from ragorder.eval.data.workloads import WorkloadError
     from ragorder.eval.engines.base import EngineError
-    from ragorder.eval.load import ServiceTimes
-    from ragorder.eval.policies import PolicyError
-    from ragorder.eval.retrieval import make_retriever
-    from ragorder.eval.tables import print_results
-    from ragorder.eval.workloads import WorkloadError
+    from ragorder.eval.report.console import print_results
+    from ragorder.eval.running.bench import as_json, run_bench
+    from ragorder.eval.running.load import ServiceTimes
+    from ragorder.eval.running.policies import PolicyError
+    from ragorder.eval.running.specs import DEFAULT_POLICIES, Bench, EventsAddress
 
     if embedding_model and retriever != "dense":
         raise click.UsageError("--embedding-model goes with --retriever dense")
@@ -294,9 +294,9 @@ def bench(
 
 def _bench_pipelines(bench: Any, pipeline: str, delay_ms: float, output: IO[str] | None) -> None:
     """Raises as `run_pipelines` does."""
-    from ragorder.eval.bench import as_json
-    from ragorder.eval.pipelining import run_pipelines
-    from ragorder.eval.pipelining.tables import print_pipelines
+    from ragorder.eval.experiments.pipelining import run_pipelines
+    from ragorder.eval.experiments.pipelining.tables import print_pipelines
+    from ragorder.eval.running.bench import as_json
 
     with progress_bar() as progress:
         results = run_pipelines(bench, pipeline, delay_ms, progress)

@@ -1,4 +1,4 @@
-"""`ragorder demo`: real questions on real documents, in retrieval order and in ours."""
+"""The command `ragorder demo`."""
 
 from __future__ import annotations
 
@@ -6,40 +6,37 @@ from pathlib import Path
 
 import click
 
+from ragorder.cli.options import Choice, Command, Count, option
+from ragorder.eval.cli.options import waiting
 from ragorder.eval.cli.progress import progress_bar
 
 __all__ = ["demo"]
 
 
-@click.command()
-@click.option(
+@click.command(cls=Command)
+@option(
     "--engine",
-    type=click.Choice(["vllm", "torch", "sim"]),
+    type=Choice(["vllm", "torch", "sim"]),
     default="vllm",
     show_default=True,
-    help="Real vLLM in this process, ragorder's embedded engine, or a simulated cache.",
+    help="vllm: real vLLM in this process; torch: ragorder's embedded engine; sim: a simulated cache.",
 )
-@click.option(
+@option(
     "--model",
     type=click.Path(path_type=Path),
-    help="Model folder for vllm and torch. [default: random weights, made on the spot]",
+    metavar="FOLDER",
+    help="Model for vllm and torch. [default: random weights, made on the spot]",
 )
-@click.option("--limit", type=click.IntRange(min=2), default=60, show_default=True, help="So many questions.")
-@click.option(
-    "--waiting",
-    type=click.IntRange(min=0),
-    default=0,
-    show_default=True,
-    help="So many of the next requests already wait when one is ordered.",
-)
+@option("--limit", type=Count(2), default=60, show_default=True, metavar="N", help="Number of questions.")
+@waiting()
 def demo(engine: str, model: Path | None, limit: int, waiting: int) -> None:
     """Serve Python's documentation with and without ordering.
 
     Each question about the standard library is served twice, on two equal engines that take turns in being first: with
     documents in retrieval order, and in ragorder's order.
     """
-    from ragorder.eval.demo import run_demo
     from ragorder.eval.engines.base import EngineError
+    from ragorder.eval.running.demo import run_demo
 
     try:
         with progress_bar() as progress:

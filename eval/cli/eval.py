@@ -1,4 +1,4 @@
-"""`ragorder eval`: every table and figure, run and kept."""
+"""The commands `ragorder eval`."""
 
 from __future__ import annotations
 
@@ -7,32 +7,45 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ragorder.cli.options import Group
-from ragorder.eval.cli.options import Seeds, events_options, server_options
+from ragorder.cli.options import Choice, Command, CommandGroup, api_key, option, section
+from ragorder.eval.cli.options import events_options, limit, seeds, served_model
 from ragorder.eval.cli.progress import progress_bar
 from ragorder.eval.cli.quality import quality
 from ragorder.eval.cli.report import report
 
 if TYPE_CHECKING:
-    from ragorder.eval.harness import Options, Suite
+    from ragorder.eval.running.options import Options
+    from ragorder.eval.running.suite import Suite
 
 __all__ = ["eval"]
 
 _HELP = {"help_option_names": ["-h", "--help"]}
 
 
-@click.group(cls=Group, context_settings=_HELP)
+@click.group(cls=CommandGroup, context_settings=_HELP)
 def eval() -> None:
     """Run the evaluation's tables and figures, and report on them."""
 
 
+@eval.command(context_settings=_HELP)
+def schema() -> None:
+    """The JSON schema of a line of results.jsonl."""
+    import json
+
+    from ragorder.eval.running.experiment import experiments
+    from ragorder.eval.running.record import json_schema
+
+    click.echo(json.dumps(json_schema([each.record for each in experiments().values()]), indent=2))
+
+
 @eval.command(name="list", context_settings=_HELP)
 def list_suites() -> None:
-    """The suites, one a table or figure: the paper's, then ours."""
+    """List the suites, each a table or figure: the papers', then ours."""
     from rich.console import Console
     from rich.table import Table
 
-    from ragorder.eval.harness import SuiteError, load_suites
+    from ragorder.eval.running.cells import SuiteError
+    from ragorder.eval.running.suite import load_suites
 
     try:
         suites = load_suites()
@@ -49,73 +62,79 @@ def list_suites() -> None:
     Console().print(table)
 
 
-@eval.command(context_settings=_HELP)
+@eval.command(cls=Command, context_settings=_HELP)
 @click.argument("suites", nargs=-1, required=True, metavar="SUITE...")
-@click.option(
-    "-o",
-    "--output",
-    "folder",
-    type=click.Path(path_type=Path, file_okay=False),
-    required=True,
-    metavar="DIR",
-    help="Where results.jsonl is kept. What is there already is not run again.",
+@section(
+    "Results",
+    option(
+        "-o",
+        "--output",
+        "folder",
+        type=click.Path(path_type=Path, file_okay=False),
+        required=True,
+        metavar="DIR",
+        help="Folder of results.jsonl. What it holds already is not run again.",
+    ),
+    option(
+        "--dry-run",
+        is_flag=True,
+        help="List what would be served, and serve nothing; quality goes its whole way without a model.",
+    ),
 )
-@click.option(
-    "--engine",
-    type=click.Choice(["sim", "vllm", "torch", "openai"]),
-    default="sim",
-    show_default=True,
-    help="Simulated cache; real vLLM or the embedded engine in this process; or an OpenAI-compatible server.",
+@section(
+    "Runs",
+    limit("At most N requests a run. [default: as the suite says]"),
+    option(
+        "--reduced",
+        is_flag=True,
+        help="The suites' short forms, for slow engines: fewer cells, policies and requests, a smaller cache. A suite "
+        "without a short form is left out with a note.",
+    ),
+    seeds("0,1,2"),
+    option(
+        "--policy", "policies", multiple=True, metavar="NAME", help="Only these of each suite's policies. Repeatable."
+    ),
+    option(
+        "--corpora",
+        type=click.Path(path_type=Path, file_okay=False, exists=True),
+        metavar="DIR",
+        help="Folder with a folder for each real corpus, yours as well: see `ragorder bench --help` for the files. "
+        "Suite corpora takes all of them.",
+    ),
+    option(
+        "--questions",
+        type=click.Path(path_type=Path, file_okay=False, exists=True),
+        metavar="DIR",
+        help="Folder with a file for each data set of a suite about quality, such as hotpotqa.json. "
+        "[default: loaded from the Hugging Face Hub]",
+    ),
 )
-@click.option(
-    "--limit", type=click.IntRange(min=1), metavar="N", help="At most N requests a run. [default: as the suite says]"
+@section(
+    "Engine",
+    option(
+        "--engine",
+        type=Choice(["sim", "vllm", "torch", "openai"]),
+        default="sim",
+        show_default=True,
+        help="sim: a simulated cache; vllm, torch: real vLLM or the embedded engine in this process; openai: an "
+        "OpenAI-compatible server.",
+    ),
+    option(
+        "--model",
+        type=click.Path(path_type=Path),
+        metavar="FOLDER",
+        help="vllm, torch: the model's folder [default: random weights, made on the spot]. openai: folder or Hub name "
+        "of the served model, for its tokenizer.",
+    ),
+    option(
+        "--base-url",
+        metavar="URL",
+        help="openai: the server. [default: a vLLM server is started for each size of cache]",
+    ),
+    served_model,
+    api_key("OPENAI_API_KEY"),
 )
-@click.option(
-    "--reduced",
-    is_flag=True,
-    help="The suites' short forms: fewer cells, policies and requests, a smaller cache, for engines that take their "
-    "time. A suite without one is left out, and says so.",
-)
-@click.option(
-    "--seeds",
-    type=Seeds(),
-    default="0,1,2",
-    show_default=True,
-    help="Seeds of workloads and random orders, with commas.",
-)
-@click.option(
-    "--policy", "policies", multiple=True, metavar="NAME", help="Only these of each suite's policies. Repeatable."
-)
-@click.option(
-    "--model",
-    type=click.Path(path_type=Path),
-    help="vllm, torch: the model's folder [default: random weights, made on the spot]. openai: folder or Hub name of "
-    "the served model, for its tokenizer.",
-)
-@click.option(
-    "--base-url", metavar="URL", help="openai: the server. [default: a vLLM server is started for each size of cache]"
-)
-@server_options
 @events_options
-@click.option(
-    "--corpora",
-    type=click.Path(path_type=Path, file_okay=False, exists=True),
-    metavar="DIR",
-    help="Folder with a folder for each real corpus, yours as well: see `ragorder bench --help` for the files. "
-    "Suite corpora takes all of them.",
-)
-@click.option(
-    "--questions",
-    type=click.Path(path_type=Path, file_okay=False, exists=True),
-    metavar="DIR",
-    help="Folder with a file for each data set of a suite about quality, such as hotpotqa.json. "
-    "[default: loaded from the Hugging Face Hub]",
-)
-@click.option(
-    "--dry-run",
-    is_flag=True,
-    help="Say what would be served, and serve nothing; quality goes its whole way without a model.",
-)
 def run(
     suites: tuple[str, ...],
     folder: Path,
@@ -125,24 +144,20 @@ def run(
     events_topic: str | None,
     **options: Any,
 ) -> None:
-    """Run suites (by name, paper, ours, all, or a TOML file of one's own) and keep every request's figures in DIR.
+    """Run suites and keep every request's figures.
 
-    Strategies take turns, request by request, each on a fresh engine. What was interrupted goes on where it stopped if
-    the same command is given again.
+    A SUITE is a name, paper, ours, all, or a TOML file. Policies take turns, request by request, each on a fresh
+    engine. After an interruption the same command goes on where it stopped.
     """
-    from ragorder.eval.bench import EventsAddress
-    from ragorder.eval.corpora import CorpusError
+    from ragorder.eval.data.corpora import CorpusError
+    from ragorder.eval.data.corpora.loader import corpora_in
     from ragorder.eval.engines.base import EngineError
-    from ragorder.eval.harness import (
-        HarnessError,
-        Options,
-        Store,
-        StoreError,
-        SuiteError,
-        choose_suites,
-        corpora_in,
-        run_suites,
-    )
+    from ragorder.eval.running.cells import SuiteError
+    from ragorder.eval.running.options import HarnessError, Options
+    from ragorder.eval.running.session import run_suites
+    from ragorder.eval.running.specs import EventsAddress
+    from ragorder.eval.running.store import Store, StoreError
+    from ragorder.eval.running.suite import choose_suites
 
     if events_endpoint is None and (replay_endpoint, events_topic) != (None, None):
         raise click.UsageError("--replay-endpoint and --events-topic go with --events-endpoint")
@@ -184,17 +199,17 @@ def _check_policies(policies: tuple[str, ...], suites: list[Suite]) -> None:
     known = dict.fromkeys(policy for suite in suites for policy in suite.policies)
     unknown = [policy for policy in policies if policy not in known]
     if unknown:
-        from ragorder.eval.names import choices
+        from ragorder.eval.data.names import choices
 
         raise click.UsageError(f"no suite here has a policy {unknown[0]!r}: {choices(unknown[0], known)}")
 
 
 def _say_plan(suites: list[Suite], options: Options, folder: Path) -> None:
-    """What would be served, in a table."""
     from rich.console import Console
     from rich.table import Table
 
-    from ragorder.eval.harness import Store, plan_run
+    from ragorder.eval.running.session import plan_run
+    from ragorder.eval.running.store import Store
 
     counts: dict[str, list[int]] = {suite.name: [0, 0, 0, 0] for suite in suites if suite.kind == "serve"}
     with Store.reading(folder) as store:

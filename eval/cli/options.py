@@ -1,73 +1,116 @@
-"""What the commands that measure have in common: options of a server and of a retriever, and seeds."""
+"""Options that the measuring commands share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import click
 
-from ragorder.cli.options import ParamType
+from ragorder.cli.options import Choice, Count, Decorator, ParamType, Rate, option, section, together
+from ragorder.counts import parse_count
 
-__all__ = ["Seeds", "embedding_model", "events_options", "only_server_options", "server_options"]
+__all__ = [
+    "Integers",
+    "arrival_rates",
+    "block_size",
+    "embedding_model",
+    "events_options",
+    "limit",
+    "question_order",
+    "seeds",
+    "served_model",
+    "top_k",
+    "waiting",
+]
 
-Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
-embedding_model = click.option(
-    "--embedding-model", metavar="NAME", help="sentence-transformers model of the dense retriever."
-)
+class Integers(ParamType[list[int]]):
+    """Whole numbers with commas between them."""
 
-
-class Seeds(ParamType[list[int]]):
     name = "integers"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if not isinstance(value, str):
             return value
         try:
-            return [int(seed) for seed in value.split(",")]
+            return [int(part) if part.lstrip("+-").isdecimal() else parse_count(part) for part in value.split(",")]
         except ValueError:
             self.fail(f"{value!r}: give integers with commas between them, such as 0,1,2", param, ctx)
 
 
-def server_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """--served-model and --api-key, of a command with other engines than a server."""
-    return _server_options("openai: the")(command)
+embedding_model = option(
+    "--embedding-model", metavar="NAME", help="sentence-transformers model of the dense retriever."
+)
+served_model = option(
+    "--served-model", metavar="NAME", help="The model's id on the server. [default: the first one listed]"
+)
 
 
-def only_server_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """--served-model and --api-key, of a command that measures nothing but servers."""
-    return _server_options("The")(command)
-
-
-def _server_options(the: str) -> Decorator:
-    return _together(
-        click.option("--served-model", metavar="NAME", help=f"{the} model's id there. [default: the first one listed]"),
-        click.option(
-            "--api-key",
-            envvar="OPENAI_API_KEY",
-            show_envvar=True,
-            metavar="KEY",
-            help=f"{the} server's key, if it has one.",
-        ),
+def seeds(default: str) -> Decorator:
+    """--seeds."""
+    return option(
+        "--seeds",
+        formerly=["--seed"],
+        type=Integers(),
+        default=default,
+        show_default=True,
+        metavar="N,...",
+        help="Seeds of workloads and random orders, with commas.",
     )
 
 
-def events_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """--events-endpoint, --replay-endpoint and --events-topic."""
-    return _together(
-        click.option("--events-endpoint", metavar="ZMQ", help="openai: where the server publishes KV events."),
-        click.option("--replay-endpoint", metavar="ZMQ", help="openai: where they can be asked for again."),
-        click.option("--events-topic", metavar="NAME", help="openai: their topic. [default: any]"),
-    )(command)
+def limit(help: str, *, least: int = 1) -> Decorator:
+    """--limit."""
+    return option("--limit", type=Count(least), metavar="N", help=help)
 
 
-def _together(*options: Decorator) -> Decorator:
-    """They are shown in this order."""
+def top_k(help: str) -> Decorator:
+    """--top-k."""
+    return option("--top-k", type=Count(1), metavar="K", help=help)
 
-    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
-        for option in reversed(options):
-            command = option(command)
-        return command
 
-    return decorate
+def block_size(help: str, **attributes: Any) -> Decorator:
+    """--block-size."""
+    return option(
+        "--block-size", type=Count(1), metavar="N", help=f"Tokens in one KV block. {help}".rstrip(), **attributes
+    )
+
+
+def waiting() -> Decorator:
+    """--waiting."""
+    return option(
+        "--waiting",
+        type=Count(0),
+        default=0,
+        show_default=True,
+        metavar="N",
+        help="The next N requests already wait when one is ordered.",
+    )
+
+
+def question_order(name: str) -> Decorator:
+    """--order."""
+    return option(
+        "--order",
+        name,
+        type=Choice(["data", "random"]),
+        default="data",
+        show_default=True,
+        help="Order of the questions.",
+    )
+
+
+def arrival_rates(prefill: str, decode: str) -> Decorator:
+    """--prefill-rate and --decode-rate."""
+    return together(
+        option("--prefill-rate", type=Rate(), metavar="TOKENS/S", help=prefill),
+        option("--decode-rate", type=Rate(), metavar="TOKENS/S", help=decode),
+    )
+
+
+events_options = section(
+    "KV events of the server (--engine openai)",
+    option("--events-endpoint", metavar="ENDPOINT", help="Where the server publishes KV events."),
+    option("--replay-endpoint", metavar="ENDPOINT", help="Where it repeats them."),
+    option("--events-topic", metavar="TOPIC", help="Their topic. [default: any]"),
+)

@@ -1,4 +1,4 @@
-"""`ragorder profile`: what a prefill takes on an engine, for the replacement policies of its cache."""
+"""The command `ragorder profile`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ragorder.eval.cli.options import Seeds, only_server_options
+from ragorder.cli.options import Command, Count, api_key, option, section
+from ragorder.eval.cli.options import Integers, block_size, served_model
 from ragorder.eval.cli.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -23,55 +24,65 @@ __all__ = ["profile"]
 _WIDE_SPREAD = 0.25
 
 
-@click.command()
-@click.option(
-    "--base-url",
-    metavar="URL",
-    help="An OpenAI-compatible server that is running, such as http://127.0.0.1:8000/v1, and that nobody else uses. "
-    "[default: a vLLM server is started for the profile]",
+@click.command(cls=Command)
+@section(
+    "Server",
+    option(
+        "--base-url",
+        metavar="URL",
+        help="An OpenAI-compatible server without other load, such as http://127.0.0.1:8000/v1. [default: a vLLM "
+        "server is started for the profile]",
+    ),
+    served_model,
+    api_key("OPENAI_API_KEY"),
+    option(
+        "--model",
+        type=click.Path(path_type=Path, exists=True, file_okay=False),
+        metavar="FOLDER",
+        help="Model of the server that is started. [default: random weights, made on the spot]",
+    ),
+    block_size("[default: the server's /metrics; 32 for a server that is started]"),
 )
-@only_server_options
-@click.option(
-    "--model",
-    type=click.Path(path_type=Path, exists=True, file_okay=False),
-    metavar="FOLDER",
-    help="Model of the server that is started. [default: random weights, made on the spot]",
+@section(
+    "Measurement",
+    option(
+        "--cached",
+        type=Integers(),
+        metavar="TOKENS,...",
+        help="Numbers of cached tokens, rounded down to whole blocks. [default: 0, and a series up to half of a "
+        "prompt]",
+    ),
+    option(
+        "--new",
+        type=Integers(),
+        metavar="TOKENS,...",
+        help="Numbers of computed tokens. [default: a series up to half of a prompt]",
+    ),
+    option(
+        "--repeats",
+        type=Count(1),
+        default=5,
+        show_default=True,
+        metavar="N",
+        help="Measure each cell N times, in rounds, and take the median.",
+    ),
+    option(
+        "--seed",
+        formerly=["--seeds"],
+        type=int,
+        default=0,
+        show_default=True,
+        metavar="N",
+        help="Seed of the tokens and of the order in which cells are measured.",
+    ),
 )
-@click.option(
-    "--cached",
-    type=Seeds(),
-    metavar="TOKENS,...",
-    help="Numbers of cached tokens, rounded down to whole blocks. [default: 0, and a series up to half of a prompt]",
-)
-@click.option(
-    "--new",
-    type=Seeds(),
-    metavar="TOKENS,...",
-    help="Numbers of tokens that are computed. [default: a series up to half of a prompt]",
-)
-@click.option(
-    "--block-size",
-    type=click.IntRange(min=1),
-    help="Tokens a KV block. [default: what the server's /metrics say; 32 for a server that is started]",
-)
-@click.option(
-    "--repeats",
-    type=click.IntRange(min=1),
-    default=5,
-    show_default=True,
-    metavar="N",
-    help="Measure each cell N times, in rounds, and take the median.",
-)
-@click.option(
-    "--seed", type=int, default=0, show_default=True, help="Draws the tokens and the order in which cells are measured."
-)
-@click.option(
+@option(
     "-o",
     "--output",
     type=click.Path(path_type=Path, dir_okay=False),
     required=True,
     metavar="FILE.json",
-    help="Where the profile is written.",
+    help="File of the profile.",
 )
 def profile(
     base_url: str | None,
@@ -93,7 +104,7 @@ def profile(
     tokens are added are noise: they are evened out, and the report says by how much. It takes minutes.
     """
     from ragorder.eval.engines.base import EngineError
-    from ragorder.eval.profiling import find_profiled, measure_profile, own_server, plan_grid
+    from ragorder.eval.experiments.profiling.measuring import find_profiled, measure_profile, own_server, plan_grid
 
     if base_url is not None and model is not None:
         raise click.UsageError("--model is for a server that is started: leave out --model or --base-url")
@@ -121,7 +132,6 @@ def profile(
 
 
 def _check_writable(path: Path) -> None:
-    """Before minutes are spent on what goes there."""
     existed = path.exists()
     try:
         with path.open("ab"):
@@ -150,12 +160,12 @@ def _print(made: PrefillProfile) -> None:
 def _doubts(facts: Mapping[str, Any]) -> Iterator[str]:
     pooled, again = facts["pooled"], facts["sent_again"]
     if facts["spread_share"]["median"] > _WIDE_SPREAD:
-        yield "times differ much from repeat to repeat: measure again when server and machine have nothing else to do"
+        yield "times differ much between repeats: measure again on an idle server and machine"
     if pooled["cells"]:
         size = f"{pooled['cells']} cells, by {100 * pooled['largest_share']:.1f} % at most"
-        yield f"evened out, as their times fell though tokens were added: {size}"
+        yield f"evened out, because times fell although tokens were added: {size}"
     if again:
-        yield f"requests sent again, as they failed or found something else cached: {again}"
+        yield f"requests repeated, because they failed or found something else cached: {again}"
 
 
 def _table(made: PrefillProfile) -> Table:

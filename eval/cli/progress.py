@@ -13,7 +13,7 @@ __all__ = ["progress_bar"]
 
 @contextmanager
 def progress_bar() -> Iterator[Callable[[str, int], Callable[[], None]]]:
-    """A function that announces work (description, steps) and returns what is to be called after each step."""
+    """Yields a function that announces work (description, steps) and returns a callback for each finished step."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),

@@ -1,4 +1,4 @@
-"""`ragorder eval quality`: does the order of the documents change the answers?"""
+"""The command `ragorder eval quality`."""
 
 from __future__ import annotations
 
@@ -9,108 +9,124 @@ from typing import Any
 
 import click
 
-from ragorder.eval.cli.options import embedding_model, server_options
+from ragorder.cli.options import Choice, Command, Count, api_key, option, section
+from ragorder.eval.cli.options import block_size, embedding_model, limit, question_order, served_model, top_k
 from ragorder.eval.cli.progress import progress_bar
 
 __all__ = ["quality"]
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(cls=Command, context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument(
-    "dataset", type=click.Choice(["hotpotqa", "musique", "2wikimultihopqa", "triviaqa", "nq"], case_sensitive=False)
+    "dataset", type=Choice(["hotpotqa", "musique", "2wikimultihopqa", "triviaqa", "nq"], case_sensitive=False)
 )
-@click.option(
-    "--data",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    metavar="FILE",
-    help="The data set's official file, plain or .gz. [default: loaded from the Hugging Face Hub]",
+@section(
+    "Data",
+    option(
+        "--data",
+        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        metavar="FILE",
+        help="The data set's official file, plain or .gz. [default: loaded from the Hugging Face Hub]",
+    ),
+    option("--config", metavar="NAME", help="Hub: another configuration, such as unfiltered (TriviaQA)."),
+    option("--split", metavar="NAME", help="Hub: another split. [default: validation]"),
+    option(
+        "--evidence",
+        type=click.Path(exists=True, file_okay=False, path_type=Path),
+        metavar="DIR",
+        help="triviaqa: the folder with web/ and wikipedia/. [default: evidence/ beside FILE or its folder]",
+    ),
+    option(
+        "--aliases",
+        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        metavar="FILE",
+        help="2wikimultihopqa: id_aliases.json. [default: the one beside --data, if there is one]",
+    ),
+    limit("Only the first N questions."),
+    question_order("question_order"),
+    option(
+        "--seed",
+        formerly=["--seeds"],
+        type=int,
+        default=0,
+        show_default=True,
+        metavar="N",
+        help="Seed of the random order and of policy random.",
+    ),
+    top_k("Documents a question. [default: all; 10 with --retriever]"),
+    option("--document-words", type=Count(1), metavar="N", help="Cut documents to N words."),
+    option(
+        "--retriever",
+        type=Choice(["bm25", "dense"]),
+        help="Retrieve each question's documents from those of all questions, so that questions share them. [default: "
+        "each question has its own, in the order of the data]",
+    ),
+    embedding_model,
 )
-@click.option("--config", metavar="NAME", help="Hub: another configuration, such as unfiltered (TriviaQA).")
-@click.option("--split", metavar="NAME", help="Hub: another split. [default: validation]")
-@click.option(
-    "--evidence",
-    type=click.Path(exists=True, file_okay=False, path_type=Path),
-    metavar="DIR",
-    help="triviaqa: the folder with web/ and wikipedia/. [default: evidence/ beside FILE or its folder]",
+@section(
+    "Ordering",
+    option(
+        "--policy",
+        "orders",
+        multiple=True,
+        metavar="NAME[+GUARD…]",
+        help="An order to ask in: none (no prefix cache), retrieval, sorted, recency, random, greedy, best, frequency, "
+        "queue, auto, with +keep_first=N, +keep_last=N, +max_displacement=N, +keep_groups or +state_ranking. "
+        "Repeatable. [default: retrieval, auto, greedy, sorted, auto+keep_first=2, auto+keep_last=2, "
+        "auto+state_ranking]",
+    ),
 )
-@click.option(
-    "--aliases",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    metavar="FILE",
-    help="2wikimultihopqa: id_aliases.json. [default: the one beside --data, if there is one]",
+@section(
+    "Engine",
+    option(
+        "--engine",
+        type=Choice(["vllm", "torch", "openai"]),
+        default="vllm",
+        show_default=True,
+        help="vllm, torch: vLLM or the embedded engine in this process; openai: a running OpenAI-compatible server.",
+    ),
+    option(
+        "--model",
+        metavar="FOLDER|NAME",
+        help="vllm, torch: the model [default: random weights, with which quality is not measured]. openai: whose "
+        "tokenizer counts tokens [default: four characters a token].",
+    ),
+    option("--base-url", metavar="URL", help="openai: the server, such as http://127.0.0.1:8000/v1."),
+    served_model,
+    api_key("OPENAI_API_KEY"),
+    option("--concurrency", type=Count(1), default=1, metavar="N", help="openai: N questions in flight."),
+    option(
+        "--capacity-tokens",
+        "capacity",
+        metavar="TOKENS|PERCENT|unlimited",
+        help="The engine's cache. [default: 100000; openai: the server's /metrics, else 262144]",
+    ),
+    block_size("[default: 32; torch: 16; openai: the server's /metrics, else 16]"),
+    option(
+        "--output-tokens",
+        type=Count(1),
+        default=32,
+        show_default=True,
+        metavar="TOKENS",
+        help="Tokens an answer, at most.",
+    ),
 )
-@click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Only the first N questions.")
-@click.option(
-    "--order",
-    "question_order",
-    type=click.Choice(["data", "random"]),
-    default="data",
-    show_default=True,
-    help="Order of the questions.",
-)
-@click.option("--seed", type=int, default=0, show_default=True, help="Draws the random order, and policy random.")
-@click.option("--top-k", type=click.IntRange(min=1), help="Documents a question. [default: all; 10 with --retriever]")
-@click.option("--document-words", type=click.IntRange(min=1), metavar="N", help="Cut documents to N words.")
-@click.option(
-    "--retriever",
-    type=click.Choice(["bm25", "dense"]),
-    help="Retrieve each question's documents from those of all questions, so that questions share them. [default: each "
-    "question has its own, in the order of the data]",
-)
-@embedding_model
-@click.option(
-    "--policy",
-    "orders",
-    multiple=True,
-    metavar="NAME[+GUARD…]",
-    help="An order to ask in: none (no prefix cache), retrieval, sorted, recency, random, greedy, best, frequency, "
-    "queue, auto, with +keep_first=N, +keep_last=N, +max_displacement=N, +keep_groups or +state_ranking. Repeatable. "
-    "[default: retrieval, auto, greedy, sorted, auto+keep_first=2, auto+keep_last=2, auto+state_ranking]",
-)
-@click.option(
-    "--engine",
-    type=click.Choice(["vllm", "torch", "openai"]),
-    default="vllm",
-    show_default=True,
-    help="vLLM or the embedded engine in this process, or an OpenAI-compatible server that is running.",
-)
-@click.option(
-    "--model",
-    metavar="FOLDER|NAME",
-    help="vllm, torch: the model [default: random weights, with which quality is not measured]. openai: whose "
-    "tokenizer counts tokens [default: four characters a token].",
-)
-@click.option("--base-url", metavar="URL", help="openai: the server, such as http://127.0.0.1:8000/v1.")
-@server_options
-@click.option(
-    "--concurrency", type=click.IntRange(min=1), default=1, metavar="N", help="openai: N questions in flight."
-)
-@click.option(
-    "--capacity-tokens",
-    "capacity",
-    metavar="TOKENS|PERCENT|unlimited",
-    help="The engine's cache. [default: 100000; openai: what the server's /metrics say, else 262144]",
-)
-@click.option(
-    "--block-size",
-    type=click.IntRange(min=1),
-    help="Tokens a KV block. [default: 32; torch: 16; openai: what the server's /metrics say, else 16]",
-)
-@click.option(
-    "--output-tokens", type=click.IntRange(min=1), default=32, show_default=True, help="Tokens an answer, at most."
-)
-@click.option(
-    "--dry-run",
-    is_flag=True,
-    help="Ask no model: check data, orders, prompts and scores with the accepted answer (100) and with none (0).",
-)
-@click.option(
-    "-o",
-    "--output",
-    type=click.Path(file_okay=False, path_type=Path),
-    required=True,
-    metavar="DIR",
-    help="Folder of the results: DIR/results.jsonl is appended to, and what it holds already is not asked again.",
+@section(
+    "Results",
+    option(
+        "--dry-run",
+        is_flag=True,
+        help="Ask no model: check data, orders, prompts and scores with the accepted answer (100) and with no answer "
+        "(0).",
+    ),
+    option(
+        "-o",
+        "--output",
+        type=click.Path(file_okay=False, path_type=Path),
+        required=True,
+        metavar="DIR",
+        help="Folder of the results: DIR/results.jsonl is appended to, and what it holds already is not asked again.",
+    ),
 )
 def quality(
     output: Path,
@@ -120,22 +136,24 @@ def quality(
     capacity: str | None,
     **options: Any,
 ) -> None:
-    """Ask every question of DATASET once in every order, answer greedily, and compare exact match and F1 question by
-    question: hotpotqa, musique, 2wikimultihopqa, triviaqa or nq, scored as their official scripts do.
+    """Measure whether the order of the documents changes the answers.
 
-    What is scored is the first line of the answer, without a label ("Answer:") and without what a reasoning model
-    thinks. A model that is not capable does not measure quality: the result says so.
+    Every question of DATASET is asked once in every order and answered greedily; exact match and F1 are compared
+    question by question, scored as the official scripts do. The first line of the answer counts, without a label
+    ("Answer:") and without the thoughts of a reasoning model. Quality is not measured with a model that is not capable:
+    the result says so.
     """
-    from ragorder.eval.capacity import Capacity
-    from ragorder.eval.corpora import CorpusError
+    from ragorder.eval.data.corpora import CorpusError
+    from ragorder.eval.data.machine import describe_environment
+    from ragorder.eval.data.retrieval import make_retriever
     from ragorder.eval.engines.base import EngineError
-    from ragorder.eval.environment import describe_environment
-    from ragorder.eval.harness.store import RESULTS, SCHEMA, Store, StoreError
-    from ragorder.eval.policies import PolicyError
-    from ragorder.eval.quality import DEFAULT_ORDERS, QualityBench, QualityError, serve_quality
-    from ragorder.eval.quality.kept import judge_kept
-    from ragorder.eval.quality.tables import print_quality
-    from ragorder.eval.retrieval import make_retriever
+    from ragorder.eval.engines.capacity import Capacity
+    from ragorder.eval.experiments.quality import DEFAULT_ORDERS, QualityBench, QualityError, serve_quality
+    from ragorder.eval.experiments.quality.kept import judge_kept
+    from ragorder.eval.experiments.quality.tables import print_quality
+    from ragorder.eval.running.policies import PolicyError
+    from ragorder.eval.running.record import RESULTS, SCHEMA
+    from ragorder.eval.running.store import Store, StoreError
 
     if embedding_model and retriever != "dense":
         raise click.UsageError("--embedding-model goes with --retriever dense")

@@ -1,4 +1,4 @@
-"""`ragorder replay`: what ordering would have saved on a log of past requests."""
+"""The command `ragorder replay`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import IO
 
 import click
 
-from ragorder.cli.output import Stream
+from ragorder.cli.options import Command, Count, option, section
+from ragorder.cli.output import StreamFile
+from ragorder.eval.cli.options import arrival_rates, block_size, limit, top_k
 from ragorder.eval.cli.progress import progress_bar
 
 __all__ = ["replay"]
@@ -17,92 +19,98 @@ __all__ = ["replay"]
 _PROCESSES_FROM = 5_000
 
 
-@click.command()
-@click.argument("log", type=Stream("rb"))
-@click.option(
-    "--policy",
-    "policies",
-    multiple=True,
-    metavar="NAME",
-    help="retrieval (always replayed), greedy (RAGCache++), best, frequency, auto. Repeatable. "
-    "[default: retrieval, greedy, auto]",
+@click.command(cls=Command)
+@click.argument("log", type=StreamFile("rb"))
+@section(
+    "Replay",
+    option(
+        "--policy",
+        "policies",
+        multiple=True,
+        metavar="NAME",
+        help="retrieval (always replayed), greedy (RAGCache++), best, frequency, auto. Repeatable. "
+        "[default: retrieval, greedy, auto]",
+    ),
+    option(
+        "--capacity-tokens",
+        "capacities",
+        multiple=True,
+        metavar="TOKENS|PERCENT|unlimited",
+        help="Your engine's cache: tokens (10k is 10,000), a share of the length of all distinct documents (5%), or "
+        "unlimited. Repeatable.",
+    ),
+    option(
+        "--sweep/--no-sweep",
+        default=True,
+        show_default=True,
+        help="Also caches of 5, 10, 25, 50 and 100 % of the length of all distinct documents, and an unlimited one.",
+    ),
+    block_size("", default=16, show_default=True),
+    top_k("Only the first K documents of each request."),
+    limit("Only the first N requests of the log."),
+    arrival_rates(
+        "Replay at the recorded times, on an engine that prefills this many uncached tokens a second, one request "
+        "after another; also gives the saving in seconds. [default: 20000 with --decode-rate]",
+        "Replay at the recorded times, on an engine that decodes this many tokens a second for each request, side by "
+        "side. [default: 50 with --prefill-rate]",
+    ),
+    option(
+        "--processes",
+        type=Count(1),
+        metavar="N",
+        help="Policies and capacities replayed at the same time. [default: one for each core; 1 for a small log]",
+    ),
 )
-@click.option(
-    "--capacity-tokens",
-    "capacities",
-    multiple=True,
-    metavar="TOKENS|PERCENT|unlimited",
-    help="Your engine's cache: tokens (10k is 10,000), a share of the length of all distinct documents (5%), or "
-    "unlimited. Repeatable.",
+@section(
+    "Lengths that the log does not give",
+    option(
+        "--document-tokens",
+        type=Count(0),
+        default=256,
+        show_default=True,
+        metavar="TOKENS",
+        help="Length of a document.",
+    ),
+    option(
+        "--prefix-tokens",
+        type=Count(0),
+        default=64,
+        show_default=True,
+        metavar="TOKENS",
+        help="Tokens in front of the documents (system prompt).",
+    ),
+    option(
+        "--suffix-tokens",
+        type=Count(1),
+        default=20,
+        show_default=True,
+        metavar="TOKENS",
+        help="Tokens behind the documents (question, template).",
+    ),
+    option(
+        "--output-tokens",
+        type=Count(0),
+        default=32,
+        show_default=True,
+        metavar="TOKENS",
+        help="Tokens of an answer.",
+    ),
 )
-@click.option(
-    "--sweep/--no-sweep",
-    default=True,
-    show_default=True,
-    help="Also caches of 5, 10, 25, 50 and 100 % of the length of all distinct documents, and an unlimited one.",
-)
-@click.option("--block-size", type=click.IntRange(min=1), default=16, show_default=True, help="Tokens in one KV block.")
-@click.option("--top-k", type=click.IntRange(min=1), help="Only the first K documents of each request.")
-@click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Only the first N requests of the log.")
-@click.option(
-    "--document-tokens",
-    type=click.IntRange(min=0),
-    default=256,
-    show_default=True,
-    help="Length of a document of which the log tells none.",
-)
-@click.option(
-    "--prefix-tokens",
-    type=click.IntRange(min=0),
-    default=64,
-    show_default=True,
-    help="Tokens in front of the documents (system prompt), where the log tells none.",
-)
-@click.option(
-    "--suffix-tokens",
-    type=click.IntRange(min=1),
-    default=20,
-    show_default=True,
-    help="Tokens behind the documents (question, template), where the log tells none.",
-)
-@click.option(
-    "--output-tokens",
-    type=click.IntRange(min=0),
-    default=32,
-    show_default=True,
-    help="Tokens of an answer, where the log tells none.",
-)
-@click.option(
-    "--prefill-rate",
-    type=click.FloatRange(min=0, min_open=True),
-    metavar="TOKENS/S",
-    help="Replay at the recorded times, on an engine that prefills so many uncached tokens a second, one request after "
-    "another; also gives the saving in seconds. [default: 20000 with --decode-rate]",
-)
-@click.option(
-    "--decode-rate",
-    type=click.FloatRange(min=0, min_open=True),
-    metavar="TOKENS/S",
-    help="Replay at the recorded times, on an engine that decodes so many tokens a second for each request, side by "
-    "side. [default: 50 with --prefill-rate]",
-)
-@click.option(
-    "--processes",
-    type=click.IntRange(min=1),
-    help="Policies and capacities replayed at the same time. [default: one for each core; 1 for a small log]",
-)
-@click.option(
-    "--json",
-    "output",
-    type=Stream("w", encoding="utf-8", lazy=False),
-    metavar="FILE|-",
-    help="Write everything as JSON; with - the tables go to standard error.",
-)
-@click.option(
-    "--plot",
-    type=click.Path(dir_okay=False, path_type=Path),
-    metavar="FILE.png",
-    help="Draw cached tokens by capacity and along the log (needs the extra eval).",
+@section(
+    "Output",
+    option(
+        "--json",
+        "output",
+        type=StreamFile("w", encoding="utf-8", lazy=False),
+        metavar="FILE|-",
+        help="Write everything as JSON; with - the tables go to standard error.",
+    ),
+    option(
+        "--plot",
+        type=click.Path(dir_okay=False, path_type=Path),
+        metavar="FILE.png",
+        help="Draw cached tokens by capacity and along the log (needs the extra eval).",
+    ),
 )
 def replay(
     log: IO[bytes],
@@ -146,13 +154,13 @@ def replay(
     and what is in flight holds its blocks. Settings of the orderer in the environment hold here, too: with
     RAGORDER_KEEP_FIRST=2 you see what that guard costs.
     """
-    from ragorder.eval.capacity import Capacity
-    from ragorder.eval.policies import PolicyError
+    from ragorder.eval.engines.capacity import Capacity
     from ragorder.eval.replay import DEFAULT_POLICIES, SWEEP, Lengths, LogError, ReplayError, read_log
     from ragorder.eval.replay import replay as replay_log
     from ragorder.eval.replay.lines import name_of
     from ragorder.eval.replay.plot import need_matplotlib, plot_report
     from ragorder.eval.replay.tables import print_report
+    from ragorder.eval.running.policies import PolicyError
 
     if plot is not None and not (plot.suffix == ".png" and os.access(plot.parent, os.W_OK)):
         raise click.UsageError("--plot draws a PNG: give FILE.png in a folder that can be written to")

@@ -1,4 +1,4 @@
-"""`ragorder eval report`: the results of `ragorder eval run` as a page and as Markdown."""
+"""The command `ragorder eval report`."""
 
 from __future__ import annotations
 
@@ -6,21 +6,22 @@ from pathlib import Path
 
 import click
 
+from ragorder.cli.options import Command, option
 from ragorder.eval.cli.progress import progress_bar
 
 __all__ = ["report"]
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(cls=Command, context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
-@click.option(
+@option(
     "-o",
     "--output",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE.html",
     help="The page: one file that needs no network and no script. [default: DIR/report.html]",
 )
-@click.option(
+@option(
     "--md",
     "markdown",
     type=click.Path(dir_okay=False, allow_dash=True, path_type=Path),
@@ -30,8 +31,11 @@ __all__ = ["report"]
     help="Also the same tables in Markdown; without a file, or with -, on standard output.",
 )
 def report(folder: Path, output: Path | None, markdown: Path | None) -> None:
-    """Report on the results in DIR: the tables with the paper's own numbers beside ours, differences with their
-    confidence intervals, pictures, the environment, and what was not measured."""
+    """Report on the results in a folder.
+
+    DIR holds the results of `ragorder eval run`. The page shows the tables with the papers' numbers beside ours,
+    differences with their confidence intervals, pictures, the environment, and what was not measured.
+    """
     from ragorder.eval.report import ReportError, known_suites, make_report, read_results, render_html, render_markdown
 
     try:

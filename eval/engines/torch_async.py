@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ragorder.eval.engines.base import Completion, EngineError, RequestError
-from ragorder.eval.engines.torch_engine import TorchEngine
+from ragorder.eval.engines.torch import TorchEngine
 
 if TYPE_CHECKING:
     from ragorder.kernels.engine import Completion as Served

@@ -9,9 +9,9 @@ from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 from typing import Any, NamedTuple
 
-from ragorder.eval.load import Advance
 from ragorder.eval.replay.log import Log
 from ragorder.eval.replay.runs import Figures, Setup, replay_run
+from ragorder.eval.running.load import Advance
 
 __all__ = ["Job", "ReplayError", "run_jobs"]
 

@@ -13,7 +13,7 @@ from typing import IO, TYPE_CHECKING, Any
 from ragorder.eval.replay.log import LogError
 
 if TYPE_CHECKING:
-    from ragorder.eval.bench import Progress
+    from ragorder.eval.running.progress import Progress
 
 __all__ = ["name_of", "numbered_lines"]
 

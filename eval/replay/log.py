@@ -7,7 +7,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from ragorder.eval.arrivals import Arrival
+from ragorder.eval.data.arrivals import Arrival
 
 __all__ = ["Log", "LogBuilder", "LogError", "RecordedArrivals"]
 

@@ -8,8 +8,8 @@ from collections import Counter
 from dataclasses import dataclass
 from itertools import accumulate
 
-from ragorder.eval.load import Advance
 from ragorder.eval.replay.log import Log
+from ragorder.eval.running.load import Advance
 
 __all__ = ["Overlap", "compared_requests", "measure_overlap"]
 

@@ -30,7 +30,7 @@ from ragorder.eval.replay.lines import name_of, numbered_lines
 from ragorder.eval.replay.log import Log, LogBuilder, LogError
 
 if TYPE_CHECKING:
-    from ragorder.eval.bench import Progress
+    from ragorder.eval.running.progress import Progress
 
 __all__ = ["FIELDS", "Lengths", "read_log"]
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from difflib import get_close_matches
 from typing import Any, Literal
 
-from ragorder.eval.environment import describe_environment
+from ragorder.eval.data.machine import describe_environment
 from ragorder.eval.replay.overlap import Overlap
 from ragorder.eval.replay.reading import FIELDS
 from ragorder.eval.replay.runs import RETRIEVAL, Figures

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ragorder.eval.engines.base import Completion
-from ragorder.eval.load import Advance, Load, ServiceTimes, serve_virtual
-from ragorder.eval.policies import ORDERERS, make_orderer
 from ragorder.eval.replay.engine import PathPrompt, make_engine
 from ragorder.eval.replay.log import Log, RecordedArrivals
+from ragorder.eval.running.load import Advance, Load, ServiceTimes, serve_virtual
+from ragorder.eval.running.policies import ORDERERS, make_orderer
 from ragorder.orderer import Orderer
 from ragorder.ordering import Ordering
 

@@ -8,19 +8,19 @@ from math import isfinite
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from ragorder.eval.capacity import Capacity
-from ragorder.eval.load import ServiceTimes
-from ragorder.eval.names import choices
-from ragorder.eval.policies import PolicyError
+from ragorder.eval.data.names import choices
+from ragorder.eval.engines.capacity import Capacity
 from ragorder.eval.replay.jobs import Job, run_jobs
 from ragorder.eval.replay.log import Log
 from ragorder.eval.replay.overlap import compared_requests, measure_overlap
 from ragorder.eval.replay.reading import read_log
 from ragorder.eval.replay.report import CapacityInfo, LogInfo, ReplayReport
 from ragorder.eval.replay.runs import REPLAY_POLICIES, RETRIEVAL, Setup, steps
+from ragorder.eval.running.load import ServiceTimes
+from ragorder.eval.running.policies import PolicyError
 
 if TYPE_CHECKING:
-    from ragorder.eval.bench import Progress
+    from ragorder.eval.running.progress import Progress
 
 __all__ = ["DEFAULT_POLICIES", "SWEEP", "replay"]
 

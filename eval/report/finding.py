@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from ragorder.eval.report.groups import Group
 from ragorder.eval.report.metrics import CACHED, TTFT_P50
-from ragorder.eval.report.reading import key_of
 from ragorder.eval.report.tables import Entry, Table
 from ragorder.eval.report.words import THIN, change_words, figure, policy_words
+from ragorder.eval.running.record import key_of
 
 __all__ = ["finding"]
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ragorder.eval.report.metrics import Metric
-from ragorder.eval.report.reading import Cell, Run, key_of
+from ragorder.eval.report.statistics import Comparison, StatisticsError, Summary, compare, summary
 from ragorder.eval.report.words import cell_words
-from ragorder.eval.statistics import Comparison, StatisticsError, Summary, compare, summary
+from ragorder.eval.running.record import Cell, RunRecord, key_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -29,7 +29,7 @@ class Group:
     cell: Cell
     engine: Mapping[str, Any]
     varies: Cell = field(default_factory=dict)
-    policies: dict[str, dict[int, Run]] = field(default_factory=dict)
+    policies: dict[str, dict[int, RunRecord]] = field(default_factory=dict)
     _compared: dict[tuple[str, str, str], Comparison | None] = field(default_factory=dict)
 
     @property
@@ -48,7 +48,7 @@ class Group:
         """Whether any run has figures of all these."""
         return any(all(run.column(name) is not None for name in columns) for run in self.runs())
 
-    def runs(self, policy: str | None = None) -> list[Run]:
+    def runs(self, policy: str | None = None) -> list[RunRecord]:
         policies = self.policies.values() if policy is None else [self.policies.get(policy, {})]
         return [run for runs in policies for _, run in sorted(runs.items())]
 
@@ -97,7 +97,7 @@ class Group:
             return None
 
 
-def group_runs(runs: Sequence[Run]) -> list[Group]:
+def group_runs(runs: Sequence[RunRecord]) -> list[Group]:
     """In the order in which they were written."""
     groups: dict[object, Group] = {}
     for run in runs:

@@ -6,10 +6,8 @@ from importlib.resources import files
 from typing import Any
 
 from ragorder.eval.report.canvas import COLOURS, need_matplotlib
-from ragorder.eval.report.pictures import pictures_of
-from ragorder.eval.report.replacement import replacement_pictures
-from ragorder.eval.report.sections import STATISTICS, Progress, Report, silent
-from ragorder.eval.report.tiering import tiering_pictures
+from ragorder.eval.report.sections import STATISTICS, Report
+from ragorder.eval.running.progress import Progress, silent
 
 __all__ = ["need_jinja", "render_html"]
 
@@ -33,9 +31,7 @@ def render_html(report: Report, progress: Progress = silent) -> str:
     template = environment.from_string(files("ragorder.eval.report").joinpath("page.html").read_text("utf-8"))
     advance, pictures = progress("drawing", len(report.sections)), {}
     for section in report.sections:
-        drawn = pictures_of(section.suite, section.groups, section.baseline)
-        drawn += [*replacement_pictures(section.suite, section.replaced), *tiering_pictures(section.tiered)]
-        pictures[section.suite.name] = drawn
+        pictures[section.suite.name] = section.pictures
         advance()
     page: str = template.render(report=report, pictures=pictures, colours=COLOURS, statistics=STATISTICS)
     return page

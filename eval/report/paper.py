@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ragorder.eval.report.reading import Cell
 from ragorder.eval.report.suites import PaperRow, SuiteInfo
 from ragorder.eval.report.words import THIN, cell_words, figure, policy_words, signed
+from ragorder.eval.running.record import Cell
 
 __all__ = ["number", "paper_beside", "paper_heading", "paper_rows"]
 

@@ -8,27 +8,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ragorder.eval.report.canvas import Picture
 from ragorder.eval.report.finding import finding
-from ragorder.eval.report.groups import Group, group_runs
+from ragorder.eval.report.groups import Group
 from ragorder.eval.report.metrics import CACHED, TTFT_P50
 from ragorder.eval.report.paper import paper_rows
-from ragorder.eval.report.pipelining import pipelining_engine, pipelining_tables
-from ragorder.eval.report.pipelining_lines import Pipelined
-from ragorder.eval.report.quality import quality_not_measured, quality_tables
-from ragorder.eval.report.reading import Results, Run, Session
-from ragorder.eval.report.replacement import replacement_engine, replacement_tables
-from ragorder.eval.report.replacement_lines import Replaced
+from ragorder.eval.report.reading import Results
+from ragorder.eval.report.statistics import BLOCK
 from ragorder.eval.report.suites import SuiteInfo
-from ragorder.eval.report.tables import Entry, Table, comparison_tables, detail_tables
-from ragorder.eval.report.tiering import tiering_engine, tiering_tables
-from ragorder.eval.report.tiering_lines import Tiered
+from ragorder.eval.report.tables import Entry, Table
 from ragorder.eval.report.words import cell_words, figure, policy_words
-from ragorder.eval.statistics import BLOCK
+from ragorder.eval.running.experiment import experiments
+from ragorder.eval.running.progress import Progress, silent
+from ragorder.eval.running.record import Record, SessionRecord
 
-__all__ = ["Progress", "Report", "Section", "make_report", "silent"]
-
-Progress = Callable[[str, int], Callable[[], None]]
-"""Announces work of so many steps; the result is called after each step."""
+__all__ = ["Report", "Section", "make_report"]
 
 STATISTICS = (
     "Every policy serves the same requests, so differences are paired request by request. In brackets: 95 % intervals "
@@ -37,22 +31,6 @@ STATISTICS = (
     "truth, and there are many here: look for what holds across rows. Cached tokens differ by percentage points, times "
     "by per cent of the baseline's."
 )
-
-
-_OWN = {
-    "quality": SuiteInfo(
-        "quality",
-        "Answer quality, asked about by itself",
-        source="ragorder eval quality",
-        says="Whether the order of the documents changes the answers, question by question.",
-        kind="quality",
-    )
-}
-"""What is in no suite's file."""
-
-
-def silent(description: str, steps: int) -> Callable[[], None]:
-    return lambda: None
 
 
 @dataclass(slots=True)
@@ -67,8 +45,11 @@ class Section:
     tables: list[Table] = field(default_factory=list)
     unavailable: list[tuple[str, str]] = field(default_factory=list)
     words: list[str] = field(default_factory=list)
-    replaced: list[Replaced] = field(default_factory=list)
-    tiered: list[Tiered] = field(default_factory=list)
+    drawings: list[Callable[[], Sequence[Picture]]] = field(default_factory=list)
+
+    @property
+    def pictures(self) -> list[Picture]:
+        return [picture for draw in self.drawings for picture in draw()]
 
 
 @dataclass(slots=True)
@@ -90,8 +71,9 @@ def make_report(results: Results, suites: Mapping[str, SuiteInfo], progress: Pro
     """Everything that is said about these results. Raises ImportError naming the extra to install."""
     order = [*(name for name in suites if name in results.suites), *(n for n in results.suites if n not in suites)]
     advance, sections = progress("comparing", len(order)), []
+    own = {name: info for each in experiments().values() for name, info in each.own_suites().items()}
     for name in order:
-        sections.append(_section(suites.get(name) or _OWN.get(name) or SuiteInfo(name, name), results))
+        sections.append(_section(suites.get(name) or own.get(name) or SuiteInfo(name, name), results))
         advance()
     words, side_by_side = finding([group for section in sections for group in section.groups])
     return Report(
@@ -110,23 +92,18 @@ def make_report(results: Results, suites: Mapping[str, SuiteInfo], progress: Pro
 
 
 def _section(suite: SuiteInfo, results: Results) -> Section:
-    groups = group_runs([run for run in results.runs if run.suite == suite.name])
-    quality = [line for line in results.quality if line.suite == suite.name]
-    policies = [policy for group in groups for policy in group.policies] or [line.policy for line in quality]
-    baseline = suite.baseline if suite.baseline in policies else next(iter(policies), suite.baseline)
-    section = Section(suite, baseline, groups, _engines(groups), _setting(groups))
-    section.tables = [*comparison_tables(suite, groups, baseline), *detail_tables(suite, groups, baseline)]
-    tables, section.words = quality_tables(suite, results)
-    section.tables += tables
-    section.tables += pipelining_tables(suite, results)
-    pipelined = [line for line in results.pipelining if line.suite == suite.name]
-    section.engine = section.engine or pipelining_engine(pipelined)
-    section.replaced = [line for line in results.replacement if line.suite == suite.name]
-    section.tables += replacement_tables(suite, section.replaced)
-    section.engine = section.engine or replacement_engine(section.replaced)
-    section.tiered = [line for line in results.tiering if line.suite == suite.name]
-    section.tables += tiering_tables(section.tiered)
-    section.engine = section.engine or tiering_engine(section.tiered)
+    section = Section(suite, "", [], "", "")
+    for kind, experiment in experiments().items():
+        if kind == suite.kind or results.of(experiment.record, suite.name):
+            part = experiment.report(suite, results)
+            section.tables += part.tables
+            section.words += part.words
+            section.groups += part.groups
+            section.engine = section.engine or part.engine
+            section.setting = section.setting or part.setting
+            section.baseline = section.baseline or part.baseline
+            section.drawings.append(part.pictures)
+    section.baseline = section.baseline or suite.baseline
     headings, rows = paper_rows(suite)
     if rows:
         labels = sum(heading in ("at", "policy", "hardware") for heading in headings)
@@ -134,7 +111,7 @@ def _section(suite: SuiteInfo, results: Results) -> Section:
         table.note = f"{suite.source}. Its hardware, its model: compare the changes, not the milliseconds."
         section.tables.append(table)
     missing = [line for line in results.unavailable if line.suite == suite.name]
-    measured = {policy for group in groups for policy in group.policies}
+    measured = {policy for group in section.groups for policy in group.policies}
     reasons: dict[str, dict[str, list[str]]] = {}
     for line in missing:
         reasons.setdefault(line.reason, {}).setdefault(line.policy, []).append(cell_words(line.cell))
@@ -142,46 +119,15 @@ def _section(suite: SuiteInfo, results: Results) -> Section:
         cells = list(dict.fromkeys(cell for cells in policies_of.values() for cell in cells))
         where = f" ({_few(cells)})" if measured & policies_of.keys() and cells != [""] else ""
         # A data set that is not here is missing in all orders, and a stream under all policies.
-        who = cells if suite.kind in ("quality", "replacement") and cells != [""] else map(policy_words, policies_of)
-        section.unavailable.append((", ".join(who), f"{reason}{where}"))
+        by_cell = suite.kind in experiments() and experiments()[suite.kind].missing_by_cell and cells != [""]
+        names = cells if by_cell else map(policy_words, policies_of)
+        section.unavailable.append((", ".join(names), f"{reason}{where}"))
     return section
 
 
 def _few(cells: Sequence[str]) -> str:
     more = f" and {len(cells) - 3} more" if len(cells) > 3 else ""
     return "; ".join(cells[:3]) + more
-
-
-def _engines(groups: Sequence[Group]) -> str:
-    words = {
-        "sim": "simulated engine, exact to the block",
-        "vllm": "vLLM in this process",
-        "torch": "the embedded engine in this process",
-        "openai": "a live server",
-    }
-    found = []
-    for group in groups:
-        name, model = str(group.engine.get("name", "unknown engine")), group.engine.get("model")
-        block = group.engine.get("block_size")
-        found.append(
-            words.get(name, name)
-            + (f", model {model}" if model else "")
-            + (f", blocks of {block} tokens" if block else "")
-        )
-    return "; ".join(dict.fromkeys(found))
-
-
-def _setting(groups: Sequence[Group]) -> str:
-    """The parameters that are the same in all cells."""
-    if not groups:
-        return ""
-    same = {name: value for name, value in groups[0].cell.items() if name not in groups[0].varies}
-    words = cell_words({name: value for name, value in same.items() if value not in ([], {}, 0, False, "none", "")})
-    sizes = {group.engine.get("capacity_tokens") for group in groups}
-    if len(sizes) == 1 and not any("capacity" in name for name in groups[0].cell):
-        size = sizes.pop()
-        words += f"{', ' if words else ''}cache {'unlimited' if size is None else f'{size:,} tokens'}"
-    return words
 
 
 def _overview(sections: Sequence[Section]) -> Table:
@@ -226,8 +172,8 @@ def _measured(results: Results) -> str:
     return f"{len(runs):,} runs, {requests:,} requests after warm-up, measured {when}"
 
 
-def _all_runs(results: Results) -> list[Run | Pipelined | Replaced | Tiered]:
-    return [*results.runs, *results.pipelining, *results.replacement, *results.tiering]
+def _all_runs(results: Results) -> list[Record]:
+    return [line for line in results.records if line.is_run]
 
 
 def _not_measured(results: Results, suites: Mapping[str, SuiteInfo]) -> list[str]:
@@ -246,9 +192,7 @@ def _not_measured(results: Results, suites: Mapping[str, SuiteInfo]) -> list[str
         )
     if not any(_gpu(session) for session in results.sessions):
         said.append("A GPU: no session has seen one. The paper's milliseconds are of GPUs, ours are not.")
-    why = quality_not_measured(results)
-    if why:
-        said.append(f"Whether another order changes answers (EM, F1): {why}.")
+    said += [why for each in experiments().values() if (why := each.not_measured(results))]
     said += [f"{suite.title} ({name}): needs {suite.needs}." for name, suite in suites.items() if suite.needs]
     rest = [name for name, suite in suites.items() if name not in results.suites and not suite.needs]
     if rest:
@@ -256,7 +200,7 @@ def _not_measured(results: Results, suites: Mapping[str, SuiteInfo]) -> list[str
     return said
 
 
-def _gpu(session: Session) -> bool:
+def _gpu(session: SessionRecord) -> bool:
     return any(session.environment.get(name) for name in ("gpu", "gpus", "accelerator", "cuda"))
 
 
@@ -297,7 +241,7 @@ def _sessions(results: Results) -> Table:
     return Table("Sessions", ["session", "environment"], rows)
 
 
-def _command(session: Session, folder: Path) -> str:
+def _command(session: SessionRecord, folder: Path) -> str:
     """The command that repeats a session."""
     given = dict(session.arguments)
     suites, seeds = given.pop("suites", None) or [], given.pop("seeds", None) or []

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ragorder.eval.harness.suite import Suite, load_suites
-from ragorder.eval.report.reading import Cell
+from ragorder.eval.running.record import Cell
+from ragorder.eval.running.suite import Suite, load_suites
 
 __all__ = ["PaperRow", "SuiteInfo", "info_of", "known_suites"]
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from ragorder.eval.statistics import Comparison
+from ragorder.eval.report.statistics import Comparison
 
 __all__ = ["THIN", "axis_words", "cell_words", "change_words", "figure", "policy_words", "signed", "value_words"]
 

@@ -37,15 +37,16 @@ def prefix_attention(
     softcap: float | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
-    """Attention of each new token to its cached context and to the new tokens up to itself.
+    """Attention of new tokens to their cached context and causally to themselves; returns (T, query heads, D).
 
-    `q` (T, query heads, D), `k` and `v` (T, KV heads, D) are the new tokens', rotated, packed as in `batch`; the result
-    is (T, query heads, D). The caches are (blocks, block size, KV heads, D), with any strides but the last, which is 1.
-    `scale`: 1 / sqrt(D) if None. `window`: positions that a token sees, itself included. `softcap`: scaled scores are
-    capped to ±softcap by tanh (Gemma 2). No gradients.
+    - `q` (T, query heads, D), `k`, `v` (T, KV heads, D): the new tokens', rotated, packed as in `batch`.
+    - `key_cache`, `value_cache`: (blocks, block size, KV heads, D), last stride 1.
+    - `scale`: 1 / sqrt(D) if None. `window`: positions that a token sees, itself included. `softcap`: cap on scaled
+      scores by tanh (Gemma 2).
+    - `backend` "auto": Triton on CUDA from compute capability 8.0, torch elsewhere and for shapes without a
+      configuration (logged once).
 
-    `backend` "auto" is Triton on CUDA (compute capability 8.0 or more), and torch elsewhere and for head dims and block
-    sizes without a configuration, which is logged once. Raises ValueError naming what is not supported.
+    No gradients. Raises ValueError naming what is not supported.
     """
     _check(q, k, v, key_cache, value_cache, batch)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale

@@ -20,12 +20,12 @@ Span = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedBatch:
-    """R requests with T new tokens in all, for all layers of a step.
+    """R requests with T new tokens, for all layers of a step.
 
     - `query_starts` int32 (R + 1,): where each request's new tokens begin, and T.
-    - `context_lengths` int32 (R,): tokens before the new ones, whose KV is in the cache.
-    - `block_tables` int32 (R, blocks): the context's blocks in order; entries behind them are ignored.
-    - `longest_query`, `longest_context`: the maxima as numbers, so that no code waits for the device.
+    - `context_lengths` int32 (R,): cached tokens before the new ones.
+    - `block_tables` int32 (R, blocks): the context's blocks; entries behind them are ignored.
+    - `longest_query`, `longest_context`: the maxima as numbers.
 
         PackedBatch.pack(query_lengths=[5, 1], context_lengths=[32, 40], block_tables=[[0, 1], [0, 1, 7]])
 
@@ -87,7 +87,7 @@ class PackedBatch:
 
     @property
     def spans(self) -> list[Span]:
-        """One for each request. Waits for the device once, unless `pack` made the batch."""
+        # One for each request. Waits for the device once, unless `pack` made the batch.
         return self.memo("spans", self._read_spans)
 
     def memo(self, key: Hashable, make: Callable[[], T]) -> T:

@@ -48,8 +48,8 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """Resources of a kernel: registers of a thread; bytes of stack and local memory (spills) and of shared memory;
-    numbers of matrix instructions (wgmma: Hopper, mma: Ampere) and asynchronous copies in its code."""
+    """Registers of a thread, bytes of stack, local (spills) and shared memory, and numbers of wgmma, mma and
+    asynchronous copies in the code."""
 
     registers: int
     stack: int
@@ -73,7 +73,7 @@ class Compiled:
 
 def variants(families: Sequence[str] = tuple(ARCHITECTURES), head_dims: Sequence[int] = HEAD_DIMS,
              dtypes: Sequence[str] = ("bf16", "fp32")) -> Iterator[Variant]:  # fmt: skip
-    """All distinct configurations of the table. fp16 differs from bf16 in the instruction only."""
+    # All distinct configurations of the table. fp16 differs from bf16 in the instruction only.
     seen = set()
     for family, head_dim, dtype, rows in product(families, head_dims, dtypes, ROWS):
         variant = Variant(family, head_dim, dtype, choose_tile(family, head_dim, _DTYPES[dtype], rows))
@@ -83,7 +83,6 @@ def variants(families: Sequence[str] = tuple(ARCHITECTURES), head_dims: Sequence
 
 
 def compile_variant(variant: Variant) -> Compiled:
-    """Compile one kernel. Raises Triton's errors."""
     constexprs = {
         **constants(variant.tile, variant.group, variant.head_dim, variant.block_size),
         "WINDOWED": variant.window,
@@ -95,7 +94,6 @@ def compile_variant(variant: Variant) -> Compiled:
 
 
 def merge_resources(family: str, head_dim: int, splits: int = 32) -> Compiled:
-    """Compile the merge of `splits` parts."""
     names = {"parts_ptr": "*fp32", "lse_ptr": "*fp32", "out_ptr": "*bf16"}
     width = 1 << (head_dim - 1).bit_length()
     constexprs = {"HEADS": 32, "HEAD_DIM": head_dim, "WIDTH": width, "MOST": splits}
@@ -111,7 +109,7 @@ def _types(variant: Variant) -> dict[str, str]:
 def _compile(
     kernel: Any, types: dict[str, str], constexprs: Mapping[str, int], family: str, how: dict[str, Any]
 ) -> Compiled:
-    """Compile as at a launch: unchanging integers are multiples of 16."""
+    # Compile as at a launch: unchanging integers are multiples of 16.
     names: list[str] = kernel.arg_names
     signature = {name: "constexpr" if name in constexprs else types.get(name, "i32") for name in names}
     attributes = {

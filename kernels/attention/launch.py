@@ -80,7 +80,6 @@ def triton_attention(
 
 
 def constants(tile: Tile, group: int, head_dim: int, block_size: int) -> dict[str, int]:
-    """Compile-time constants of a model's kernel, besides its features."""
     main, tail = halves(head_dim)
     return {
         "GROUP": group,
@@ -93,13 +92,13 @@ def constants(tile: Tile, group: int, head_dim: int, block_size: int) -> dict[st
 
 
 def options(tile: Tile) -> dict[str, Any]:
-    """Compiler options. Multiply and add are fused in scores * scale - maximum, whatever Triton's default is."""
+    # Compiler options. Multiply and add are fused in scores * scale - maximum, whatever Triton's default is.
     return {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": True}
 
 
 @lru_cache
 def _device(device: torch.device) -> tuple[str, int]:
-    """Family and multiprocessors. The interpreter plays an H100."""
+    # Family and multiprocessors. The interpreter plays an H100.
     if device.type != "cuda":
         return "sm_90", 132
     return (
@@ -109,7 +108,7 @@ def _device(device: torch.device) -> tuple[str, int]:
 
 
 def _on(device: torch.device) -> AbstractContextManager[Any]:
-    """Triton launches on the current device."""
+    # Triton launches on the current device.
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 

@@ -1,8 +1,5 @@
-"""Tiles and splits of the kernels: fixed tables, nothing is tuned at run time.
-
-A tile follows from a request's rows for one KV head (new tokens x query heads of a group), the head dim, the dtype, and
-the device's shared memory. docs/kernels.md has the resources that each takes.
-"""
+"""Fixed tables of the kernels' tiles and splits, by rows for one KV head, head dim, dtype and shared memory
+(docs/kernels.md)."""
 
 from __future__ import annotations
 
@@ -98,11 +95,11 @@ def halves(head_dim: int) -> tuple[int, int]:
 
 @lru_cache(maxsize=4096)
 def choose_splits(programs: int, keys: int, multiprocessors: int) -> int:
-    """The number of parts that the keys are split into, to occupy all multiprocessors.
+    """Parts of the keys for all multiprocessors to be busy, as in FlashAttention.
 
-    `programs` is their number without splits, `keys` the most keys of one; two fit on a multiprocessor. As
-    FlashAttention: 1 with programs enough, else the fewest splits that fill the last wave within 15 % of the best.
+    `programs` is their number without splits, `keys` the most keys of one; two fit on a multiprocessor.
     """
+    # The fewest splits that fill the last wave of programs within 15 % of the best; one with programs enough.
     if programs >= 0.8 * multiprocessors:
         return 1
     most = min(MAX_SPLITS, keys // _MIN_SPLIT_TOKENS)

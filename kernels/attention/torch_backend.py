@@ -1,9 +1,4 @@
-"""Attention in torch: the reference of the kernels, and the backend of CPUs.
-
-Without cached keys: torch's causal attention, with no mask or copy. Otherwise a request's keys, cached and new, are
-gathered, and its queries go through in chunks. One mask a step, cut to size, serves all chunks, requests and layers.
-Decoding requests of about equal length are batched.
-"""
+"""Attention in torch: the kernels' reference, and the backend of CPUs."""
 
 from __future__ import annotations
 
@@ -47,11 +42,14 @@ class _Decoding:
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    """Scaling of scores, and visibility of keys."""
-
     scale: float
     window: int | None
     softcap: float | None
+
+
+# Without cached keys: torch's causal attention, with no mask or copy. Otherwise a request's keys, cached and new, are
+# gathered, and its queries go through in chunks. One mask a step, cut to size, serves all chunks, requests and layers.
+# Decoding requests of about equal length are batched.
 
 
 def torch_attention(
@@ -65,7 +63,6 @@ def torch_attention(
     window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """`prefix_attention` in torch, with checked arguments."""
     rule, caches = _Rule(scale, window, softcap), (key_cache, value_cache)
     spans = batch.spans
     if len(spans) == 1:
@@ -87,7 +84,6 @@ def torch_attention(
 def _one(
     q: Tensor, k: Tensor, v: Tensor, caches: tuple[Tensor, Tensor], batch: PackedBatch, row: int, rule: _Rule
 ) -> Tensor:
-    """Attention of one request's new tokens, (n, query heads, D)."""
     new, context, window = len(q), batch.spans[row][2], rule.window
     # Key 0 is the first of the block in which the window begins.
     first = 0 if window is None else max(0, context + 1 - window)
@@ -111,7 +107,6 @@ def _one(
 
 
 def _join(cache: Tensor, table: Tensor, new: Tensor, first: int, context: int) -> Tensor:
-    """The context's keys from `first`, a block's beginning, followed by the new ones."""
     block_size = cache.shape[1]
     blocks = table[first // block_size : -(-context // block_size)]
     gathered = len(blocks) * block_size
@@ -138,7 +133,6 @@ def _mask(batch: PackedBatch, like: Tensor, window: int | None, queries: int, ke
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: _Rule, *, causal: bool = False) -> Tensor:
-    """Attention of (n, query heads, D) to (m, KV heads, D)."""
     new, heads, head_dim = q.shape
     kv_heads = k.shape[1]
     group = heads // kv_heads
@@ -167,8 +161,6 @@ def _product(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: _Rule, 
 
 
 def _alike(spans: list[Span], window: int | None) -> list[list[int]]:
-    """Groups of decoding requests of about equal length."""
-
     def keys(row: int) -> int:
         context = spans[row][2]
         return context if window is None else min(context, window)
@@ -208,7 +200,6 @@ def _decoding(
 
 
 def _decode(q: Tensor, k: Tensor, v: Tensor, caches: tuple[Tensor, Tensor], group: _Decoding, rule: _Rule) -> Tensor:
-    """Attention of one new token for each request, (R, query heads, D)."""
     requests, (_, heads, head_dim), kv_heads = len(group.tokens), q.shape, k.shape[1]
     q = q[group.tokens].view(requests, kv_heads, heads // kv_heads, head_dim)
     keys, values = (_pad(cache, own, group) for cache, own in zip(caches, (k, v), strict=True))
@@ -216,7 +207,6 @@ def _decode(q: Tensor, k: Tensor, v: Tensor, caches: tuple[Tensor, Tensor], grou
 
 
 def _pad(cache: Tensor, new: Tensor, group: _Decoding) -> Tensor:
-    """The contexts' keys followed by the new ones, (R, KV heads, L, D)."""
     requests, (_, kv_heads, head_dim) = len(group.tokens), new.shape
     keys = cache.index_select(0, group.blocks).view(-1, kv_heads, head_dim)
     # Unwritten memory may hold NaN, which a mask does not hide.

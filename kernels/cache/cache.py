@@ -23,25 +23,20 @@ __all__ = ["KnowledgeCache"]
 
 
 class KnowledgeCache:
-    """KV of documents in blocks, keyed by the path of documents before them, on three tiers (RAGCache section 5.1).
+    """KV of documents in blocks, keyed by their path, on three tiers (RAGCache section 5.1).
 
-    A request acquires a lease on the cached prefix of its path, waits until that is on the device, extends the lease
-    for the tokens it computes, commits its nodes so that others may use them, and releases it. Full tiers evict what
-    `policy` values least; each remembers `history` evicted nodes, and `profile` prices their computation. One request
-    may use the whole device pool, but waits (OutOfBlocksError) while others hold too much of it.
-
-        lease = cache.acquire(segments_of(token_ids, ends))
-        lease.wait()
-        cache.extend(lease, len(token_ids))
-        cache.commit(lease, len(token_ids))  # then compute the tokens from lease.cached_tokens on
+        lease = cache.acquire(segments_of(token_ids, ends))  # pin the cached prefix, begin to load it
+        cache.extend(lease, len(token_ids))  # wait, and take blocks for the other tokens
+        cache.commit(lease, len(token_ids))  # others may share them: compute from lease.cached_tokens on
         cache.release(lease)
 
     Nodes are committed before their step runs, so that all requests of a step share them: a step must write the KV of
-    all its tokens before any is read. A block that ends in a PENDING node cannot be copied yet, so another request
-    computes up to `block_size` - 1 tokens again. If a step fails, discard its leases before the next one.
+    all its tokens before any is read. If it fails, discard its leases before the next one. A PENDING node's last block
+    cannot be copied, so other requests compute up to `block_size` - 1 of its tokens again.
 
-    `identity` names the model for the disk. The `replicate_nodes` most used nodes are copied to the host early.
-    `transfers` and `executor` replace what copies blocks, and what reads and writes files.
+    Full tiers evict by `policy`, with a `history` of evicted nodes and costs from `profile`. `identity` names the model
+    for the disk; the `replicate_nodes` most used nodes are copied to the host early. One request may use the whole
+    pool, but waits (OutOfBlocksError) for others.
 
     One thread makes all calls but `stats`. Raises ValueError for invalid settings, MemoryError for oversized pools.
     """
@@ -89,10 +84,10 @@ class KnowledgeCache:
         self._closed = False
 
     def acquire(self, path: Sequence[Segment]) -> KVLease:
-        """Pin the longest cached prefix of the path, and begin to load what is not on the device.
+        """Pin the longest cached prefix of the path, and begin to load it.
 
-        Raises OutOfBlocksError, and changes nothing, without room for it now; ValueError for an empty segment, or a
-        path longer than the pool.
+        Raises OutOfBlocksError, and changes nothing, without room now; ValueError for empty segments or a path longer
+        than the pool.
         """
         lease = KVLease(tuple(path), self._tiers.poll)
         self._check_fits(sum(segment.tokens for segment in path))
@@ -104,7 +99,7 @@ class KnowledgeCache:
         return lease
 
     def extend(self, lease: KVLease, tokens: int) -> None:
-        """Grow the block table to `tokens` tokens in all. Waits until the lease is ready; implies `mark_computed`.
+        """Wait for the lease, and grow its block table to `tokens` tokens. Implies `mark_computed`.
 
         Raises OutOfBlocksError, and changes nothing, without room now; ValueError if the pool is too small.
         """
@@ -123,8 +118,8 @@ class KnowledgeCache:
             lease.tokens = tokens
 
     def commit(self, lease: KVLease, tokens: int) -> None:
-        """Insert the nodes that the first `tokens` tokens complete, computed by now or by the step being built. Implies
-        `mark_computed`. A node that another request has inserted meanwhile is shared.
+        """Insert the nodes that the first `tokens` tokens complete, or share those inserted meanwhile. Implies
+        `mark_computed`.
 
         Raises ValueError if the lease was not extended that far.
         """
@@ -137,7 +132,7 @@ class KnowledgeCache:
         self._count([segment.key for segment in found], [copy.node.key for copy in new], lease.cached_tokens, tokens)
 
     def mark_computed(self, lease: KVLease) -> None:
-        """The step that computes the lease's pending nodes has run, or is queued on the device in full."""
+        """The step of the pending nodes has run, or is queued on the device."""
         self._check_open(lease)
         for copy in lease.pending:
             if copy.state is CopyState.PENDING:
@@ -164,8 +159,7 @@ class KnowledgeCache:
         self._close(lease)
 
     def prefetch(self, path: Sequence[Segment]) -> None:
-        """Begin to load the cached prefix of a waiting request, as far as there is room without evicting nodes that are
-        in use or prefetched for others."""
+        """Begin to load a waiting request's prefix, as far as no pinned or prefetched node must go."""
         self.poll()
         loaded: list[DeviceCopy] = []
         for node in self._tiers.match(path):
@@ -182,12 +176,10 @@ class KnowledgeCache:
             self._unpin(copy)
 
     def poll(self) -> None:
-        """Handle loads and copies that have ended. Other calls do so, too."""
         self._tiers.poll()
 
     def forget_device(self) -> None:
-        """Give up all nodes on the device, whose memory was lost or is not to be trusted; host and disk stay. Leases
-        keep their blocks: discard them first."""
+        """Drop all nodes from an untrusted device; host and disk stay. Discard the leases first."""
         self._tiers.forget_device()
 
     def clear(self) -> None:
@@ -246,7 +238,7 @@ class KnowledgeCache:
         return max(0, missing) + self._must_copy(lease)
 
     def _must_copy(self, lease: KVLease) -> bool:
-        """Whether the next block to write holds others' tokens behind those of the lease."""
+        # Whether the next block to write holds others' tokens behind those of the lease.
         place = lease.tokens // self.shape.block_size
         if place >= lease.writable_from:
             return False
@@ -260,7 +252,6 @@ class KnowledgeCache:
         return self.pool.references(block) > ours
 
     def _make_writable(self, lease: KVLease) -> None:
-        """Copy the block behind the lease's tokens on write, unless the lease alone uses it."""
         place = lease.tokens // self.shape.block_size
         if self._must_copy(lease):
             (block,) = self.pool.allocate(1)
@@ -279,7 +270,6 @@ class KnowledgeCache:
                 tier.hit_tokens += tokens
 
     def _completed(self, lease: KVLease, tokens: int) -> Iterator[Segment]:
-        """The unpinned nodes of the path that end within the first `tokens` tokens."""
         while len(lease.pinned) < len(lease.path):
             segment = lease.path[len(lease.pinned)]
             if lease.committed + segment.tokens > tokens:
@@ -304,7 +294,7 @@ class KnowledgeCache:
         return copy
 
     def _count(self, found: list[bytes], new: list[bytes], cached: int, tokens: int) -> None:
-        """Count a use of these nodes: each new token costs its share of the request's prefill."""
+        # Count a use of these nodes: each new token costs its share of the request's prefill.
         path = found + new
         if not path:
             return
@@ -317,7 +307,6 @@ class KnowledgeCache:
             self._disk.use(path, cost, computed)
 
     def _map_blocks(self, lease: KVLease, pinned: list[DeviceCopy]) -> None:
-        """Fill the block table of a lease that has not started from the usable part of these nodes."""
         kept, tokens = self._usable(pinned)
         for copy in pinned[len(kept) :]:
             self._unpin(copy)
@@ -340,8 +329,8 @@ class KnowledgeCache:
         lease.committed = kept[-1].node.end if kept else 0
 
     def _usable(self, pinned: list[DeviceCopy]) -> tuple[list[DeviceCopy], int]:
-        """The nodes that can be used, and how many tokens of them: the last block, if only partly filled, will be
-        copied or written to, and a PENDING node's block cannot be copied yet."""
+        # The nodes that can be used, and how many tokens of them: the last block, if only partly filled, will be copied
+        # or written to, and a PENDING node's block cannot be copied yet.
         end = pinned[-1].node.end if pinned else 0
         whole = end - end % self.shape.block_size
         if end == whole:
@@ -354,7 +343,7 @@ class KnowledgeCache:
         return pinned, end
 
     def _withdraw(self, gone: DeviceCopy) -> None:
-        """Shorten the leases that have found a node whose load or step has failed."""
+        # Shorten the leases that have found a node whose load or step has failed.
         for lease in self._leases.values():
             if not lease.started and gone in lease.pinned:
                 place = lease.pinned.index(gone)
@@ -387,8 +376,6 @@ class KnowledgeCache:
 
 
 class _Prefetched:
-    """The keys of prefetched nodes, as a container."""
-
     def __init__(self, tiers: Hierarchy) -> None:
         self._nodes = tiers.nodes
 

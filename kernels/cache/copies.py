@@ -11,10 +11,7 @@ __all__ = ["Copies", "Copy"]
 
 
 class Copy:
-    """A transfer with references to all its blocks, so that none is reused before it has ended.
-
-    `leaving`: the node has left the source's tier, and this copy alone keeps the source's blocks.
-    """
+    """A transfer with references to its blocks. `leaving`: only this copy still keeps the source's blocks."""
 
     __slots__ = ("holds_source", "leaving", "source", "source_blocks", "target", "target_blocks", "then", "transfer")
 
@@ -72,7 +69,6 @@ class Copies:
         target_blocks: Sequence[int],
         then: Callable[[bool], None] | None = None,
     ) -> Copy:
-        """Begin a copy. `poll` calls `then(succeeded)` when it has ended."""
         copy = Copy(self._transfers, source, source_blocks, target, target_blocks, then)
         self._running.append(copy)
         return copy
@@ -104,7 +100,6 @@ class Copies:
         return [copy for copy in self._running if copy.source is pool and copy.leaving and copy.holds_source]
 
     def wait(self) -> None:
-        """Wait for all copies, including those that begin meanwhile."""
         while self._running:
             self._running[0].transfer.wait()
             self.poll()

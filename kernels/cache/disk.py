@@ -23,10 +23,10 @@ _LAYOUT = "blocks of (layers, keys and values, tokens, heads, numbers), version 
 
 @dataclass(frozen=True, slots=True)
 class DiskSettings:
-    """A disk tier of `bytes` in the folder `path`, which one process uses at a time.
+    """A disk tier of `bytes` in the folder `path`, for one process at a time.
 
-    `io_threads` read. Nodes that wait to be written take up to `backlog_bytes` of memory; others are not kept.
-    Raises ValueError for negative sizes, or no thread.
+    Nodes that wait to be written take up to `backlog_bytes` of memory; others are not kept. Raises ValueError for
+    invalid numbers.
     """
 
     path: Path
@@ -40,8 +40,6 @@ class DiskSettings:
 
 
 class _Write:
-    """A node on its way to the disk, by way of blocks of its own."""
-
     __slots__ = ("blocks", "copy", "future")
 
     def __init__(self, blocks: BlockPool, copy: Copy) -> None:
@@ -51,13 +49,11 @@ class _Write:
 
 
 class DiskTier:
-    """Nodes by key in a `ChunkStore`, each as the blocks that cover it.
+    """Nodes by key in a `ChunkStore`. Writes never block: a node is copied into a backlog, and read from there
+    meanwhile.
 
-    Writes never block: a node is copied into a backlog, written from there, and read from there meanwhile. `identity`
-    names the model; the pool's shape is added to it.
-
-    If the store cannot be opened (locked, another model's, read-only…), that is logged and counted once, the tier stays
-    empty, and the tiers above go on.
+    If the store cannot be opened (locked, another model's, read-only…), that is logged and counted once, and the tier
+    stays empty.
     """
 
     def __init__(
@@ -105,7 +101,6 @@ class DiskTier:
             self._store.unpin((key,))
 
     def use(self, path: Sequence[bytes], cost: float, computed: Container[bytes]) -> None:
-        """Count a request along this path; see `Tier.use`."""
         if self._store is not None:
             self._store.use(path, cost=cost, computed=computed)
 
@@ -140,7 +135,6 @@ class DiskTier:
         return write.copy
 
     def copying(self, key: bytes) -> Copy | None:
-        """The copy into the backlog of a node that is being written."""
         write = self._backlog.get(key)
         return write.copy if write is not None else None
 
@@ -150,7 +144,6 @@ class DiskTier:
         return self._readers.submit(self._read_backlog if waiting else self._read_store, key, blocks, waiting)
 
     def poll(self) -> None:
-        """Drop writes that have ended from the backlog."""
         if not self._backlog:
             return
         for key, write in list(self._backlog.items()):
@@ -160,7 +153,6 @@ class DiskTier:
                 self.received += _written(write.future)
 
     def wait(self) -> None:
-        """Wait until the backlog is written."""
         while self._backlog:
             for write in list(self._backlog.values()):
                 if write.future is not None:
@@ -169,7 +161,6 @@ class DiskTier:
             self.poll()
 
     def clear(self) -> None:
-        """Remove all chunks. Nothing may be being read."""
         self.wait()
         if self._store is None:
             return

@@ -19,11 +19,9 @@ __all__ = ["Hierarchy"]
 class Hierarchy:
     """The nodes in memory by key, and the tiers that hold them.
 
-    A node that leaves the device is copied to the host once: while that copy lives, leaving again costs nothing. A node
-    that leaves the host is written to the disk with its ancestors, unless they are there; what leaves the disk is gone.
-    A host without room is skipped. Blocks are reused only after the copies from them have ended.
-
-    `on_load_failed` gets a copy that could not be loaded and is GONE.
+    A node leaving the device is copied to the host, unless it is there or has no room; one leaving the host is written
+    to the disk with its ancestors. Blocks are reused after the copies from them have ended. `on_load_failed` gets the
+    GONE copy.
     """
 
     def __init__(
@@ -43,7 +41,6 @@ class Hierarchy:
         self._on_load_failed = on_load_failed
 
     def poll(self) -> None:
-        """Handle what has ended, and begin what waited for it."""
         self.copies.poll()
         if self.loads:
             for load in self.loads:
@@ -57,7 +54,6 @@ class Hierarchy:
             self.disk.poll()
 
     def drain(self) -> None:
-        """Wait until nothing moves between device and host."""
         while self.loads or len(self.copies):
             for load in self.loads:
                 load.wait()
@@ -81,9 +77,9 @@ class Hierarchy:
         return found
 
     def load(self, nodes: Sequence[CachedNode], protected: Container[bytes] = ()) -> list[DeviceCopy]:
-        """Pin nodes on the device and begin to load the absent ones; a prefix of them if the disk has lost one.
+        """Pin nodes on the device, loading absent ones; a prefix of them if the disk has lost one.
 
-        Raises OutOfBlocksError, and changes nothing, if pinned and `protected` nodes leave too little room.
+        Raises OutOfBlocksError, and changes nothing, without room beside pinned and `protected` nodes.
         """
         pinned: list[CachedNode] = []
         for node in nodes:
@@ -125,7 +121,6 @@ class Hierarchy:
     def insert(
         self, segment: Segment, start: int, blocks: Sequence[int], parent: bytes | None, parent_copy: DeviceCopy | None
     ) -> DeviceCopy:
-        """Add a PENDING node, which the step under way computes in these blocks."""
         node = self.nodes.get(segment.key)
         if node is None:
             node = self.nodes[segment.key] = CachedNode(segment.key, parent, start, segment.tokens)
@@ -134,7 +129,6 @@ class Hierarchy:
         return self._enter(DeviceCopy(node, list(blocks), CopyState.PENDING, shares_first=shares))
 
     def remove(self, copy: DeviceCopy) -> None:
-        """Take a copy out of the tree: no later request uses it."""
         node = copy.node
         self._detach(copy)
         self.device.remove(node.key, node.tokens)
@@ -154,7 +148,6 @@ class Hierarchy:
                 self.remove(node.device)
 
     def clear(self) -> None:
-        """Empty all tiers."""
         self.drain()
         for node in self.nodes.values():
             if node.device is not None:
@@ -177,8 +170,8 @@ class Hierarchy:
         self.copies.close()
 
     def _merge_boundary(self, parent: DeviceCopy, child: DeviceCopy) -> None:
-        """Free the parent's last block if it is the parent's alone: the child's first block covers the same positions
-        of the same path, so it has the parent's tokens too."""
+        # Free the parent's last block if it is the parent's alone: the child's first block covers the same positions of
+        # the same path, so it has the parent's tokens too.
         pool = self.device.pool
         own, common = parent.blocks[-1], child.blocks[0]
         if own == common or not child.node.start % pool.shape.block_size or not child.ready:
@@ -194,7 +187,6 @@ class Hierarchy:
         child.entry = self.device.resize(child.node.key, child.size)
 
     def _ending_in(self, block: int, copy: DeviceCopy) -> list[DeviceCopy]:
-        """A copy and its ancestors that end in the same block."""
         found = [copy]
         while found[-1].shares_first and found[-1].blocks == [block]:
             parent = found[-1].node.parent
@@ -208,7 +200,6 @@ class Hierarchy:
         return self.device.pool.shape.covering(node.start, node.tokens)
 
     def _pin_source(self, node: CachedNode) -> bool:
-        """Pin a node in the tier that it would come from; False if the disk does not have it any more."""
         if node.device is not None:
             self.device.tier.pin(node.key)
         elif node.host is not None:
@@ -226,7 +217,6 @@ class Hierarchy:
             self.disk.unpin(node.key)
 
     def _begin_load(self, node: CachedNode) -> DeviceCopy:
-        """Load into free blocks. The source stays pinned until the load has ended."""
         blocks = self.device.pool.allocate(len(self._covering(node)))
         copy = DeviceCopy(node, blocks, CopyState.LOADING)
         reading = None
@@ -282,7 +272,7 @@ class Hierarchy:
         self._on_load_failed(copy)
 
     def _offload(self, node: CachedNode) -> None:
-        """Move a node that the device's tier has evicted to the host, or else to the disk."""
+        # Move a node that the device's tier has evicted to the host, or else to the disk.
         copy = node.device
         assert copy is not None
         self._detach(copy)
@@ -304,8 +294,8 @@ class Hierarchy:
         return there.arrival
 
     def _to_disk(self, node: CachedNode, copy: DeviceCopy | HostCopy) -> Copy | None:
-        """Write a node and its ancestors: after a restart the disk is all there is, and a node is found through its
-        parent."""
+        # Write a node and its ancestors: after a restart the disk is all there is, and a node is found through its
+        # parent.
         if self.disk is None:
             return None
         for above in reversed(self._not_on_disk(node.parent)):
@@ -320,7 +310,6 @@ class Hierarchy:
         return disk.write(node.key, node.parent, pool, copy.blocks, cost)
 
     def _not_on_disk(self, key: bytes | None) -> list[CachedNode]:
-        """A node and its ancestors, up to the first one that is on the disk or in no tier."""
         found: list[CachedNode] = []
         while key is not None and self.disk is not None and key not in self.disk and key in self.nodes:
             found.append(self.nodes[key])
@@ -328,7 +317,7 @@ class Hierarchy:
         return found
 
     def _mark_leaving(self, node: CachedNode, pool: BlockPool, moving: Copy | None) -> None:
-        """The copies of a node out of this pool now hold its blocks alone."""
+        # The copies of a node out of this pool now hold its blocks alone.
         for copy in (moving, self.disk.copying(node.key) if self.disk is not None else None):
             if copy is not None and copy.source is pool:
                 copy.leaving = True
@@ -365,7 +354,6 @@ class Hierarchy:
         return True
 
     def _leave_host(self, node: CachedNode) -> None:
-        """Move a node that the host's tier has evicted to the disk."""
         there = node.host
         assert there is not None
         node.host = None

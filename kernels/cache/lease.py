@@ -12,13 +12,12 @@ __all__ = ["KVLease"]
 
 
 class KVLease:
-    """The blocks of one request: cached ones and its own. Written by the cache only.
+    """Blocks of one request: cached ones and its own. Written by the cache only.
 
-    - `cached_tokens`: tokens whose KV is in the blocks once the lease is `ready`. May fall before the first `extend`,
-      as what fails to load must be computed. `tokens_by_tier` says where they were found.
-    - `block_table`: the pool's blocks of the first `tokens` tokens, in order; writable from entry `writable_from` on.
-    - `pinned`: the nodes of the path that the lease keeps on the device, root first, which end at token `committed`;
-      `pending` are those of them that the step under way computes.
+    - `cached_tokens`: tokens with KV once `ready`, by tier in `tokens_by_tier`; falls before `extend` if a load fails.
+    - `block_table`: the pool's blocks of the first `tokens` tokens, writable from entry `writable_from` on.
+    - `pinned`: nodes of the path kept on the device, root first, ending at token `committed`; `pending` ones are in the
+      step under way.
     """
 
     __slots__ = (
@@ -54,7 +53,6 @@ class KVLease:
         return all(copy.load is None for copy in self.pinned)
 
     def wait(self) -> None:
-        """Wait until the lease is ready."""
         while not self.ready:
             for copy in self.pinned:
                 if copy.load is not None:

@@ -26,7 +26,6 @@ class MemoryTier:
     def insert(
         self, key: bytes, size: int, parent: bytes | None, tokens: int, known: TierNode | None = None
     ) -> TierNode | None:
-        """Add a node; returns the policy's record of it."""
         self.tier.insert(key, size, parent, known=known)
         self.tokens += tokens
         return self.tier.get(key)
@@ -36,7 +35,6 @@ class MemoryTier:
         self.tokens -= tokens
 
     def resize(self, key: bytes, size: int) -> TierNode | None:
-        """Change a node's number of blocks; returns the policy's new record of it."""
         entry = self.tier.get(key)
         if entry is None:
             raise KeyError("the tier does not hold this node")
@@ -48,9 +46,9 @@ class MemoryTier:
         return self.tier.get(key)
 
     def evict(self, blocks: int, protected: Container[bytes] = ()) -> list[bytes]:
-        """Evict until `blocks` blocks are free once the copies under way have ended; the keys, children first.
+        """Evict until `blocks` blocks are free once copies have ended; the keys, children first.
 
-        Raises OutOfBlocksError, and evicts nothing, if pinned and protected nodes leave too little.
+        Raises OutOfBlocksError, and evicts nothing, without enough evictable nodes.
         """
         missing = blocks - self.pool.free_blocks
         if missing > 0:

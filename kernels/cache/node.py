@@ -1,14 +1,4 @@
-"""Nodes of the knowledge tree and the states of their copies.
-
-A copy on the device is in one of four states:
-
-    insert ──▶ PENDING ──step has run──▶ READY ──evict, remove──▶ GONE
-                  └──step failed──▶ GONE   ▲
-    load ────▶ LOADING ──copied────────────┘
-                  └──failed──▶ GONE
-
-A copy in the host is on its way (`arrival`) or ready. The disk tier keeps its chunks by key, outside of these classes.
-"""
+"""Nodes of the knowledge tree and the states of their copies."""
 
 from __future__ import annotations
 
@@ -26,8 +16,17 @@ __all__ = ["CachedNode", "CopyState", "DeviceCopy", "DeviceLoad", "HostCopy"]
 _logger = logging.getLogger("ragorder.kernels")
 
 
+# States of a copy on the device:
+#
+#     insert ──▶ PENDING ──step has run──▶ READY ──evict, remove──▶ GONE
+#                   └──step failed──▶ GONE   ▲
+#     load ────▶ LOADING ──copied────────────┘
+#                   └──failed──▶ GONE
+#
+# A copy in the host is on its way (`arrival`) or ready. The disk tier keeps its chunks by key, outside of these
+# classes.
 class CopyState(Enum):
-    """State of a node's copy on the device; see the module's diagram."""
+    """State of a node's copy on the device; see the diagram above."""
 
     PENDING = auto()
     """Committed: the step under way writes it, and every later step may read it."""
@@ -59,9 +58,8 @@ class CachedNode:
 class DeviceCopy:
     """A node's KV in the device's pool: `blocks` cover it, and those at both ends may hold neighbours' tokens too.
 
-    `shares_first`: the first block is also the parent's last one, and counts as the parent's. `load` is set while
-    LOADING. `origin` is the tier it came from; `prefetched`: loaded for a waiting request, and unused so far. `entry`
-    is the policy's record.
+    `shares_first`: the first block counts as the parent's. `load` is set while LOADING; `origin` is the tier it came
+    from; `prefetched`: loaded for a waiting request, unused so far; `entry`: the policy's record.
     """
 
     __slots__ = ("blocks", "entry", "load", "node", "origin", "prefetched", "shares_first", "state")
@@ -107,10 +105,7 @@ class HostCopy:
 
 
 class DeviceLoad:
-    """One node's load: from the host's pool, or from the disk through memory of its own.
-
-    `reading` is the disk's part, None for a load from the host. `succeeded` is None until the load has ended.
-    """
+    """One node's load, from the host's pool or from the disk by `reading`. `succeeded` is None until the end."""
 
     def __init__(self, copy: DeviceCopy, reading: Future[BlockPool | None] | None) -> None:
         self.copy = copy
@@ -119,7 +114,6 @@ class DeviceLoad:
         self._copying: Copy | None = None
 
     def advance(self, copies: Copies, host: MemoryTier, device: MemoryTier) -> None:
-        """Begin the next part if the one before has ended."""
         if self._copying is not None or self.succeeded is not None:
             return
         if self.reading is None:
@@ -137,7 +131,6 @@ class DeviceLoad:
                 self._begin(copies, staged, range(staged.blocks), device)
 
     def wait(self) -> None:
-        """Wait for the part under way."""
         if self._copying is not None:
             self._copying.transfer.wait()
         elif self.reading is not None:

@@ -11,8 +11,7 @@ __all__ = ["Replicas"]
 
 
 class Replicas:
-    """The `count` most used nodes, copied to the host before they leave the device, and pinned there. A node is used at
-    least as often as its children, so these are upper nodes of the tree."""
+    """The `count` most used nodes, pinned in the host. Parents are used at least as often, so these are upper nodes."""
 
     def __init__(self, count: int, tiers: Hierarchy) -> None:
         self._count = count
@@ -23,7 +22,6 @@ class Replicas:
         return len(self._nodes)
 
     def offer(self, path: Iterable[DeviceCopy]) -> None:
-        """Consider the nodes that a request has used, root first."""
         if not self._count:
             return
         for copy in path:

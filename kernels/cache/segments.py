@@ -25,14 +25,12 @@ def segments_of(
 ) -> tuple[Segment, ...]:
     """The nodes of a prompt, root first.
 
-    `ends` are the documents' ends, in tokens: each ends a node, and what follows the last one (the question) is in no
-    node. An end that does not ascend or lies outside the prompt is ignored with all that follow. Without ends, every
-    `chunk_tokens` tokens are a node. The last token of a prompt must be computed, so no node contains it.
+    `ends` are the documents' ends in tokens; what follows the last (the question) is in no node, nor is the prompt's
+    last token, which must be computed. An end that does not ascend or lies outside is ignored with all that follow.
+    Without ends, every `chunk_tokens` tokens are a node.
 
-    A key is the BLAKE2b digest (32 bytes) of the parent's key and the node's tokens (8 bytes each, little-endian); the
-    root's parent is the digest of `salt`, so tenants share nothing. Model and layout are not part of it.
-
-    Raises ValueError if `chunk_tokens` is below 1.
+    A key is the 32-byte BLAKE2b digest of the parent's key and the node's tokens (8 bytes each, little-endian); the
+    root's parent is the digest of `salt`. Raises ValueError if `chunk_tokens` is below 1.
 
     >>> [segment.tokens for segment in segments_of(range(10), [4, 7])]
     [4, 3]

@@ -25,10 +25,9 @@ class TierTokens(NamedTuple):
 class TierStats:
     """A snapshot of one tier.
 
-    - `nodes`, `tokens` (None for the disk) and `bytes` are held for the tree; `used_bytes` adds leases and copies.
-    - `hit_tokens` were found here by requests that were computed.
-    - `received` nodes were copied here, `evicted` ones displaced, `failed` ones could not be copied up from here.
-    - `refused` counts by reason what was not taken in or not returned, and a disk tier that could not be opened.
+    - `nodes`, `tokens` (None for the disk) and `bytes` of the tree; `used_bytes` adds leases and copies.
+    - `hit_tokens` found here; `received` nodes copied here, `evicted` displaced, `failed` not copied up from here.
+    - `refused`, by reason: not taken in, not returned, or no disk tier at all.
     """
 
     nodes: int = 0
@@ -45,8 +44,8 @@ class TierStats:
 
 @dataclass(frozen=True, slots=True)
 class CacheStats:
-    """A snapshot of all tiers: open `leases`, `loads` to the device and `copies` between any two tiers under way;
-    `requests` computed so far, and the `new_tokens` of tree nodes that they computed."""
+    """A snapshot of all tiers. `loads` to the device and `copies` are under way; `new_tokens` were computed for the
+    tree."""
 
     device: TierStats
     host: TierStats

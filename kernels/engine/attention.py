@@ -1,8 +1,6 @@
-"""Paged attention for transformers' models, for all sequences of a step at once.
+"""Paged attention for transformers' models, registered with AttentionInterface.
 
-No model is patched: the function is registered with transformers' AttentionInterface under a name, and the step travels
-through the model's keyword arguments. No mask is registered under that name, so transformers makes none: positions and
-blocks say what a token attends to.
+No model is patched: the step travels through keyword arguments. Positions and blocks take the place of a mask.
 """
 
 from __future__ import annotations
@@ -168,5 +166,4 @@ def _is_empty(given: object) -> bool:
 
 
 def register() -> None:
-    """Register the attention with transformers; may be called again."""
     AttentionInterface.register(IMPLEMENTATION, _attention)

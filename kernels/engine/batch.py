@@ -36,7 +36,6 @@ class PackedStep:
 
 
 def pack(pieces: Sequence[Piece], layers: PagedLayers, device: torch.device | str) -> PackedStep:
-    """Pack pieces into tensors on the device, in two transfers."""
     counts = [len(piece.token_ids) for piece in pieces]
     starts = [0, *accumulate(counts)]
     total = starts[-1]

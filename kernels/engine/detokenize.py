@@ -18,12 +18,13 @@ _CHARACTER_TOKENS = 3
 _PENDING_TOKENS = 8
 
 
+# tokenizers' DecodeStream does not replace this: it needs a fast tokenizer, and with byte fallback it returns nothing
+# more once bytes do not make a character.
 class TextStream:
-    """The text behind a prompt, in pieces that are never revised and add up to `text`; none without a tokenizer.
+    """Text behind a prompt, in pieces that are never revised and add up to `text`; none without a tokenizer.
 
-    Tokens are decoded behind the prompt's last ones, so that the first word keeps its space. A possible beginning of a
-    `stop` string is held back. tokenizers' DecodeStream does not replace this: it needs a fast tokenizer, and with byte
-    fallback it returns nothing more once bytes do not make a character.
+    Decoded behind the prompt's last tokens, so that the first word keeps its space. A possible beginning of a `stop`
+    string is held back.
     """
 
     def __init__(self, tokenizer: Any | None, prompt: Sequence[int], stop: Sequence[str] = ()) -> None:
@@ -103,14 +104,12 @@ class TextStream:
         return emitted
 
     def _beginning_of_a_stop(self, text: str) -> int:
-        """Characters at the end of the text that may begin a stop string."""
         longest = min(self._longest - 1, len(text))
         fits = (n for n in range(longest, 0, -1) if any(stop.startswith(text[-n:]) for stop in self._stop))
         return next(fits, 0)
 
 
 def _common(one: str, other: str) -> int:
-    """The length of the common prefix."""
     if other.startswith(one):
         return len(one)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))

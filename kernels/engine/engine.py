@@ -40,17 +40,13 @@ _IDLE_S = 0.001
 class TieredEngine:
     """Serves a transformers model from a paged KV pool in which documents stay cached over three tiers.
 
-    While the engine lives, the model is in evaluation mode with the engine's attention (`set_attn_implementation`);
-    `close` restores both. Answers are those of the model without a cache.
-
         with TieredEngine.load("Qwen/Qwen2.5-0.5B-Instruct") as engine:
             [completion] = engine.generate([Request(token_ids, document_ends)])
 
-    `add` queues requests at any time, and each `step` computes one packed forward for all that run. `generate` and
-    `stream` step by themselves. Methods may be called from any thread; one runs at a time.
+    Answers are those of the model without a cache. Until `close` the model has the engine's attention, in evaluation
+    mode. `generate` and `stream` call `step` themselves. Methods may be called from any thread; one runs at a time.
 
-    Raises UnsupportedModelError for a model that cannot be served exactly, ValueError for an invalid device, length or
-    pool.
+    Raises UnsupportedModelError, or ValueError for an invalid device, length or pool.
     """
 
     def __init__(self, model: Any, tokenizer: Any | None = None, settings: EngineSettings | None = None) -> None:
@@ -110,12 +106,10 @@ class TieredEngine:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether `step` has something to compute or to return."""
         return bool(self._sequences or self._updates)
 
     def add(self, request: Request) -> int:
-        """Queue a request; returns the id that its updates have. Raises RequestRefusedError for a request that can
-        never be served, and RuntimeError after `close`."""
+        """Queue a request; returns its id. Raises RequestRefusedError, and RuntimeError after `close`."""
         with self._lock:
             if self._closed:
                 raise RuntimeError("the engine is closed: make another one")
@@ -130,8 +124,7 @@ class TieredEngine:
             return request_id
 
     def abort(self, request_id: int) -> bool:
-        """End a request; returns whether it was there. Its completion comes with the next `step`, and what it had
-        computed of its documents stays cached."""
+        """End a request; whether it was there. Its completion comes with the next `step`, its documents stay cached."""
         with self._lock:
             sequence = self._sequences.get(request_id)
             if sequence is None:
@@ -185,7 +178,6 @@ class TieredEngine:
             )
 
     def clear_cache(self) -> None:
-        """Empty all tiers, but for blocks of requests under way."""
         with self._lock:
             self._cache.clear()
 
@@ -295,7 +287,6 @@ class TieredEngine:
             return request_id
 
     def _next_updates(self, request_id: int) -> list[Update]:
-        """A subscribed request's updates, after a step if there are none."""
         with self._lock:
             updates = self._updates.take_for(request_id)
             if not updates:
@@ -317,7 +308,6 @@ class UpdateQueues:
         self._subscribed: dict[int, list[Update]] = {}
 
     def __bool__(self) -> bool:
-        """Whether `take` has updates."""
         return bool(self._others)
 
     def put(self, updates: Iterable[Update]) -> None:
@@ -340,15 +330,12 @@ class UpdateQueues:
 
 
 class _Runner:
-    """One packed forward a step over the pool of `layers`, and the choice of next tokens."""
-
     def __init__(self, forward: Forward, layers: PagedLayers, device: torch.device) -> None:
         self.forward = forward
         self._layers = layers
         self._device = device
 
     def compute(self, chunks: list[ScheduledChunk]) -> tuple[torch.Tensor, list[Choice]]:
-        """Logits (N, vocabulary) and next tokens of the sequences that get one, in the order of chunks."""
         step = pack([self._piece(chunk) for chunk in chunks], self._layers, self._device)
         logits = self.forward(step.token_ids, step.positions, step.kept, step.attention)
         chosen = [chunk.sequence for chunk in chunks if chunk.last]

@@ -13,11 +13,8 @@ __all__ = ["Forward"]
 
 
 class Forward:
-    """Calls a causal language model with the step's attention among its keyword arguments.
-
-    The model's own forward computes the logits, for the wanted tokens only, so that scaling and soft-capping behind the
-    last layer are included.
-    """
+    """Calls a causal language model with the step's attention. Its own forward computes logits, with their scaling and
+    capping."""
 
     def __init__(self, model: Any) -> None:
         self._model = model

@@ -29,10 +29,10 @@ _WITHOUT_EFFECT = frozenset({"name_or_path", "warnings_issued", "_is_hf_initiali
 
 
 def identity(model: Any, shape: KVShape) -> str:
-    """Digest of every byte of parameters and buffers, the modules' other attributes (an adapter's scale, an epsilon),
-    the configuration, the KV layout, the device, and the versions of torch and transformers.
+    """Digest of all bytes of parameters and buffers, modules' other attributes, configuration, KV layout, device and
+    versions.
 
-    Takes about a second per GB and thread. Raises ValueError for weights whose bytes cannot be read.
+    Takes about a second per GB and thread. Raises ValueError for unreadable weights.
     """
     with digest_threads() as threads:
         serializer = _Serializer(threads)
@@ -128,7 +128,6 @@ class _Serializer:
 
 
 def _made_of(value: Any) -> Any:
-    """The values that distinguish an object, or a function with its bound values, from others of its type."""
     if isinstance(value, transformers.PretrainedConfig):
         return {name: entry for name, entry in value.to_dict().items() if name not in _ORIGIN}
     if isinstance(value, partial):
@@ -149,7 +148,6 @@ def _bound(function: FunctionType) -> list[Any]:
 
 
 def _attributes(module: torch.nn.Module) -> list[Any]:
-    """The type of a module and its attributes beside parameters, buffers and modules."""
     kept = {}
     for name, entry in vars(module).items():
         if name.endswith("_hooks"):
@@ -161,5 +159,5 @@ def _attributes(module: torch.nn.Module) -> list[Any]:
 
 
 def _device(device: torch.device) -> str:
-    """The hardware, as far as it changes rounding."""
+    # The hardware, as far as it changes rounding.
     return str(torch.cuda.get_device_name(device)) if device.type == "cuda" else device.type

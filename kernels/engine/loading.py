@@ -45,10 +45,8 @@ def pick_device(name: str | None) -> torch.device:
 
 
 def load_model(name: str | Path, settings: EngineSettings) -> Any:
-    """A causal language model with all its weights, on the settings' device and in their dtype.
-
-    Raises ModelLoadError, UnsupportedModelError for other kinds of models, and ValueError for an absent device.
-    """
+    """A causal language model with all its weights. Raises ModelLoadError, UnsupportedModelError for other kinds of
+    models, and ValueError for an absent device."""
     device = pick_device(settings.device)
     folder = Path(name)
     if folder.is_dir() and not (folder / "config.json").is_file():

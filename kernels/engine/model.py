@@ -30,11 +30,10 @@ _lock = Lock()
 
 
 class PatchedModel:
-    """A model with the engine's attention, until the last engine on it calls `restore`. `longest`: its greatest length
-    of prompt and answer in tokens, None if it has none; `shape`: the layout of its KV.
+    """A model with the engine's attention until its last engine calls `restore`. `longest`: greatest length in tokens,
+    or None.
 
-    Raises UnsupportedModelError, with the model restored, if it cannot be served exactly; ValueError for an invalid
-    device or length.
+    Raises UnsupportedModelError, with the model restored, and ValueError for an invalid device or length.
     """
 
     def __init__(self, model: Any, settings: EngineSettings) -> None:
@@ -61,7 +60,6 @@ class PatchedModel:
         self.shape = KVShape(facts.layers, facts.kv_heads, facts.head_dim, settings.block_size, facts.dtype)
 
     def end_tokens(self, tokenizer: Any | None) -> frozenset[int]:
-        """The model's end-of-text tokens."""
         ends: set[int] = set()
         generation = getattr(self.model, "generation_config", None)
         for ids in (getattr(generation, "eos_token_id", None), getattr(tokenizer, "eos_token_id", None)):
@@ -98,11 +96,8 @@ class PatchedModel:
 def device_blocks(
     shape: KVShape, device: torch.device, device_tokens: int | None, longest: int | None, gpu_share: float
 ) -> int:
-    """Blocks of the pool: those of `device_tokens`, or else a share of a GPU's free memory, or on a CPU four prompts of
-    the greatest length in at most a quarter of the memory.
-
-    Raises ValueError if that is less than one block.
-    """
+    """Blocks of the pool: `device_tokens`, or a share of a GPU's free memory, or on a CPU four longest prompts in at
+    most a quarter of the memory. Raises ValueError if that is no block."""
     if device_tokens is not None:
         return max(1, device_tokens // shape.block_size)
     if device.type == "cuda":

@@ -1,8 +1,5 @@
-"""Probes of a model's attention: shapes, windows, and agreement with eager attention.
-
-A configuration does not say everything, so a new engine runs a few tokens twice: once to record what each layer asks of
-its attention, and once to compare the engine's logits with those of transformers' eager attention.
-"""
+"""Probes of a model's attention that its configuration does not describe: shapes, windows, agreement with eager
+attention."""
 
 from __future__ import annotations
 
@@ -39,8 +36,6 @@ class AttentionFacts:
 
 
 class _Observer:
-    """Plain attention that records what each layer asks for."""
-
     def __init__(self) -> None:
         self.shapes: dict[int, tuple[int, int, int, int, torch.dtype]] = {}
         self.windows: dict[int, int | None] = {}
@@ -66,10 +61,8 @@ class _Observer:
 
 
 def observe(model: Any, forward: Forward) -> AttentionFacts:
-    """Run two tokens through the model and return the facts of its attention.
-
-    Raises UnsupportedModelError if layers differ, do not attend, or have other windows than the configuration.
-    """
+    """Facts of a model's attention from a run of two tokens. Raises UnsupportedModelError if layers differ, do not
+    attend, or contradict the configuration's windows."""
     name = type(model).__name__
     observer = _Observer()
     ids = _tokens(model, 2)
@@ -116,11 +109,8 @@ def _check_windows(name: str, config: Any, windows: dict[int, int | None]) -> No
 
 
 def verify(model: Any, forward: Forward, facts: AttentionFacts, block_size: int, longest: int | None) -> None:
-    """Compare the engine with eager attention on a prompt in two pieces, the second behind the first in the pool, with
-    the boundary inside a block.
-
-    Raises UnsupportedModelError if the last token's logits differ by more than rounding.
-    """
+    """Compare with eager attention on a prompt in two pieces, split inside a block. Raises UnsupportedModelError if the
+    last token's logits differ by more than rounding."""
     length = min(2 * block_size + block_size // 2 + 3, 96, longest or 96)
     first = max(1, length - block_size // 2 - 2)
     ids = _tokens(model, length)
@@ -154,7 +144,6 @@ def verify(model: Any, forward: Forward, facts: AttentionFacts, block_size: int,
 
 
 def _tokens(model: Any, count: int) -> torch.Tensor:
-    """int64 (count,): random tokens, the same at every call."""
     embedding = model.get_input_embeddings().weight
     drawn = torch.randint(0, embedding.shape[0], (count,), generator=torch.Generator().manual_seed(count))
     return drawn.to(embedding.device)

@@ -22,12 +22,11 @@ class RequestRefusedError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How tokens are chosen, and what ends an answer.
+    """Choice of tokens, and the end of an answer.
 
-    `temperature` 0 takes the likeliest token; `top_p` samples from the smallest set with that much probability. A
-    `seed` gives the same samples whatever else is served. `stop` has strings, which the text excludes, and tokens,
-    beside the model's end-of-text tokens (unless `ignore_eos`). `logprobs`: alternatives reported for each token (0:
-    the chosen token alone).
+    `temperature` 0 takes the likeliest token. A `seed` gives the same samples whatever else is served. The text
+    excludes `stop` strings; `stop` tokens add to the end-of-text tokens (unless `ignore_eos`). `logprobs`: alternatives
+    reported for each token.
     """
 
     max_tokens: int = 16
@@ -62,11 +61,10 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A prompt in tokens.
+    """A prompt in tokens, with its documents' ends, ascending from the prompt's beginning.
 
-    `document_ends`: where documents end, ascending, counted from the prompt's beginning. The first document's node
-    includes the system prompt; what follows the last end, the question, is not cached. Only requests of the same `salt`
-    share a cache. `keep_logits`: the completion has the first token's logits.
+    The first document's node includes the system prompt; the question behind the last end is not cached. Only requests
+    of the same `salt` share a cache. `keep_logits`: of the first token.
     """
 
     token_ids: Sequence[int]
@@ -87,11 +85,8 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The result of a request. `token_ids` include a stop token, `text` does not.
-
-    `ttft_s` (None without a token) and `total_s` run from `add`. `error` is set for the finish reason "error". `logits`
-    (vocabulary,) are the first token's, fp32 on the CPU.
-    """
+    """The result of a request; `token_ids` include a stop token, `text` does not. Times run from `add`. `logits`
+    (vocabulary,) are the first token's, fp32 on the CPU."""
 
     request_id: int
     token_ids: tuple[int, ...]
@@ -108,8 +103,8 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """One step's news of a request: new tokens, new text (held back while a character or stop string is incomplete),
-    logprobs if wanted, and at the end the completion."""
+    """One step's new tokens, text (held back while a character or stop string is incomplete) and logprobs, and at the
+    end the completion."""
 
     request_id: int
     token_ids: tuple[int, ...]

@@ -41,7 +41,7 @@ def choose(logits: torch.Tensor, samplings: Sequence[Sampling], randoms: Sequenc
 
 
 def _draw(logits: torch.Tensor, samplings: Sequence[Sampling], numbers: Sequence[float]) -> torch.Tensor:
-    """Inverse transform sampling in fp64 with one number in [0, 1) a row; int64 (rows,)."""
+    # Inverse transform sampling in fp64 with one number in [0, 1) a row; int64 (rows,).
     device = logits.device
     temperatures = torch.tensor([sampling.temperature for sampling in samplings], dtype=torch.float64, device=device)
     # With the largest at 0 no temperature is too small.
@@ -57,7 +57,7 @@ def _draw(logits: torch.Tensor, samplings: Sequence[Sampling], numbers: Sequence
 
 
 def _nucleus(probabilities: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """Keep the likeliest tokens that add up to top_p, ties included."""
+    # Keep the likeliest tokens that add up to top_p, ties included.
     ranked = probabilities.sort(dim=-1, descending=True).values
     inside = ranked.cumsum(-1) - ranked < top_p[:, None]
     least = ranked.masked_fill(~inside, math.inf).amin(-1, keepdim=True)

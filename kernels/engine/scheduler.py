@@ -25,11 +25,10 @@ class ScheduledChunk:
 
 
 class Scheduler:
-    """Waiting and running sequences, each in the order of arrival.
+    """Waiting and running sequences, in the order of arrival.
 
-    A sequence is admitted when its cached prefix is on the device and there are blocks for all its tokens so far; while
-    the prefix loads, later ones go first. If blocks run out, the latest sequences are preempted and wait again; their
-    documents may still be cached when their turn comes.
+    A sequence is admitted with its prefix on the device and blocks for all its tokens; while it loads, later ones go
+    first. Without blocks the latest sequences are preempted.
     """
 
     def __init__(self, cache: KnowledgeCache, block_size: int, max_batch_tokens: int, max_requests: int) -> None:
@@ -45,17 +44,14 @@ class Scheduler:
 
     @property
     def loading(self) -> list[Sequence]:
-        """Waiting sequences whose prefix is being loaded."""
         return [sequence for sequence in self.waiting if sequence.lease is not None and not sequence.lease.ready]
 
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
 
     def plan(self) -> list[ScheduledChunk]:
-        """The next step, at most `max_batch_tokens` tokens; empty while all sequences wait for their prefixes.
-
-        Raises OutOfBlocksError if the first sequence does not fit into an otherwise unused pool.
-        """
+        """The next step of at most `max_batch_tokens`; empty while all wait for prefixes. Raises OutOfBlocksError if
+        the first sequence does not fit at all."""
         chunks: list[ScheduledChunk] = []
         left = self._max_batch_tokens
         for sequence in list(self.running):
@@ -74,7 +70,6 @@ class Scheduler:
             self._cache.mark_computed(chunk.sequence.lease)
 
     def finish(self, sequence: Sequence) -> None:
-        """Remove a sequence that has ended, wherever it is."""
         if sequence in self.running:
             self.running.remove(sequence)
         elif sequence in self.waiting:
@@ -107,7 +102,6 @@ class Scheduler:
         return tokens
 
     def _make_room(self, sequence: Sequence) -> bool:
-        """Whether there are blocks for a running sequence, after preempting later ones if necessary."""
         assert sequence.lease is not None
         if len(sequence.tokens) <= len(sequence.lease.block_table) * self._block_size:
             return True
@@ -121,7 +115,6 @@ class Scheduler:
                 return True
 
     def _preempt_for(self, sequence: Sequence) -> bool:
-        """Take the blocks of the latest waiting sequence, or else of a running one later than `sequence`."""
         holder = next((other for other in reversed(self.waiting) if other.lease is not None), None)
         if holder is not None:
             self._release(holder)
@@ -167,7 +160,7 @@ class Scheduler:
         return self._schedule(sequence, left, chunks)
 
     def _admit_alone(self, chunks: list[ScheduledChunk]) -> None:
-        """Waiting sequences hold the blocks that each other needs: give the first one the whole pool."""
+        # Waiting sequences hold the blocks that each other needs: give the first one the whole pool.
         if self.running:
             raise OutOfBlocksError("the pool has no room for the only running sequence")
         first, *others = self.waiting

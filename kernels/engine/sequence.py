@@ -27,11 +27,8 @@ __all__ = ["RequestValidator", "Sequence"]
 
 
 class Sequence:
-    """A request under way: `tokens` of prompt and answer, the KV of the first `computed` of them in the blocks of
-    `lease`.
-
-    A preempted sequence computes again what it does not find cached, so prefill, recomputation and decoding are alike.
-    """
+    """A request under way: `tokens` of prompt and answer, the first `computed` with KV in the blocks of `lease`.
+    Prefill, recomputation and decoding are alike."""
 
     def __init__(
         self, request_id: int, request: Request, path: tuple[Segment, ...], tokenizer: Any | None, stops: frozenset[int]
@@ -62,7 +59,7 @@ class Sequence:
 
     @property
     def most_tokens(self) -> int:
-        """Tokens whose KV it needs in the end: all but the last."""
+        # Tokens whose KV it needs in the end: all but the last.
         return self.prompt_tokens + self.request.sampling.max_tokens - 1
 
     @property
@@ -70,7 +67,6 @@ class Sequence:
         return None if self._first is None else self._first - self._added
 
     def begin(self) -> None:
-        """Start computing behind what the lease has found cached."""
         assert self.lease is not None
         self.computed = self.lease.cached_tokens
         self._table = np.empty(0, dtype=np.int32)
@@ -110,7 +106,6 @@ class Sequence:
         return Update(self.request_id, (token_id,), text, self.completion(reason), new_logprobs)
 
     def end(self, reason: FinishReason, error: str | None = None) -> Update:
-        """End without another token."""
         text = "" if reason == "error" else self._text.finish()
         return Update(self.request_id, (), text, self.completion(reason, error))
 

@@ -15,8 +15,7 @@ __all__ = ["EngineCounters", "EngineStats"]
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """A snapshot. `finished` counts requests by finish reason, `refused` those that never began; prompt and cached
-    tokens are of requests with a first token; `failed_steps` are forwards that raised."""
+    """A snapshot. `finished` counts by finish reason; prompt and cached tokens are of requests with a first token."""
 
     cache: CacheStats
     running: int

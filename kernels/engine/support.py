@@ -30,7 +30,6 @@ class UnsupportedModelError(ValueError):
 
 
 def text_config(model: Any) -> Any:
-    """The language model's part of the configuration."""
     return model.config.get_text_config()
 
 
@@ -42,11 +41,9 @@ def check_model(model: Any) -> None:
 
 
 def longest_exact_length(model: Any) -> int | None:
-    """The length up to which cached keys stay valid; None if the configuration sets no limit.
-
-    LongRoPE (Phi-3 128k) changes its frequencies when a sequence outgrows the original window, which makes keys cached
-    before wrong: such models are served up to that window.
-    """
+    """The length up to which cached keys stay valid; None without a limit."""
+    # LongRoPE (Phi-3 128k) changes its frequencies when a sequence outgrows the original window, which makes keys
+    # cached before wrong: such models are served up to that window.
     config = text_config(model)
     original = getattr(config, "original_max_position_embeddings", None)
     longropes = [rope for rope in _ropes(config) if rope.get("rope_type") == "longrope"]
@@ -80,7 +77,6 @@ def _reasons(model: Any) -> Iterator[str]:
 
 
 def _ropes(config: Any) -> Iterator[Mapping[str, Any]]:
-    """Rotary settings: one for all layers, or one for each type of layer."""
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
     if not isinstance(rope, Mapping):
         return

@@ -25,13 +25,11 @@ class Transfer(Protocol):
         """Wait until it has ended, on any thread."""
 
     def fence(self) -> None:
-        """Order later computations of the caller behind the copy, so that they may overwrite the source. Does not block
-        on a GPU; on a CPU it is `wait`."""
+        """Order later computations behind the copy, so that they may overwrite the source. Blocks on a CPU only."""
 
 
 class Transfers(Protocol):
-    """Makes copies, in the order of their starts. A copy sees everything that the caller has computed, or queued on the
-    GPU, before `start`."""
+    """Makes copies in the order of their starts, each seeing all computations queued before `start`."""
 
     def start(
         self, source: BlockPool, source_blocks: Sequence[int], target: BlockPool, target_blocks: Sequence[int]

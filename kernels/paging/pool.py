@@ -17,17 +17,15 @@ class OutOfBlocksError(RuntimeError):
 
 
 class BlockPool:
-    """`blocks` reference-counted blocks on `device`, each free again when its last reference is released.
+    """`blocks` reference-counted blocks on `device`.
 
-    `kv` has the shape (blocks, layers, 2, block_size, kv_heads, head_dim), so that a block is one contiguous piece. It
-    starts as zeros, as masked values are multiplied by 0 and must be finite. `pinned`: page-locked host memory, for
-    asynchronous copies by a GPU.
+    `kv` is (blocks, layers, 2, block_size, kv_heads, head_dim): a block is contiguous. It starts as zeros, as masked
+    values must be finite. `pinned`: page-locked host memory.
 
         pool = BlockPool(KVShape(layers=24, kv_heads=2, head_dim=64), blocks=1024)
         blocks = pool.allocate(4)
 
-    Not thread-safe; copies may access block contents on other threads.
-    Raises ValueError if `blocks` is negative, MemoryError if the device has too little memory.
+    Not thread-safe, but for block contents. Raises ValueError if `blocks` is negative, MemoryError without the memory.
     """
 
     def __init__(
@@ -93,7 +91,6 @@ class BlockPool:
         return taken
 
     def retain(self, blocks: Iterable[int]) -> None:
-        """Add a reference to each. Raises ValueError for a free block."""
         references = self._references
         for block in blocks:
             if not references[block]:
@@ -101,7 +98,6 @@ class BlockPool:
             references[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Drop a reference of each. Raises ValueError for a free block."""
         references, free = self._references, self._free
         # Reversed, so that adjacent blocks are allocated together again, and copied in one piece.
         for block in reversed(blocks):
@@ -112,5 +108,4 @@ class BlockPool:
                 free.append(block)
 
     def copy(self, source: int, target: int) -> None:
-        """Copy a block's content, in the order of the device's computations."""
         self.kv[target].copy_(self.kv[source])

@@ -29,7 +29,6 @@ class KVShape:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of a token in all layers."""
         return self.layers * 2 * self.kv_heads * self.head_dim * int(self.dtype.itemsize)
 
     @property
@@ -37,7 +36,6 @@ class KVShape:
         return self.block_size * self.token_bytes
 
     def blocks_for(self, tokens: int) -> int:
-        """The number of blocks for the first `tokens` tokens."""
         return -(-tokens // self.block_size)
 
     def covering(self, start: int, tokens: int) -> range:

@@ -14,11 +14,10 @@ __all__ = ["StreamTransfers"]
 
 
 class StreamTransfers:
-    """One stream into the GPU and one out of it, as the bus is full duplex; copies within the host use a thread.
+    """One stream for each direction between host and GPU; copies within the host use a thread.
 
-    A copy waits, on the GPU, for everything queued on the caller's current stream: writers of the source, and readers
-    of the target's old contents. The two directions do not wait for each other, so a copy must not start from blocks
-    that another copy still writes. The host's pool must be pinned: otherwise the driver copies piecewise, and blocks.
+    A copy waits, on the GPU, for the caller's current stream, but not for the other direction: do not start from blocks
+    that another copy still writes. The host's pool must be pinned.
     """
 
     def __init__(self, device: torch.device | str) -> None:

@@ -16,13 +16,11 @@ _logger = logging.getLogger("ragorder.kernels")
 
 
 class ThreadTransfers:
-    """One thread that makes one copy after the other.
-
-    NumPy copies on this thread alone and without Python's lock; PyTorch would start a second set of threads here, which
-    would compete with those that compute.
-    """
+    """One thread that makes one copy after the other."""
 
     def __init__(self) -> None:
+        # NumPy copies on this thread alone and without Python's lock; PyTorch would start a second set of threads,
+        # which would compete with those that compute.
         self._waiting: SimpleQueue[_ThreadTransfer | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="ragorder-kv-copies", daemon=True)
         self._thread.start()

@@ -10,12 +10,11 @@ __all__ = ["Clocked", "ReplacementPolicy", "TierNode"]
 
 
 class TierNode:
-    """A tier's record of a node of the knowledge tree: a document, or a chunk of one, behind a particular prefix.
+    """A tier's record of a node. Written by the tier only.
 
-    `size` is in the tier's unit. `frequency` counts the requests that used the node, `misses` those that computed it;
-    `cost` is their mean seconds per new token (formula 4's Cost/Size), an estimate without misses, or 0. `priority` was
-    set at the last use, the tier's use number `order`. Nodes in the tier also have `children` there, `pins`, and their
-    `place` in a heap (-1: none). Written by the tier only.
+    `frequency` counts uses, `misses` the requests that computed it; `cost` is their mean seconds per new token (formula
+    4's Cost/Size), or an estimate. `priority` was set at the last use, number `order`. `children` and `pins` count in
+    the tier; `place` is its place in a heap, or -1.
     """
 
     __slots__ = (

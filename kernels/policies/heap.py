@@ -13,8 +13,8 @@ Entry = tuple[float, int, TierNode]
 
 
 class NodeHeap:
-    """A binary heap in which every node knows its place, so that each operation takes O(log n) in the worst case and no
-    stale entries collect. `entries` may be read: the children of place p are 2p + 1 and 2p + 2."""
+    """A binary heap whose nodes have their place: O(log n) in the worst case, no stale entries. Children of place p are
+    2p + 1 and 2p + 2."""
 
     def __init__(self) -> None:
         self._entries: list[Entry] = []
@@ -43,7 +43,6 @@ class NodeHeap:
         self._sift((other.priority, other.order, other), place)
 
     def update(self, node: TierNode) -> None:
-        """Restore the heap after a node's priority or order has changed."""
         self._sift((node.priority, node.order, node), node.place)
 
     def _sift(self, entry: Entry, place: int) -> None:

@@ -10,13 +10,10 @@ __all__ = ["History"]
 
 
 class History:
-    """Frequency and cost of up to `max_nodes` nodes outside the tier; the least recently used is forgotten first.
+    """Frequency and cost of the `max_nodes` last used nodes outside one tier: the paper's unspecified "time window",
+    counted in uses.
 
-    This bound is the paper's "time window", which it does not specify: a node counts from zero once `max_nodes` others
-    outside the tier were used since. Time is counted in uses, so a night without requests forgets nothing. Without a
-    history the window ends when a node leaves its tier. A history belongs to one tier; a node takes about 0.4 KB.
-
-    Raises ValueError if `max_nodes` is negative; 0 remembers nothing.
+    A node takes about 0.4 KB. Raises ValueError if `max_nodes` is negative.
     """
 
     def __init__(self, max_nodes: int) -> None:
@@ -34,7 +31,6 @@ class History:
         return key in self._nodes
 
     def keep(self, node: TierNode) -> None:
-        """Remember a node that is neither in the tier nor here."""
         # Equal priorities: the heap keeps the order of use.
         node.priority = 0.0
         self._nodes[node.key] = node
@@ -45,7 +41,6 @@ class History:
             del self._nodes[oldest.key]
 
     def take(self, key: Key) -> TierNode | None:
-        """Remove and return a node's record; None if it is not remembered."""
         node = self._nodes.pop(key, None)
         if node is not None:
             self._by_use.remove(node)

@@ -10,14 +10,11 @@ __all__ = ["PGDSF"]
 
 
 class PGDSF(Clocked):
-    """Prefix-aware Greedy-Dual-Size-Frequency: Clock + Frequency x Cost / Size (formula 2), where Cost / Size is the
-    mean cost of a new token for the requests that computed the node (formula 4).
-
-    Set at every use, as the paper's text says; Algorithm 1 prints line 9 inside the branch for uncached nodes, where no
-    hit would ever count.
-    """
+    """Prefix-aware Greedy-Dual-Size-Frequency: Clock + Frequency x Cost / Size (formulas 2 and 4)."""
 
     name: ClassVar[str] = "pgdsf"
 
     def priority(self, node: TierNode) -> float:
+        # At every use, as the paper's text says; Algorithm 1 prints line 9 inside the branch for uncached nodes, where
+        # no hit would ever count.
         return self.clock + node.frequency * node.cost

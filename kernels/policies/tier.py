@@ -17,19 +17,15 @@ __all__ = ["Tier"]
 class Tier:
     """Metadata of the nodes in one tier; `used` is the sum of their sizes.
 
-    The leaf with the lowest priority is evicted first; a parent becomes a candidate when its last child in the tier is
-    gone. Keys are hashable, not None, and stand for the same node everywhere; a node whose parent is absent is a root
-    until the parent comes (back). A new node starts with what the history has of it, or at zero: without a history,
-    insert a request's nodes before `use` counts the request.
-
         tier = Tier(make_policy("pgdsf"), History(65536))
         tier.insert("system prompt", size=4)
         tier.insert("document", size=9, parent="system prompt")
         tier.evict(5)  # ["document"]
 
-    `use`, `insert`, `remove`, `pin` and `unpin` take O(log n) a node in the worst case, `evict` O(log n) for each
-    evicted or protected node. A node takes about 0.4 KB beside its key. Not thread-safe. Raises ValueError if the
-    history is another tier's.
+    The leaf with the lowest priority goes first; a parent is a leaf once its last child is gone. Keys are hashable, not
+    None; parents may be absent. Without a history, insert a request's nodes before `use` counts it.
+
+    All calls take O(log n) a node in the worst case. Not thread-safe. Raises ValueError for another tier's history.
     """
 
     def __init__(self, policy: ReplacementPolicy, history: History | None = None) -> None:
@@ -54,15 +50,13 @@ class Tier:
         return key in self._nodes
 
     def get(self, key: Key) -> TierNode | None:
-        """The record of a node in the tier, to be read only."""
         return self._nodes.get(key)
 
     def use(self, path: Sequence[Key], *, cost: float | None = None, computed: Container[Key] = ()) -> None:
-        """Count a request along this path, root first; nodes outside the tier count in the history.
+        """Count a request along this path, root first, in the history where nodes are absent.
 
-        The request computed those in `computed` at `cost` seconds per new token: T(alpha, beta) / beta for alpha cached
-        and beta new tokens (formula 4). A node that no request has computed takes it as an estimate.
-        Raises ValueError, and counts nothing, for a negative or infinite cost.
+        It computed those in `computed` at `cost` seconds per new token (formula 4), an estimate for nodes never
+        computed. Raises ValueError for a negative or infinite cost.
         """
         if cost is not None and not 0 <= cost < math.inf:
             raise ValueError(f"cost is {cost} s a token: give a finite number, 0 or more")
@@ -78,11 +72,8 @@ class Tier:
                 history.keep(node)
 
     def insert(self, key: Key, size: int = 1, parent: Key | None = None, *, known: TierNode | None = None) -> None:
-        """Add a node behind `parent`, which may be absent.
-
-        `known` is another tier's record: its frequency and cost are used if this tier has seen less.
-        Raises ValueError, and changes nothing, for a node that is there, its own parent, or of negative size.
-        """
+        """Add a node; `known` is another tier's record, used if it has seen more. Raises ValueError for a node that is
+        there, its own parent, or of negative size."""
         if key in self._nodes:
             raise ValueError("the tier holds this node already")
         if key == parent:
@@ -127,8 +118,8 @@ class Tier:
         self._change_candidates(None, node)
 
     def evict(self, size: int, protected: Container[Key] = (), also_protected: Container[Key] = ()) -> list[Key] | None:
-        """Evict whole nodes until `size` is freed; their keys, children before parents. None, and nothing is evicted,
-        if that cannot be without pinned and protected nodes (each candidate is looked up: give sets)."""
+        """Evict nodes until `size` is freed; their keys, children first. None, and nothing is evicted, if that cannot
+        be."""
         evicted: list[TierNode] = []
         freed = 0
         if size > 0:
@@ -145,12 +136,10 @@ class Tier:
         return [node.key for node in evicted]
 
     def victims(self) -> Iterator[Key]:
-        """Evictable nodes in the order of eviction, which they do not undergo: O(k log k) for the first k. Invalid once
-        the tier changes."""
+        """Evictable nodes in their order, not evicted: O(k log k) for the first k. Invalid once the tier changes."""
         return (node.key for node in self._in_order())
 
     def clear(self) -> None:
-        """Remove all nodes and pins, and clear the history."""
         self._nodes.clear()
         self._absent_parents.clear()
         self._candidates = NodeHeap()
@@ -177,7 +166,6 @@ class Tier:
             self._candidates.update(node)
 
     def _change_candidates(self, before: TierNode | None, now: TierNode | None) -> None:
-        """Take `before` out of the candidates, and add `now` if it is evictable."""
         if now is not None and (now.children or now.pins):
             now = None
         if before is None or before.place < 0:
@@ -208,7 +196,7 @@ class Tier:
             self._history.keep(node)
 
     def _in_order(self, protected: Container[Key] = (), also_protected: Container[Key] = ()) -> Iterator[TierNode]:
-        """Nodes in the order of eviction. Looks no further into the heap than needed."""
+        # Nodes in the order of eviction. Looks no further into the heap than needed.
         entries = self._candidates.entries
         frontier: list[tuple[Entry, int]] = [(entries[0], 0)] if entries else []
         children: dict[Key, int] = {}

@@ -10,18 +10,12 @@ __all__ = ["StoreCounters"]
 
 @dataclass(slots=True)
 class StoreCounters:
-    """Chunks since the store was opened.
+    """Chunks since the opening, when `restored` were found.
 
-    `restored` were found at the opening; `stored` were written, `hits` read and verified, `misses` not there, `evicted`
-    displaced.
-
-    Refused, and no longer in the store: `refused_identity` (another model's; their files stay), `refused_checksum`
-    (changed), `refused_truncated` (of another length), `refused_format` (of another format version), `refused_foreign`
-    (no chunk, or not the one that the name says), `refused_missing` (file gone), `refused_size` (does not fit the
-    reader's buffer). `failed_reads` and `failed_writes` count system errors by name (ENOSPC, EIO, EROFS…).
-
-    Not written: `refused_room` (eviction could not make room) and `skipped_writes` (writing was paused, `pauses`
-    times).
+    Refused chunks leave the store: `identity` (another model's; files stay), `checksum`, `truncated`, `format` (another
+    version), `foreign` (not the named chunk), `missing` (no file), `size` (of the reader's buffer). `refused_room`:
+    eviction could not make room; `skipped_writes`: during one of the `pauses`. Failures count system errors by name
+    (ENOSPC…).
     """
 
     restored: int = 0

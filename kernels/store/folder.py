@@ -44,13 +44,10 @@ class StoreRefusedError(Exception):
 
 
 class ChunkFolder:
-    """An open folder and its lock: a second one, in this process or another, is refused after `patience_s`. The lock is
-    the kernel's (flock), so it goes with the process, however that ends.
+    """An open folder and its lock (flock, so it goes with the process); a second opener is refused after `patience_s`.
 
-    Made for its owner only if absent, as are all files in it (0700 and 0600); in an existing folder only the store's
-    own files are touched. Files are reached through the open folder: if it is replaced, nothing is written there.
-
-    Raises StoreRefusedError; reads and writes raise OSError.
+    Files are the owner's only (0700 and 0600), and reached through the open folder: if it is replaced, nothing is
+    written there. Raises StoreRefusedError; reads and writes raise OSError.
     """
 
     def __init__(self, folder: Path, identity: str, patience_s: float = 0.0) -> None:
@@ -67,16 +64,14 @@ class ChunkFolder:
             raise
 
     def close(self) -> None:
-        """Release the folder. Nothing may be read or written any more."""
         while self._descriptors:
             os.close(self._descriptors.pop())
 
     def size_on_disk(self, file_bytes: int) -> int:
-        """Bytes that a file takes: whole blocks of the file system."""
+        # Bytes that a file takes: whole blocks of the file system.
         return -(-file_bytes // self._block_bytes) * self._block_bytes
 
     def names(self) -> Iterator[tuple[ChunkName, bool]]:
-        """All files with names of chunks, and whether each is a regular file."""
         with os.scandir(self._chunks) as subfolders:
             found = sorted(entry.name for entry in subfolders if SUBFOLDER.fullmatch(entry.name))
         for subfolder in found:
@@ -170,7 +165,7 @@ class ChunkFolder:
             os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
 
     def _check_identity(self, root: int) -> None:
-        """The note identifies the folder; every chunk has the identity too, so that a lost note does no harm."""
+        # The note identifies the folder; every chunk has the identity too, so that a lost note does no harm.
         found = read_identity(root)
         ours = {"format": VERSION, "identity": self.identity.hex()}
         if found is None:
@@ -202,7 +197,6 @@ def _locked(lock: int) -> bool:
 
 
 def read_identity(root: int) -> dict[str, object] | None:
-    """The folder's note; None if it is missing or unreadable."""
     try:
         descriptor = os.open(IDENTITY, os.O_RDONLY | os.O_NONBLOCK | _OPEN, dir_fd=root)
     except OSError:

@@ -1,19 +1,4 @@
-"""Format of a chunk's file, and its name.
-
-    magic 8 | version 2 | key length 2 | parent length 2 | 0 2 | payload length 8 | cost 8 | identity 16 | checksum 16
-    key | parent | checksum of all the above 16 | payload
-
-Integers are little-endian, `cost` is a double, the first checksum is the payload's. The header has its own, so that an
-index can be built from headers alone.
-
-Checksums are xxh3_128: 8 GB/s a thread measured, without Python's lock (SHA-256 0.8, BLAKE2b 0.7), and long enough for
-chance to never make two equal. No checksum without a secret stops an attacker who can write to the folder: it is for
-its owner only. Keys and identities come from outside and are hashed with SHA-256.
-
-A file is called `ab/ab12….<serial>.kv`: a digest of the key, and the number of the write. The digest spreads files over
-256 subfolders. No two writes share a name, so the late removal of an old file cannot hit its successor; the highest
-serial is the newest.
-"""
+"""Format of a chunk's file, and its name `ab/ab12….<serial>.kv`."""
 
 from __future__ import annotations
 
@@ -35,6 +20,19 @@ __all__ = [
     "checksum",
     "digest",
 ]
+
+# A file:
+#
+#     magic 8 | version 2 | key length 2 | parent length 2 | 0 2 | payload length 8 | cost 8 | identity 16 | checksum 16
+#     key | parent | checksum of all the above 16 | payload
+#
+# Integers are little-endian, `cost` is a double, the first checksum is the payload's. The header has its own, so that
+# an index can be built from headers alone. Checksums are xxh3_128: 8 GB/s a thread measured, without Python's lock
+# (SHA-256 0.8, BLAKE2b 0.7), and long enough for chance to never make two equal. No checksum without a secret stops an
+# attacker who can write to the folder: it is for its owner only. Keys and identities are hashed with SHA-256.
+#
+# A name has a digest of the key, which spreads files over 256 subfolders, and the number of the write. No two writes
+# share a name, so the late removal of an old file cannot hit its successor; the highest serial is the newest.
 
 # 2: identities are over all bytes of a model's weights. 3: checksums are xxh3_128.
 VERSION = 3
@@ -58,12 +56,10 @@ class BadHeaderError(Exception):
 
 
 def digest(data: bytes) -> bytes:
-    """16 bytes that identify a key or an identity."""
     return sha256(data).digest()[:_DIGEST_BYTES]
 
 
 def checksum(data: bytes | memoryview) -> bytes:
-    """16 bytes that change whenever the data does."""
     return xxh3_128_digest(data)
 
 
@@ -144,7 +140,6 @@ class ChunkName(NamedTuple):
 
     @property
     def temporary(self) -> ChunkName:
-        """The name while the file is written."""
         return self._replace(finished=False)
 
     def is_of(self, key: bytes) -> bool:

@@ -25,11 +25,8 @@ class StoredChunk:
 
 
 class ChunkIndex:
-    """Chunks by key, oldest write first, and their tier. `other_bytes` counts files that are being written or removed,
-    or are unusable: with them the store stays within its capacity at every moment.
-
-    Not thread-safe, but for `in` and `len` of `chunks`.
-    """
+    """Chunks by key, oldest write first, and their tier. `other_bytes`: files being written or removed, and unusable
+    ones."""
 
     def __init__(self, capacity_bytes: int, policy: str, history: int) -> None:
         self.capacity_bytes = capacity_bytes
@@ -50,21 +47,21 @@ class ChunkIndex:
         self.tier.insert(key, chunk.bytes_on_disk, parent, known=known)
 
     def insert(self, key: bytes, chunk: StoredChunk, parent: bytes | None) -> None:
-        """Insert a chunk whose room `make_room` has reserved."""
+        # Insert a chunk whose room `make_room` has reserved.
         self.other_bytes -= chunk.bytes_on_disk
         self.chunks[key] = chunk
         self.tier.insert(key, chunk.bytes_on_disk, parent)
 
     def remove(self, key: bytes) -> StoredChunk:
-        """Drop the chunk; its file still counts in `other_bytes`."""
+        # Drop the chunk; its file still counts in `other_bytes`.
         chunk = self.chunks.pop(key)
         self.tier.remove(key)
         self.other_bytes += chunk.bytes_on_disk
         return chunk
 
     def make_room(self, bytes_on_disk: int, protected: Container[bytes] = ()) -> dict[bytes, StoredChunk] | None:
-        """Evict chunks for a new file; None, and nothing is evicted, if that does not suffice. Their files must be
-        removed before the new one is made; `other_bytes` grows by the larger of the two."""
+        """Evict for a new file; None, and nothing is evicted, if that does not suffice. Remove the files before
+        writing: `other_bytes` grows by the larger of both."""
         if self.other_bytes + bytes_on_disk > self.capacity_bytes:
             return None
         missing = self.used_bytes + bytes_on_disk - self.capacity_bytes
@@ -82,7 +79,6 @@ class ChunkIndex:
         return evicted
 
     def shrink(self) -> dict[bytes, StoredChunk]:
-        """Evict what exceeds the capacity, as far as possible."""
         return self.evict(min(self.used_bytes - self.capacity_bytes, self.tier.used))
 
     def pin(self, keys: Iterable[bytes]) -> None:

@@ -33,8 +33,8 @@ class Scan(NamedTuple):
 
 
 def scan(folder: ChunkFolder, counters: StoreCounters) -> Scan:
-    """Read the headers of all files; payloads are verified when they are read. Unfinished and unusable files are
-    removed and other models' chunks stay; all but unfinished ones are counted."""
+    """Read all headers, not payloads. Unfinished and unusable files are removed, other models' stay; all but unfinished
+    ones are counted."""
     good: list[FoundChunk] = []
     unwanted: list[tuple[ChunkName, int]] = []
     occupied = serial = 0
@@ -71,7 +71,6 @@ def scan(folder: ChunkFolder, counters: StoreCounters) -> Scan:
 
 
 def check(folder: ChunkFolder, name: ChunkName, head: bytes, size: int) -> Header:
-    """The header of a file with this beginning and size. Raises BadHeaderError."""
     header = Header.unpack(head)
     if header.identity != folder.identity:
         raise BadHeaderError("identity")
@@ -84,9 +83,8 @@ def check(folder: ChunkFolder, name: ChunkName, head: bytes, size: int) -> Heade
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """A store's folder seen from outside: `chunks` and `bytes` on the disk, `unfinished` files of a write under way or
-    a killed process, `oldest` and `newest` write (seconds since the epoch), the `identity` noted in the folder, and the
-    process that has it `locked_by` ("?": it does not say)."""
+    """A folder seen from outside: bytes on disk, unfinished files, write times (epoch seconds), and the process that
+    has it ("?": unnamed)."""
 
     chunks: int
     bytes: int
@@ -98,8 +96,8 @@ class Survey:
 
 
 def survey(folder: Path) -> Survey | None:
-    """Survey a folder by names and sizes, reading and changing no file; a running store may be ahead of it. None if it
-    is not a store's. Raises OSError if it cannot be read."""
+    """Survey a folder by names and sizes, changing nothing; None if it is not a store's. Raises OSError if it cannot be
+    read."""
     root = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         identity = read_identity(root)

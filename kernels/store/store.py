@@ -25,28 +25,22 @@ _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 class ChunkStore:
-    """Chunks of bytes by key (1 to 1024 bytes each) in a folder, of which it uses at most `capacity_bytes`: headers
-    included, in whole blocks of the file system, files being written or removed too.
-
-    A full store evicts by `policy` (`ragorder.kernels.policies`), children before their `parent`. A write counts as a
-    use. `identity` stands for all that makes equal keys mean equal bytes (model, weights, data type, layout); a folder
-    or a chunk of another identity is refused.
+    """Chunks of bytes by key (1 to 1024 bytes) in a folder, of which it uses at most `capacity_bytes`, in whole blocks.
 
         with closing(ChunkStore(folder, 1 << 30, "model, weights, layout")) as store:
             store.write(b"key", data)
             store.read(b"key", buffer)  # True: the buffer has the data
 
-    The store survives the process, however that ends: files get their names when they are whole, and the next store
-    finds them by their headers, as used once and at the cost they were written with. Every read verifies header, key,
-    identity and payload. One process has the folder at a time; another waits up to `patience_s`.
+    `identity` stands for everything that makes equal keys mean equal bytes; other identities are refused. The store
+    survives the process, however that ends: the next one finds whole files by their headers, as used once. Every read
+    verifies header, key, identity and payload. One process has the folder; another waits up to `patience_s`.
 
-    `read`, `write` and `use` never raise for what happens to the disk: that is counted, and they return False. On a
-    disk that others have filled, older chunks make room for newer ones. After failed writes in a row writing pauses
-    (`CircuitBreaker`). A chunk that could not be read leaves the store.
+    `read`, `write` and `use` count what happens to the disk and never raise it. A full store evicts by `policy`,
+    children before parents, and on a disk that others fill older chunks make room; after failures writing pauses
+    (`CircuitBreaker`). Unreadable chunks leave the store.
 
-    Thread-safe: `in` is a dictionary look-up, and reads and writes of different threads run side by side. `removed`
-    gets the keys that leave the store, on any thread. Raises StoreRefusedError if the folder cannot be used, ValueError
-    for invalid settings.
+    Thread-safe: `in` is a dictionary look-up, reads and writes run side by side, `removed` gets departed keys on any
+    thread. Raises StoreRefusedError, and ValueError for invalid settings.
     """
 
     def __init__(
@@ -93,7 +87,6 @@ class ChunkStore:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes that the store takes on the disk."""
         with self._lock:
             return self._index.used_bytes
 
@@ -105,7 +98,6 @@ class ChunkStore:
 
     @property
     def pausing(self) -> bool:
-        """Whether writing pauses after failures."""
         with self._lock:
             return self._breaker.open
 
@@ -140,11 +132,8 @@ class ChunkStore:
         used: bool = True,
         protected: Container[bytes] = (),
     ) -> bool:
-        """Store a copy of a chunk, evicting others but none in `protected`; whether the store has it now.
-
-        `cost`: seconds that a new token cost the request that computed it; `used`: whether that counts as a use.
-        Raises ValueError for keys of an invalid length or an invalid cost.
-        """
+        """Store a copy, evicting others but none in `protected`; whether the store has it now. `cost`: seconds per new
+        token of the request that computed it. Raises ValueError for invalid keys or costs."""
         if not 0 < len(key) <= MAX_KEY_BYTES or (parent is not None and not 0 < len(parent) <= MAX_KEY_BYTES):
             raise ValueError(f"keys have 1 to {MAX_KEY_BYTES} bytes")
         if cost is not None and not 0 <= cost < math.inf:
@@ -155,7 +144,6 @@ class ChunkStore:
             return self._write(key, payload, parent, cost, used, protected)
 
     def use(self, path: Sequence[bytes], *, cost: float | None = None, computed: Container[bytes] = ()) -> None:
-        """Count a request along this path, root first; see `Tier.use`."""
         with self._lock:
             if not self._closed:
                 self._index.tier.use(path, cost=cost, computed=computed)
@@ -191,7 +179,6 @@ class ChunkStore:
         return found.serial
 
     def _fill(self, key: bytes, chunk: StoredChunk, into: bytearray | memoryview) -> None:
-        """Read and verify a chunk. Raises OSError or BadHeaderError."""
         with memoryview(into).cast("B") as payload:
             if len(payload) != chunk.payload_bytes:
                 raise BadHeaderError("size")
@@ -206,7 +193,6 @@ class ChunkStore:
                 raise BadHeaderError("checksum")
 
     def _after_reading(self, key: bytes, chunk: StoredChunk, failed: OSError | BadHeaderError | None) -> bool:
-        """Count the read; whether the chunk has left the index and its file must go."""
         with self._lock:
             if failed is None:
                 self.counters.hits += 1
@@ -264,7 +250,6 @@ class ChunkStore:
         return failed is None
 
     def _reserve(self, key: bytes, size: int, protected: Container[bytes]) -> dict[bytes, StoredChunk] | None:
-        """The chunks evicted for this one, None if it is not to be written now."""
         if self._closed or key in self._writing:
             return None
         if self._breaker.open:
@@ -280,7 +265,6 @@ class ChunkStore:
         return evicted
 
     def _remove_evicted(self, evicted: dict[bytes, StoredChunk], size: int) -> None:
-        """Remove the files of evicted chunks. Raises OSError if one stays: then there is no room."""
         self._tell(list(evicted))
         stuck = sum(chunk.bytes_on_disk for chunk in evicted.values() if not self._folder.remove(chunk.name))
         with self._lock:
@@ -290,8 +274,7 @@ class ChunkStore:
             raise OSError(errno.EIO, "the file of an evicted chunk cannot be removed")
 
     def _put(self, name: ChunkName, header: Header, payload: memoryview, protected: Container[bytes]) -> None:
-        """Write a file, on a full disk in the place of older chunks. Raises OSError; a partial file that stays
-        counts."""
+        # Write a file, on a full disk in the place of older chunks. Raises OSError; a partial file that stays counts.
         try:
             self._put_once(name, header, payload)
         except OSError as error:
@@ -309,8 +292,8 @@ class ChunkStore:
             raise
 
     def _free_disk(self, size: int, protected: Container[bytes]) -> bool:
-        """Evict below the capacity. Where that did not help the last time, other programs take what comes free, so it
-        is tried once after each pause."""
+        # Evict below the capacity. Where that did not help the last time, other programs take what comes free, so it is
+        # tried once after each pause.
         with self._lock:
             evicted = self._index.evict(size, protected) if self._breaker.probing else {}
             self.counters.evicted += len(evicted)
@@ -336,7 +319,6 @@ class ChunkStore:
             self._logger.warning("%s: %s: nothing is written for %g s", self._folder.path, why, seconds)
 
     def _remove_files(self, chunks: Iterable[StoredChunk]) -> None:
-        """Remove the files of chunks that have left the index; files that stay go on counting."""
         removed = sum(chunk.bytes_on_disk for chunk in chunks if self._folder.remove(chunk.name))
         with self._lock:
             self._index.other_bytes -= removed

@@ -39,15 +39,11 @@ class StagedIVF:
 
     - `index`: a FAISS IVF index, bare or in IndexIDMap, IndexIDMap2 or IndexPreTransform; any metric
     - `stages`: at most one for each cluster
-    - `growth`: "equal" stages; "geometric" ones, each doubling the clusters scanned so far; or each stage's number of
-      clusters, which determines `stages` and `nprobe`
+    - `growth`: "equal" stages; "geometric" ones, each doubling the clusters scanned so far; or each stage's clusters
     - `nprobe`: clusters to scan in all (default: the index's own)
 
-    The last stage equals `index.search` with the same nprobe, ties included: if ties for the k-th place across stages
-    matter, it scans that query's clusters once more. The index must not be changed during a search. A stage runs on one
-    core.
-
-    Raises TypeError for an index that cannot be staged exactly, ValueError for settings that make no stages.
+    The last stage equals `index.search` with the same nprobe, ties included. The index must not be changed during a
+    search. Raises TypeError for an index that cannot be staged exactly, ValueError for settings that make no stages.
     """
 
     def __init__(
@@ -179,9 +175,9 @@ class TopKMerge:
     """The k best so far of each query, as FAISS's own heap would have kept them; `add` takes the k best of the next
     part.
 
-    The heap admits only what is better than its worst, and evicts the largest id among equals first (for similarities
-    the smallest). So ties for the last places depend on the order of the scan, which two parts' results do not show if
-    ties of the later part do not all fit: `uncertain` has those queries.
+    The heap evicts the largest id among equals first (for similarities the smallest). So ties for the last places
+    depend on the order of the scan, which is lost if ties of a later part do not all fit: `uncertain` has those
+    queries.
     """
 
     def __init__(self, first: SearchResult, *, similarity: bool) -> None:

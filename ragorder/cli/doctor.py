@@ -144,12 +144,12 @@ def _print(findings: Sequence[Finding]) -> None:
         mark, colour = _MARKS[finding.verdict]
         table.add_row(Text(mark, colour), Text(finding.check), Text(finding.found))
     console.print(table)
-    # Not in the table: what is to be copied must not be broken into lines.
+    # Below the table: text to be copied must not be broken into lines.
     said: set[str] = set()
     for finding in findings:
         if finding.advice:
             mark, colour = _MARKS[finding.verdict]
-            # What several findings advise is long, and said once.
+            # Advice that several findings share is shown once.
             new = [part for part in finding.advice.split("; ") if part not in said]
             said.update(new)
             advice = "; ".join(new) or "as above"

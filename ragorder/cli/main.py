@@ -40,10 +40,7 @@ _COMMANDS = {
 
 
 class LazyGroup(click.Group):
-    """click's group, whose commands are imported when they run.
-
-    An error of reading or writing ends in one line instead of a traceback.
-    """
+    """click's group, whose commands are imported when they run. An OSError ends in one line, without a traceback."""
 
     def __init__(self, *args: Any, lazy: Mapping[str, LazyCommand], **attributes: Any) -> None:
         super().__init__(*args, **attributes)
@@ -72,7 +69,7 @@ class LazyGroup(click.Group):
         try:
             return super().invoke(ctx)
         except OSError as error:
-            # A reader that has gone is no failure: click ends quietly.
+            # A closed pipe is no failure: click ends quietly.
             if error.errno == errno.EPIPE:
                 raise
             _drop_unwritten_output()

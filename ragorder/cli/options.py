@@ -15,12 +15,12 @@ from pydantic import ValidationError
 from ragorder.counts import parse_count
 
 if TYPE_CHECKING:
+    from click import Choice as ClickChoice
     from click import ParamType
     from pydantic import BaseModel
     from pydantic.fields import FieldInfo
-    from pydantic_core import ErrorDetails
 
-    _Choice = click.Choice[str]
+    _Choice = ClickChoice[str]
 else:
     _Choice = click.Choice
 
@@ -34,9 +34,9 @@ else:
 __all__ = [
     "Choice",
     "Command",
+    "CommandGroup",
     "Count",
     "Decorator",
-    "Group",
     "ParamType",
     "Rate",
     "Size",
@@ -59,7 +59,7 @@ _UNSET = "; none: "
 
 
 class Choice(_Choice):
-    """One of several names; a misspelt one is answered with the nearest."""
+    """click's choice, which suggests the nearest name for a misspelt one."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         try:
@@ -71,7 +71,7 @@ class Choice(_Choice):
 
 
 class Count(ParamType[Any]):
-    """A whole number: 100000, 10k (10,000) or 10K (10,240); or one of some `words`, which stay as they are."""
+    """A whole number: 100000, 10k (10,000) or 10K (10,240); or one of `words`."""
 
     name = "integer"
 
@@ -96,7 +96,7 @@ class Count(ParamType[Any]):
 
 
 class Size(ParamType[int]):
-    """Bytes: a number with a unit, or without one in units of `unit` bytes."""
+    """Bytes: 8GiB, 500MB, or a number of `unit` bytes."""
 
     name = "size"
 
@@ -120,19 +120,19 @@ class Size(ParamType[int]):
 
 
 class Rate(click.FloatRange):
-    """A number above 0, as it is or as a `Count` is written."""
+    """A number above 0: 0.5, 20000 or 20k."""
 
     def __init__(self) -> None:
         super().__init__(min=0, min_open=True)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if isinstance(value, str) and value[-1:].isalpha():
+        if isinstance(value, str) and re.fullmatch(r"[0-9._]+ ?[kmgKMG]", value.strip()):
             value = Count().convert(value, param, ctx)
         return super().convert(value, param, ctx)
 
 
 class Option(click.Option):
-    """click's option, under a heading of the help, with former spellings that are accepted and not shown."""
+    """click's option, with a heading in the help and former spellings, which are accepted and hidden."""
 
     def __init__(self, *args: Any, formerly: Collection[str] = (), **attributes: Any) -> None:
         super().__init__(*args, **attributes)
@@ -162,8 +162,8 @@ class Command(click.Command):
                 formatter.write_dl(records)
 
 
-class Group(click.Group):
-    """click's group, which shows the whole first sentence of each command's help."""
+class CommandGroup(click.Group):
+    """click's group, whose list of commands is not cut."""
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
@@ -172,12 +172,12 @@ class Group(click.Group):
 
 
 def option(*declarations: str, formerly: Collection[str] = (), **attributes: Any) -> Decorator:
-    """`click.option`, which also accepts the spellings that an option had `formerly`."""
+    """`click.option`, with former spellings."""
     return click.option(*declarations, cls=Option, formerly=formerly, **attributes)
 
 
 def api_key(*variables: str) -> Decorator:
-    """--api-key, of the server that a command talks to; RAGORDER_API_KEY goes before the environment's `variables`."""
+    """--api-key of a server, from RAGORDER_API_KEY or the first of `variables` that is set."""
     return option(
         "--api-key",
         metavar="KEY",
@@ -188,7 +188,7 @@ def api_key(*variables: str) -> Decorator:
 
 
 def together(*options: Decorator) -> Decorator:
-    """Several options as one decorator; the help shows them in this order."""
+    """Several options as one decorator."""
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         for add in reversed(options):
@@ -199,7 +199,7 @@ def together(*options: Decorator) -> Decorator:
 
 
 def section(heading: str, *options: Decorator) -> Decorator:
-    """Options under a heading of the help, in this order."""
+    """Options under a heading of the help."""
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         before = len(_params(command))
@@ -218,11 +218,11 @@ def _params(command: Callable[..., Any]) -> list[Any]:
 
 
 def options_from(model: type[BaseModel], *names: str, **changes: Mapping[str, Any]) -> Decorator:
-    """An option for each named field of a model: its spelling, type, bounds, choices, help, default and environment
-    variable are the field's. An option that is not given is None, so that the model sees only what was given.
+    """An option for each named field of a model, with the field's type, bounds, choices, help and environment variable.
 
-    `changes` are attributes of click's option by field; `default` there is the text that the help gives as the default.
-    A description that ends in "; none: TEXT." gives TEXT as the default. An enum in `json_schema_extra` gives choices.
+    An option that is not given is None, so that the model applies its own default. The help shows that default: the
+    field's, TEXT for a description that ends in "; none: TEXT.", or the text `default` in `changes`, which holds
+    attributes of click's option by field. Choices come from a Literal or from "enum" in `json_schema_extra`.
     """
     return together(*(_option_of(model, name, **changes.get(name, {})) for name in names))
 
@@ -247,7 +247,6 @@ def _option_of(
 
 
 def _type_of(name: str, field: FieldInfo) -> tuple[Any, str | None]:
-    """The type of the option and its metavar, None where click's own says more."""
     annotation = field.annotation
     choices = [str(each) for each in get_args(annotation)] if get_origin(annotation) is Literal else []
     extra = field.json_schema_extra
@@ -287,26 +286,22 @@ def _shown(name: str, field: FieldInfo) -> str:
 
 
 def spelling(name: str) -> str:
-    """The option of a field or parameter."""
     return "--" + name.replace("_", "-")
 
 
 def build(model: type[M], options: Mapping[str, Any]) -> M:
-    """The model of the options that were given; where one is None, the model's default holds.
-
-    Raises click.UsageError in the words of the options.
-    """
+    """The model of the options that are not None. Raises click.UsageError in the words of the options."""
     try:
         return model(**{name: value for name, value in options.items() if value is not None})
     except ValidationError as error:
         problems = error.errors(include_url=False, include_context=False)
-        raise click.UsageError("; ".join(_in_options(each, model) for each in problems)) from None
+        raise click.UsageError("; ".join(_in_options(each["loc"], each["msg"], model) for each in problems)) from None
 
 
-def _in_options(problem: ErrorDetails, model: type[BaseModel]) -> str:
+def _in_options(location: tuple[int | str, ...], message: str, model: type[BaseModel]) -> str:
     def option_of(found: re.Match[str]) -> str:
         return spelling(found[0]) if found[0] in model.model_fields else found[0]
 
     # Fields of one word are ordinary words, too.
-    message = re.sub(r"\b[a-z]+(?:_[a-z]+)+\b", option_of, problem["msg"].removeprefix("Value error, "))
-    return ": ".join([*(spelling(str(part)) for part in problem["loc"][:1]), message])
+    message = re.sub(r"\b[a-z]+(?:_[a-z]+)+\b", option_of, message.removeprefix("Value error, "))
+    return ": ".join([*(spelling(str(part)) for part in location[:1]), message])

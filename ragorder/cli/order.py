@@ -12,7 +12,7 @@ from typing import IO, Any
 import click
 
 from ragorder.cli.options import Command, Count, build, option, options_from, section
-from ragorder.cli.output import Stream
+from ragorder.cli.output import StreamFile
 from ragorder.document import Document
 from ragorder.orderer import Orderer
 from ragorder.ordering import Ordering
@@ -28,7 +28,7 @@ class LineError(click.ClickException):
 
 
 @dataclass(frozen=True, slots=True)
-class _Request:
+class _OrderRequest:
     number: int
     documents: list[Document]
     scope: str | None
@@ -36,7 +36,7 @@ class _Request:
 
 
 @click.command(cls=Command)
-@click.argument("requests", type=Stream("rb"), default="-")
+@click.argument("requests", type=StreamFile("rb"), default="-")
 @section(
     "Engine and prompt",
     options_from(Settings, "capacity_tokens", "block_size", "prefix_tokens", "suffix_tokens"),
@@ -80,7 +80,7 @@ class _Request:
         help="With --batch: a request is served at most this many places late. [default: any number]",
     ),
 )
-@option("-o", "--output", type=Stream("w", encoding="utf-8"), default="-", help="File of the orders. [default: -]")
+@option("-o", "--output", type=StreamFile("w", encoding="utf-8"), default="-", help="File of the orders. [default: -]")
 def order(
     requests: IO[bytes],
     output: IO[str],
@@ -112,9 +112,9 @@ def order(
 
 
 def _one_by_one(
-    orderer: Orderer, requests: Iterator[_Request], waiting: int
-) -> Iterator[tuple[_Request, Ordering[Document]]]:
-    backlog: deque[_Request] = deque()
+    orderer: Orderer, requests: Iterator[_OrderRequest], waiting: int
+) -> Iterator[tuple[_OrderRequest, Ordering[Document]]]:
+    backlog: deque[_OrderRequest] = deque()
     failure: LineError | None = None
     try:
         for request in requests:
@@ -129,17 +129,17 @@ def _one_by_one(
         raise failure
 
 
-def _order_first(orderer: Orderer, backlog: deque[_Request]) -> tuple[_Request, Ordering[Document]]:
+def _order_first(orderer: Orderer, backlog: deque[_OrderRequest]) -> tuple[_OrderRequest, Ordering[Document]]:
     request = backlog.popleft()
     waiting = [later.documents for later in backlog if later.scope == request.scope]
     return request, orderer.order(request.documents, waiting=waiting, scope=request.scope)
 
 
 def _in_batches(
-    orderer: Orderer, requests: Iterator[_Request], max_wait: int | None
-) -> Iterator[tuple[_Request, Ordering[Document]]]:
+    orderer: Orderer, requests: Iterator[_OrderRequest], max_wait: int | None
+) -> Iterator[tuple[_OrderRequest, Ordering[Document]]]:
     """One batch a scope: documents of one tenant are never planned with those of another."""
-    by_scope: dict[str | None, list[_Request]] = {}
+    by_scope: dict[str | None, list[_OrderRequest]] = {}
     for request in requests:
         by_scope.setdefault(request.scope, []).append(request)
     for scope, members in by_scope.items():
@@ -148,7 +148,7 @@ def _in_batches(
             yield members[ordering.index], ordering
 
 
-def _as_json(request: _Request, ordering: Ordering[Document]) -> dict[str, Any]:
+def _as_json(request: _OrderRequest, ordering: Ordering[Document]) -> dict[str, Any]:
     return {
         **request.echo,
         "index": request.number,
@@ -159,7 +159,7 @@ def _as_json(request: _Request, ordering: Ordering[Document]) -> dict[str, Any]:
     }
 
 
-def _read(lines: IO[bytes], unknown_tokens: int) -> Iterator[_Request]:
+def _read(lines: IO[bytes], unknown_tokens: int) -> Iterator[_OrderRequest]:
     name = getattr(lines, "name", "-")
     name = "<stdin>" if name in ("-", 0) else name
     number = 0
@@ -181,7 +181,7 @@ def _read(lines: IO[bytes], unknown_tokens: int) -> Iterator[_Request]:
             raise fail('"scope" must be a string')
         documents = [_document(entry, place, unknown_tokens, fail) for place, entry in enumerate(fields["documents"])]
         echo = {field: value for field, value in fields.items() if field != "documents"}
-        yield _Request(number, documents, scope, echo)
+        yield _OrderRequest(number, documents, scope, echo)
         number += 1
 
 

@@ -15,10 +15,10 @@ from ragorder.cli.options import option
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-__all__ = ["Figures", "Stream", "show_figures", "watch_options"]
+__all__ = ["Figures", "StreamFile", "show_figures", "watch_options"]
 
 
-class Stream(click.File):
+class StreamFile(click.File):
     """click's file, which refuses a standard stream that was closed before the program started."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> IO[Any]:

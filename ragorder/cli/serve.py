@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from ragorder.cli.options import Command, build
-from ragorder.cli.serve_engine import ENGINE_OPTIONS, Behind, check_engine, embedded
+from ragorder.cli.serve_engine import ENGINE_OPTIONS, Backend, check_engine, embedded
 from ragorder.cli.serve_options import check_keys, serve_options
 from ragorder.orderer import Orderer
 from ragorder.prompt import PromptBuilder
@@ -61,7 +61,7 @@ def serve(
     client sends as extra_body; or they stand in a message by --template. Everything else is passed on as it is, and
     answers are, byte by byte as they come. What the server had in its cache is read from the usage in an answer, which
     a stream has only if its client asks for it (stream_options.include_usage). GET /ragorder/openapi.json gives the
-    schema; GET /ragorder/health is for probes, and GET /ragorder/ready asks the server behind as well. What was saved
+    schema; GET /ragorder/health is for probes, and GET /ragorder/ready asks the server as well. What was saved
     is at /ragorder (a page), /ragorder/stats (JSON, see `ragorder stats`) and /metrics.
 
     With --engine torch there is no other server: the model runs in this process, and keeps documents' KV on the device,
@@ -100,11 +100,11 @@ def serve(
     metrics = Metrics()
     admission = None if max_in_flight is None else AdmissionQueue(max_in_flight, registry=metrics.registry, **queue)
     with ExitStack() as until_served:
-        # An address that cannot be had is said before a model is loaded.
+        # An address that is not available is an error before a model is loaded.
         listening = until_served.enter_context(_listen(host, port))
         try:
             if in_process:
-                behind = until_served.enter_context(
+                backend = until_served.enter_context(
                     embedded(
                         engine_settings, settings, metrics.registry, max_waiting=max_waiting, body_limit=body_limit
                     )
@@ -112,11 +112,11 @@ def serve(
             else:
                 known, source = _settings_of_server(settings, str(upstream), upstream_api_key)
                 how = {"upstream": upstream, "upstream_api_key": upstream_api_key, "send_facts": tiers}
-                behind = Behind(known, loaded, how, source)
+                backend = Backend(known, loaded, how, source)
             app = make_app(
-                ObservedOrderer(Orderer(behind.settings), [metrics], shadow=shadow),
-                builder=_builder(behind.tokenizer, **templates),
-                tokenizer=behind.tokenizer,
+                ObservedOrderer(Orderer(backend.settings), [metrics], shadow=shadow),
+                builder=_builder(backend.tokenizer, **templates),
+                tokenizer=backend.tokenizer,
                 template=found,
                 number_by_place=number_by_place,
                 on_passed=metrics.passed,
@@ -127,16 +127,16 @@ def serve(
                 timeouts=Timeouts(connect_timeout, read_timeout, client_timeout),
                 admission=admission,
                 routes=stats_routes(metrics, admission),
-                **behind.options,
+                **backend.options,
             )
         except AddressError as error:
             raise click.UsageError(f"--upstream: {error}") from None
         if api_key is None and not is_loopback(host):
-            _warn(f"everybody who reaches {host} can use the server behind: give --api-key")
-        _announce(address_of(listening), behind.settings, settings, behind.source, shadow=shadow)
+            _warn(f"every client that reaches {host} can use the server: give --api-key")
+        _announce(address_of(listening), backend.settings, settings, backend.source, shadow=shadow)
         logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         run_server(
-            behind.wrap(app),
+            backend.wrap(app),
             listening,
             grace_s=grace,
             client_s=client_timeout,
@@ -156,7 +156,6 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _given(**options: Any) -> dict[str, Any]:
-    """The options that were given: what the others are by default is not for the command line to say."""
     return {name: value for name, value in options.items() if value is not None}
 
 
@@ -168,7 +167,7 @@ def _builder(tokenizer: Any, **templates: str | None) -> PromptBuilder:
 
 
 def _load(tokenizer: str) -> Any:
-    from ragorder.adapters.tokenizer import load_tokenizer
+    from ragorder.adapters.openai.tokenizer import load_tokenizer
 
     try:
         return load_tokenizer(tokenizer)
@@ -177,10 +176,7 @@ def _load(tokenizer: str) -> Any:
 
 
 def _settings_of_server(settings: Settings, upstream: str, api_key: str | None) -> tuple[Settings, str]:
-    """The settings, with what the server says of its cache in the place of what was not given; and where that is from.
-
-    Raises AddressError for a malformed address.
-    """
+    """The settings, completed from the server's metrics, and the origin of the sizes. Raises AddressError."""
     from ragorder.adapters.http_client import AddressError
     from ragorder.adapters.vllm.cache_config import ServerError, read_cache_config
 
@@ -203,8 +199,6 @@ def _settings_of_server(settings: Settings, upstream: str, api_key: str | None) 
 
 
 def _announce(url: str, settings: Settings, given: Settings, source: str, *, shadow: bool) -> None:
-    """Say what is served: the cache that is reckoned with, where its sizes are from (`source`, unless they were
-    `given`), the mode and the page."""
 
     def origin(name: str) -> str:
         return "given" if name in given.model_fields_set else source
@@ -219,5 +213,4 @@ def _announce(url: str, settings: Settings, given: Settings, source: str, *, sha
 
 
 def _warn(message: str) -> None:
-    """Say what is probably not as it is meant."""
     click.echo(f"Warning: {message}", err=True)

@@ -1,4 +1,4 @@
-"""`ragorder serve --engine torch`: a model in this process, in the place of a server behind the proxy."""
+"""The backend of `ragorder serve --engine torch`: a model in this process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ragorder.kernels.engine import TieredEngine
     from ragorder.settings import Settings
 
-__all__ = ["ENGINE_OPTIONS", "Behind", "check_engine", "embedded", "engine_options"]
+__all__ = ["ENGINE_OPTIONS", "Backend", "check_engine", "embedded", "engine_options"]
 
 _MAX_WAITING = 1000
 _RANDOM = "random"
@@ -64,7 +64,7 @@ _UPSTREAM_OPTIONS: tuple[str, ...] = ("upstream", "upstream_api_key", "tokenizer
 
 
 def check_engine(context: click.Context) -> str:
-    """What the command is to run: "upstream" or "torch". Raises click.UsageError for options that are at odds."""
+    """The engine to run, "upstream" or "torch". Raises click.UsageError for contradictory options."""
     params = context.params
     given = {name for name in params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE}
     engine: str | None = params["engine"]
@@ -85,9 +85,9 @@ def check_engine(context: click.Context) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Behind:
-    """What is behind the proxy: what is known of it, `options` of `make_app` that lead to it, where its sizes are from,
-    and how the proxy's application is to be wrapped."""
+class Backend:
+    """The server or engine behind the proxy: `options` of `make_app` lead to it, `source` names the origin of its
+    sizes, and `wrap` adds what the proxy's application needs to run with it."""
 
     settings: Settings
     tokenizer: Any
@@ -104,11 +104,8 @@ def embedded(
     *,
     max_waiting: int | None,
     body_limit: int,
-) -> Iterator[Behind]:
-    """The engine that the options describe, until the end of the block; `registry` gets its metrics.
-
-    Raises click.ClickException where it cannot be had.
-    """
+) -> Iterator[Backend]:
+    """The embedded engine, whose metrics go to `registry`. Raises click.ClickException if it cannot start."""
     try:
         from ragorder.adapters.embedded import AppTransport, EngineMetrics, EngineWorker, hosted, make_engine_app
     except ImportError as error:
@@ -119,9 +116,9 @@ def embedded(
     try:
         metrics = EngineMetrics(worker)
         registry.register(metrics)
-        # What goes on is written anew, and may be longer than what came.
+        # The rewritten body may be longer than the one received.
         app = make_engine_app(worker, metrics=metrics, body_limit=2 * body_limit)
-        yield Behind(
+        yield Backend(
             _with_sizes(settings, worker),
             deepcopy(engine.tokenizer),
             {"upstream": _NOWHERE, "send_facts": True, "make_transport": lambda: AppTransport(app)},
@@ -154,18 +151,14 @@ def _load(options: Mapping[str, Any], settings: Settings) -> TieredEngine:
 
 
 def _random_model() -> tuple[str, str]:
-    """Its folder in the cache of this user, and the dtype that this machine computes fast."""
-    # By name: the product does without the evaluation, whose model this is, but for a trial.
-    models, engines = import_module("ragorder.eval.serving"), import_module("ragorder.eval.engines.vllm")
+    """Its folder in the user's cache, and the dtype that this machine computes fast."""
+    # By name: only this trial needs the evaluation, which the product does not import.
+    models, engines = import_module("ragorder.eval.engines.models"), import_module("ragorder.eval.engines.vllm")
     return str(models.random_model()), "bfloat16" if engines.has_fast_bfloat16() else "float32"
 
 
 def _with_sizes(settings: Settings, worker: EngineWorker) -> Settings:
-    """The settings, with what the engine keeps in the place of what nobody has said.
-
-    What counts as cached is what device and host memory hold together: both are quick to reach. What is on the disk
-    alone is not predicted, and is found all the same.
-    """
+    # The capacity is that of device and host memory, which are both fast; hits on the disk are not predicted.
     engine, cache = worker.engine, worker.stats().cache
     known: dict[str, Any] = {"block_size": engine.block_size}
     if "capacity_tokens" not in settings.model_fields_set:

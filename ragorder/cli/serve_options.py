@@ -228,8 +228,10 @@ serve_options = together(
 
 
 def check_keys(context: click.Context) -> None:
-    """Raises click.UsageError for a key that is empty: it would be no key at all. click takes an empty variable for one
-    that is not set, but a secret that is missing is passed on as just that."""
+    """Raise click.UsageError for an empty key, which would be no key at all.
+
+    click takes an empty variable for an unset one, but a missing secret often arrives as an empty variable.
+    """
     for param in context.command.params:
         if param.name not in _KEYS:
             continue

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ragorder.adapters.vllm_tiers import SUPPORTED_VLLM, TierSettings, UnsupportedVLLMError, check_vllm
-from ragorder.cli.options import Command, Group, build, option, options_from
+from ragorder.cli.options import Command, CommandGroup, build, option, options_from
 from ragorder.cli.tiers_stats import stats
 
 __all__ = ["tiers"]
@@ -19,7 +19,7 @@ __all__ = ["tiers"]
 _HELP = {"help_option_names": ["-h", "--help"]}
 
 
-@click.group(cls=Group, context_settings=_HELP)
+@click.group(cls=CommandGroup, context_settings=_HELP)
 def tiers() -> None:
     """Keep documents' KV in host memory and on disk, in vLLM."""
 

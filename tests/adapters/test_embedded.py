@@ -46,7 +46,7 @@ from ragorder.adapters.embedded import (
 from ragorder.adapters.observing.tier_stats import TierStats
 from ragorder.adapters.proxy import Timeouts, make_app
 from ragorder.cli import main
-from ragorder.eval.tiny_model import make_model
+from ragorder.eval.engines.tiny_model import make_model
 from ragorder.kernels.engine import EngineSettings, Request, Sampling, TieredEngine, loading
 from ragorder.kernels.profile import PrefillProfile
 
@@ -1509,7 +1509,7 @@ class TestOptions:
     def test_a_random_model_is_made_on_the_spot(
         self, serving: Callable[..., Command], model: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("ragorder.eval.serving.random_model", lambda: model)
+        monkeypatch.setattr("ragorder.eval.engines.models.random_model", lambda: model)
         monkeypatch.setattr("ragorder.eval.engines.vllm.has_fast_bfloat16", lambda: False)
         command = serving(needed=["--engine", "torch", "--model", "random", "--port", "0"])
         assert command.result.exit_code == 0, command.result.output

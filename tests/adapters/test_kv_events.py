@@ -822,7 +822,7 @@ class TestGarbage:
             server.store()
 
         babble()
-        assert sent["messages"] >= 2000
+        assert sent["messages"] >= 20 * examples(100)
         server.store(blocks=2)
         eventually(lambda: agrees(events, server) and events.synchronised)
         assert events._thread.is_alive()

@@ -136,7 +136,7 @@ async def nothing_left() -> None:
 
 @pytest.fixture(scope="module")
 def builder(vllm_model: Path) -> PromptBuilder:
-    from ragorder.eval.serving import load_tokenizer
+    from ragorder.eval.engines.models import load_tokenizer
 
     return PromptBuilder(SYSTEM, tokenizer=load_tokenizer(vllm_model))
 
@@ -385,7 +385,7 @@ class TestWarmUp:
             assert (answer.usage.cached_tokens or 0) >= builder.prefix_tokens // BLOCK * BLOCK
 
     async def test_is_not_sent_for_a_prompt_without_a_whole_block(self, client: Client, vllm_model: Path) -> None:
-        from ragorder.eval.serving import load_tokenizer
+        from ragorder.eval.engines.models import load_tokenizer
 
         short = PromptBuilder("Be short.", tokenizer=load_tokenizer(vllm_model))
         assert 0 < short.prefix_tokens < BLOCK
@@ -703,7 +703,7 @@ from ragorder import Document, Orderer, PromptBuilder
 from ragorder.adapters.openai.pipelined import PromptRequest, ordered_pipeline
 from ragorder.adapters.vllm.async_engine import AsyncVLLM
 from ragorder.eval.engines.vllm import has_fast_bfloat16
-from ragorder.eval.serving import load_tokenizer
+from ragorder.eval.engines.models import load_tokenizer
 from ragorder.pipelining import Provisional
 
 DOCUMENTS = [Document(f"d{n}", f"Secret {n} is kept in drawer {n}. " * 2) for n in range(4)]

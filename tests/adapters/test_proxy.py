@@ -1933,7 +1933,7 @@ class TestOnVLLM:
 
     def rankings(self) -> list[list[Document]]:
         """Requests for documents of some topics, in orders of their own."""
-        from ragorder.eval.workloads import make_workload
+        from ragorder.eval.data.workloads import make_workload
 
         documents = make_workload("paper-shuf", 0, requests=1).documents[:20]
         rng = random.Random(1)
@@ -1990,7 +1990,7 @@ class TestOnVLLM:
     def test_as_many_tokens_are_cached_as_on_the_plain_python_path(
         self, exact: bool, vllm_server: Any, vllm_model: Path, start: Start
     ) -> None:
-        from ragorder.eval.serving import load_tokenizer
+        from ragorder.eval.engines.models import load_tokenizer
 
         tokenizer = load_tokenizer(vllm_model) if exact else None
         builder = PromptBuilder(SYSTEM["content"], tokenizer=tokenizer)

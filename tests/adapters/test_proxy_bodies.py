@@ -293,10 +293,10 @@ class TestWhatIsKept:
         builder = PromptBuilder("", tokenizer=Counting())
         for number in range(40):
             assert len(builder.document_ids(Document(str(number), "word " * 10_000))) == 10_001
-            assert builder._kept.used <= 1 << 20
-        assert builder._kept.used > 1 << 19
-        assert len(builder._kept) < 40
-        assert "word word" not in held_by(builder._kept)
+            assert builder._cache.used <= 1 << 20
+        assert builder._cache.used > 1 << 19
+        assert len(builder._cache) < 40
+        assert "word word" not in held_by(builder._cache)
 
     def test_m4_lengths_of_prefixes_are_bounded(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from ragorder.adapters.proxy import parsing

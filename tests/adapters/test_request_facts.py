@@ -307,7 +307,7 @@ class TestARealServer:
     def test_answers_the_same_with_them(self, vllm_server: Any, vllm_model: Any, prompts: Any) -> None:
         import openai
 
-        from ragorder.eval.serving import load_tokenizer
+        from ragorder.eval.engines.models import load_tokenizer
 
         builder = PromptBuilder("Be careful.", tokenizer=load_tokenizer(vllm_model))
         answers = []

@@ -25,7 +25,7 @@ from support.chaos.asking import DTYPE, body_of
 from ragorder.adapters.observing.tier_stats import Hits, TierFigures, TierStats, fetch_hits, fetch_tier_stats
 from ragorder.adapters.vllm_tiers import TierSettings
 from ragorder.cli.tiers import tiers
-from ragorder.eval.vllm_server import VLLMServer
+from ragorder.eval.engines.server import VLLMServer
 
 pytestmark = pytest.mark.vllm
 
@@ -189,7 +189,7 @@ def kv_bytes(model: Path) -> int:
     """Of a token."""
     from transformers import AutoConfig
 
-    from ragorder.eval.tiering import kv_bytes_per_token
+    from ragorder.eval.experiments.tiering import kv_bytes_per_token
 
     return kv_bytes_per_token(AutoConfig.from_pretrained(model), 4)
 

@@ -13,8 +13,8 @@ from click.testing import CliRunner, Result
 from ragorder import Settings
 from ragorder.cli import main
 from ragorder.counts import parse_count
-from ragorder.eval.capacity import Capacity
-from ragorder.eval.names import unknown
+from ragorder.eval.data.names import unknown
+from ragorder.eval.engines.capacity import Capacity
 
 COMMAND = "from ragorder.cli import main; main(prog_name='ragorder')"
 LINE = '{"documents": ["a", "b"]}\n'

@@ -181,6 +181,10 @@ class TestHelpOfEveryCommand:
             (("serve",), "--base-url", "--upstream"),
             (("tiers", "config"), "--disk", "--disk-path"),
             (("tiers", "stats"), "--disk", "--disk-path"),
+            (("bench",), "--seed", "--seeds"),
+            (("eval", "run"), "--seed", "--seeds"),
+            (("eval", "quality"), "--seeds", "--seed"),
+            (("profile",), "--seeds", "--seed"),
         ],
         ids=str,
     )

@@ -36,7 +36,7 @@ def builder(vllm_model: Path) -> PromptBuilder:
 @pytest.fixture(scope="module")
 def requests() -> list[Request]:
     """A trace whose documents come back in ever different order; its working set is larger than the cache."""
-    from ragorder.eval.workloads import make_workload
+    from ragorder.eval.data.workloads import make_workload
 
     workload = make_workload("paper-shuf", 0, requests=REQUESTS)
     return [

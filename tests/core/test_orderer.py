@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 from support.rings import examples
 
 from ragorder import Document, Orderer, Ordering, Settings
+from ragorder.eval.data.workloads import make_workload
 from ragorder.eval.engines.sim import SimEngine
-from ragorder.eval.workloads import make_workload
 
 BLOCK = 16
 SEARCHES = ["best", "greedy"]
@@ -533,7 +533,7 @@ class TestNeverRaises:
 SCRIPT = """
 import hashlib, json
 from ragorder import Orderer
-from ragorder.eval.workloads import make_workload
+from ragorder.eval.data.workloads import make_workload
 orders = []
 for search in ("best", "greedy"):
     for tail in ("auto", "rank", "frequency", "queue"):

@@ -15,7 +15,7 @@ pytest.importorskip("bm25s")
 
 import httpx2
 
-from ragorder.eval.conversations import (
+from ragorder.eval.experiments.conversations.measuring import (
     LAYOUTS,
     Outcome,
     RealServer,
@@ -105,8 +105,8 @@ def test_with_an_engine_the_server_is_one_with_a_model(model_folder: Path, monke
         started.append((model, max_model_len))
         yield SimulatedServer(blocks)
 
-    monkeypatch.setattr("ragorder.eval.conversations.RealServer", start)
-    monkeypatch.setattr("ragorder.eval.conversations._model", lambda made, folder: model_folder)
+    monkeypatch.setattr("ragorder.eval.experiments.conversations.measuring.RealServer", start)
+    monkeypatch.setattr("ragorder.eval.experiments.conversations.measuring._model", lambda made, folder: model_folder)
     options = ["--conversations", "3", "--turns", "1", "--layout", "one turn", "--engine", "vllm", "--tokenizer"]
     result = CliRunner().invoke(main, options)
     assert result.exit_code == 0, result.output

@@ -18,9 +18,9 @@ from typing import Any
 
 import pytest
 
-from ragorder.eval.corpora.base import Corpus, CorpusError
-from ragorder.eval.corpora.folder import load_folder
-from ragorder.eval.corpora.pydocs import load_pydocs
+from ragorder.eval.data.corpora.base import Corpus, CorpusError
+from ragorder.eval.data.corpora.folder import load_folder
+from ragorder.eval.data.corpora.pydocs import load_pydocs
 
 pytestmark = pytest.mark.merge
 
@@ -316,7 +316,7 @@ class TestPydocs:
 
     def test_modules_are_not_imported(self) -> None:
         code = (
-            "import sys; from ragorder.eval.corpora.pydocs import load_pydocs\n"
+            "import sys; from ragorder.eval.data.corpora.pydocs import load_pydocs\n"
             "class Nothing:\n    name = 'nothing'\n    search = lambda self, texts, queries, k: [[]] * len(queries)\n"
             "load_pydocs(retriever=Nothing())\n"
             "print([name for name in ('turtle', 'tkinter', 'ftplib', 'xmlrpc.server') if name in sys.modules])"
@@ -346,7 +346,7 @@ class TestPydocs:
     @pytest.mark.slow
     def test_is_the_same_under_another_hash_seed_and_locale(self) -> None:
         code = (
-            "import hashlib; from ragorder.eval.corpora.pydocs import load_pydocs\n"
+            "import hashlib; from ragorder.eval.data.corpora.pydocs import load_pydocs\n"
             "corpus = load_pydocs(top_k=5)\n"
             "content = ascii([corpus.documents, corpus.questions, corpus.rankings])\n"
             "print(hashlib.sha256(content.encode()).hexdigest())"

@@ -181,13 +181,13 @@ def builder(vllm_model: Path) -> PromptBuilder:
 
 
 def load(model: Path) -> Any:
-    from ragorder.eval.serving import load_tokenizer
+    from ragorder.eval.engines.models import load_tokenizer
 
     return load_tokenizer(model)
 
 
 def paper_shuf(requests: int) -> list[tuple[str, list[Document]]]:
-    from ragorder.eval.workloads import make_workload
+    from ragorder.eval.data.workloads import make_workload
 
     workload = make_workload("paper-shuf", 0, requests=requests)
     rankings = [[workload.documents[number] for number in ranking] for ranking in workload.rankings]

@@ -16,29 +16,21 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from ragorder.eval.bench import Bench, run_traces
 from ragorder.eval.cli.eval import eval as evaluate
+from ragorder.eval.data.trace import trace_of_workload
+from ragorder.eval.data.workloads import make_workload
 from ragorder.eval.engines.base import EngineError
+from ragorder.eval.engines.models import built_prompts
+from ragorder.eval.engines.server import Process, VLLMServer
 from ragorder.eval.engines.sim import SimEngine
-from ragorder.eval.harness import (
-    HarnessError,
-    Options,
-    Outcome,
-    Store,
-    StoreError,
-    Suite,
-    SuiteError,
-    choose_suites,
-    load_suites,
-    plan_run,
-    run_suites,
-)
-from ragorder.eval.harness.suite import read_suite
 from ragorder.eval.peers import PeerError
-from ragorder.eval.serving import built_prompts
-from ragorder.eval.trace import trace_of_workload
-from ragorder.eval.vllm_server import Process, VLLMServer
-from ragorder.eval.workloads import make_workload
+from ragorder.eval.running.bench import run_traces
+from ragorder.eval.running.cells import SuiteError
+from ragorder.eval.running.options import HarnessError, Options
+from ragorder.eval.running.session import Outcome, plan_run, run_suites
+from ragorder.eval.running.specs import Bench
+from ragorder.eval.running.store import Store, StoreError
+from ragorder.eval.running.suite import Suite, choose_suites, load_suites, read_suite
 
 SHARED = Path(__file__).resolve().parents[3] / "shared"
 PAPERS = SHARED / "papers"
@@ -359,7 +351,9 @@ class TestAStore:
 
     def test_only_one_writes_at_a_time(self, tmp_path: Path) -> None:
         with Store(tmp_path):
-            script = "import pathlib, sys, ragorder.eval.harness as h; h.Store(pathlib.Path(sys.argv[1])).__enter__()"
+            script = (
+                "import pathlib, sys, ragorder.eval.running.store as h; h.Store(pathlib.Path(sys.argv[1])).__enter__()"
+            )
             done = subprocess.run([sys.executable, "-c", script, tmp_path], capture_output=True, text=True)
         assert done.returncode != 0
         assert "another process is writing there" in done.stderr
@@ -446,7 +440,7 @@ def vars_of(bench: Bench) -> dict[str, Any]:
 
 
 def capacity(tokens: int) -> Any:
-    from ragorder.eval.capacity import Capacity
+    from ragorder.eval.engines.capacity import Capacity
 
     return Capacity(tokens=tokens)
 
@@ -465,14 +459,14 @@ class TestResuming:
 
     def test_after_an_interrupt_keeps_what_was_served(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """The second of two cells is interrupted."""
-        from ragorder.eval.harness.serve import Engines
+        from ragorder.eval.experiments.serving.engines import Engines
 
         serve = Engines.serve
 
-        def interrupted(self: Engines, job: Any, advance: Any) -> Any:
+        def interrupted(self: Engines, job: Any, advance: Any, **options: Any) -> Any:
             if job.cell.workload == "geo":
                 raise KeyboardInterrupt
-            return serve(self, job, advance)
+            return serve(self, job, advance, **options)
 
         (tmp_path / "mine.toml").write_text(SUITE)
         command = "run", tmp_path / "mine.toml", "-o", tmp_path / "out", "--seeds", "0"
@@ -644,8 +638,8 @@ class TestWhatCannotBeHad:
         def broken(name: str) -> Any:
             raise PeerError("the peer's process ended")
 
-        monkeypatch.setattr("ragorder.eval.harness.run.make_peer", lambda name: None)
-        monkeypatch.setattr("ragorder.eval.policies.make_peer", broken)
+        monkeypatch.setattr("ragorder.eval.experiments.serving.experiment.make_peer", lambda name: None)
+        monkeypatch.setattr("ragorder.eval.running.policies.make_peer", broken)
         asked = suite(SUITE.replace('"auto"]', '"auto", "contextpilot"]'))
         assert run(tmp_path, asked, seeds=(0,)) == Outcome(runs=4, unavailable=2)
         assert self.reasons(tmp_path) == {"contextpilot": "the peer's process ended"}
@@ -659,7 +653,7 @@ class TestWhatCannotBeHad:
             tried.append(name)
             raise PeerError("contextpilot==0.5.0 cannot be installed: no network")
 
-        monkeypatch.setattr("ragorder.eval.harness.run.make_peer", missing)
+        monkeypatch.setattr("ragorder.eval.experiments.serving.experiment.make_peer", missing)
         asked = suite(SUITE.replace('"auto"]', '"auto", "contextpilot"]'))
         assert run(tmp_path, asked, seeds=(0, 1)).runs == 8
         assert tried == ["contextpilot"]
@@ -962,7 +956,7 @@ class TestOnARealServer:
             yield vllm_server
             happened.append("stopped")
 
-        monkeypatch.setattr("ragorder.eval.live.start_server", start_server)
+        monkeypatch.setattr("ragorder.eval.running.live.start_server", start_server)
         text = LIVE.replace("capacity_tokens = 4_096\n", "").replace("[1, 4]", "[1]\ncapacity_tokens = [4_096, 2_048]")
         text = text.replace('\n[[extra]]\nresidency = ["events"]\n', "").replace("top_k = 2", 'residency = "events"')
         asked = read_suite("own", text, "own.toml")

@@ -27,7 +27,7 @@ TOP_K = 4
 
 @pytest.fixture(scope="module")
 def builder(vllm_model: Path) -> PromptBuilder:
-    from ragorder.eval.serving import load_tokenizer
+    from ragorder.eval.engines.models import load_tokenizer
 
     return PromptBuilder("You are careful. Use the documents.", tokenizer=load_tokenizer(vllm_model))
 
@@ -35,7 +35,7 @@ def builder(vllm_model: Path) -> PromptBuilder:
 @pytest.fixture(scope="module")
 def documents(builder: PromptBuilder) -> list[Document]:
     """Five times what the server's cache holds."""
-    from ragorder.eval.workloads import make_workload
+    from ragorder.eval.data.workloads import make_workload
 
     words = " ".join(each.text for each in make_workload("paper-shuf", 0, requests=1).documents).split()
     rng = random.Random(0)

@@ -23,12 +23,16 @@ from support.rings import grid
 
 from ragorder import Document
 from ragorder.cli import main
-from ragorder.eval.arrivals import Arrival, Arrivals, ArrivalsError, load_arrivals, poisson_arrivals, replicate
-from ragorder.eval.bench import Bench, Capacity, run_bench
+from ragorder.eval.data.arrivals import Arrival, Arrivals, ArrivalsError, load_arrivals, poisson_arrivals, replicate
+from ragorder.eval.data.trace import Trace, trace_of_corpus, trace_of_workload
+from ragorder.eval.data.workloads import WORKLOADS, make_workload
 from ragorder.eval.engines.base import Completion, EngineError, RequestError
+from ragorder.eval.engines.capacity import Capacity
 from ragorder.eval.engines.openai import OpenAIEngine, find_model
+from ragorder.eval.engines.prompts import NumberedPrompts
 from ragorder.eval.engines.sim import SimEngine
-from ragorder.eval.load import (
+from ragorder.eval.running.bench import run_bench
+from ragorder.eval.running.load import (
     Load,
     ServiceTimes,
     interleave,
@@ -37,12 +41,10 @@ from ragorder.eval.load import (
     serve_live_in_turn,
     serve_virtual,
 )
-from ragorder.eval.policies import make_policy
-from ragorder.eval.prompts import NumberedPrompts
-from ragorder.eval.run_result import RunResult
-from ragorder.eval.runner import Run
-from ragorder.eval.trace import Trace, trace_of_corpus, trace_of_workload
-from ragorder.eval.workloads import WORKLOADS, make_workload
+from ragorder.eval.running.policies import make_policy
+from ragorder.eval.running.results import RunResult
+from ragorder.eval.running.runner import Run
+from ragorder.eval.running.specs import Bench
 
 pytestmark = pytest.mark.merge
 
@@ -644,8 +646,8 @@ class TestAnHour:
 
 class TestCorporaUnderArrivals:
     def test_start_again_from_the_first_question(self) -> None:
-        from ragorder.eval.corpora import Corpus
-        from ragorder.eval.corpora.base import Question
+        from ragorder.eval.data.corpora import Corpus
+        from ragorder.eval.data.corpora.base import Question
 
         documents = [Document(f"d{n}", "x" * 400) for n in range(4)]
         questions = [Question(f"q{n}", f"{n}?") for n in range(3)]

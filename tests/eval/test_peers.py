@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 from ragorder import Document
-from ragorder.eval.bench import Bench, run_bench
 from ragorder.eval.peers import PEERS, Peer, PeerError, PeerPolicy, prepare_peer
 from ragorder.eval.peers import environment as environments
 from ragorder.eval.peers.worker import Worker
+from ragorder.eval.running.bench import run_bench
+from ragorder.eval.running.specs import Bench
 
 pytestmark = pytest.mark.merge
 

@@ -16,13 +16,11 @@ from hypothesis import strategies as st
 pytest.importorskip("numpy")
 
 from ragorder import Document, PromptBuilder
-from ragorder.eval.bench import Bench
 from ragorder.eval.cli.bench import bench as bench_command
 from ragorder.eval.cli.eval import eval as eval_command
+from ragorder.eval.data.trace import Request
 from ragorder.eval.engines.base import EngineError
-from ragorder.eval.harness import Suite, SuiteError, choose_suites, load_suites
-from ragorder.eval.harness.suite import read_suite
-from ragorder.eval.pipelining import (
+from ragorder.eval.experiments.pipelining import (
     ALONE,
     MeasuredServer,
     PipelineError,
@@ -38,10 +36,12 @@ from ragorder.eval.pipelining import (
     real_retrieval,
     run_pipelines,
 )
-from ragorder.eval.pipelining.modes import ask
-from ragorder.eval.pipelining.speculation import _rate
+from ragorder.eval.experiments.pipelining.modes import ask
+from ragorder.eval.experiments.pipelining.speculation import _rate
 from ragorder.eval.report import known_suites, make_report, read_results, render_markdown
-from ragorder.eval.trace import Request
+from ragorder.eval.running.cells import SuiteError
+from ragorder.eval.running.specs import Bench
+from ragorder.eval.running.suite import Suite, choose_suites, load_suites, read_suite
 from ragorder.pipelining import Provisional, Retrieval
 
 JSON = dict[str, Any]
@@ -214,7 +214,7 @@ class TestAServer:
 
 
 def prefix_request(builder: PromptBuilder) -> Any:
-    from ragorder.eval.pipelining.cold import _system
+    from ragorder.eval.experiments.pipelining.cold import _system
 
     return _system(builder, "salt")
 

@@ -17,8 +17,8 @@ from support.rings import examples
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
-from ragorder.eval.instant_upstream import answer, answer_events
-from ragorder.eval.proxy_load import main, measure_latency, post, run_streams, servers
+from ragorder.eval.experiments.proxy_load.measuring import main, measure_latency, post, run_streams, servers
+from ragorder.eval.experiments.proxy_load.upstream import answer, answer_events
 
 pytestmark = pytest.mark.slow
 

@@ -21,12 +21,13 @@ from hypothesis import strategies as st
 pytest.importorskip("scipy")
 
 from ragorder import Document
-from ragorder.eval.capacity import Capacity
 from ragorder.eval.cli.eval import eval as evaluate
 from ragorder.eval.cli.quality import quality as command
-from ragorder.eval.corpora import CorpusError
+from ragorder.eval.data.corpora import CorpusError
+from ragorder.eval.data.retrieval import BM25Retriever
 from ragorder.eval.engines.base import EngineError
-from ragorder.eval.quality import (
+from ragorder.eval.engines.capacity import Capacity
+from ragorder.eval.experiments.quality import (
     DATASETS,
     DEFAULT_ORDERS,
     SCORERS,
@@ -43,13 +44,12 @@ from ragorder.eval.quality import (
     serve_quality,
     summarise,
 )
-from ragorder.eval.quality.answering import local_answers
-from ragorder.eval.quality.asking import SYSTEM, Builders, ask_all
-from ragorder.eval.quality.base import Reading
-from ragorder.eval.quality.compare import bootstrap_difference, mcnemar_exact
-from ragorder.eval.quality.kept import judge_kept
-from ragorder.eval.quality.models import model_facts
-from ragorder.eval.retrieval import BM25Retriever
+from ragorder.eval.experiments.quality.answering import local_answers
+from ragorder.eval.experiments.quality.asking import SYSTEM, Builders, ask_all
+from ragorder.eval.experiments.quality.base import Reading
+from ragorder.eval.experiments.quality.compare import bootstrap_difference, mcnemar_exact
+from ragorder.eval.experiments.quality.kept import judge_kept
+from ragorder.eval.experiments.quality.models import model_facts
 
 JSON = dict[str, Any]
 
@@ -1449,7 +1449,7 @@ class TestVLLM:
         return QualityBench("hotpotqa", hotpot, model=vllm_model, output_tokens=8, **options)
 
     def test_every_order_is_asked_end_to_end(self, tmp_path: Path, vllm_model: Path, vllm_engine: Any) -> None:
-        from ragorder.eval.serving import load_tokenizer
+        from ragorder.eval.engines.models import load_tokenizer
 
         records = [hotpot_record(number) for number in range(6)]
         for record in records:

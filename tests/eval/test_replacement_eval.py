@@ -18,9 +18,9 @@ from support.rings import examples
 pytest.importorskip("numpy")
 
 from ragorder.eval.cli.eval import eval as eval_command
-from ragorder.eval.harness import Suite, SuiteError, choose_suites, load_suites
-from ragorder.eval.harness.suite import read_suite
-from ragorder.eval.replacement import (
+from ragorder.eval.data.trace import trace_of_workload
+from ragorder.eval.data.workloads import WorkloadError, make_workload
+from ragorder.eval.experiments.replacement import (
     A10G,
     QUESTION_TOKENS,
     REPLACEMENT_POLICIES,
@@ -36,8 +36,8 @@ from ragorder.eval.replacement import (
     stream_of_trace,
 )
 from ragorder.eval.report import known_suites, make_report, read_results, render_html, render_markdown
-from ragorder.eval.trace import trace_of_workload
-from ragorder.eval.workloads import WorkloadError, make_workload
+from ragorder.eval.running.cells import SuiteError
+from ragorder.eval.running.suite import Suite, choose_suites, load_suites, read_suite
 
 JSON = dict[str, Any]
 Path_ = tuple[int, ...]
@@ -294,7 +294,7 @@ class TestSimulating:
 
     def test_is_the_same_every_time_whatever_strings_hash_to(self, python: Any) -> None:
         script = (
-            "from ragorder.eval.replacement import *\n"
+            "from ragorder.eval.experiments.replacement import *\n"
             "stream = skewed_stream('nq-like', 3, top_k=3, requests=300)\n"
             "for policy in REPLACEMENT_POLICIES:\n"
             "    served = simulate(stream, policy, 30_000, 60_000).served\n"

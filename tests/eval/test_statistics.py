@@ -13,7 +13,7 @@ pytest.importorskip("scipy")
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ragorder.eval.statistics import BLOCK, StatisticsError, compare, summary
+from ragorder.eval.report.statistics import BLOCK, StatisticsError, compare, summary
 
 FEW = 300
 

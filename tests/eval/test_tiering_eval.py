@@ -20,14 +20,14 @@ from support.fork_server import ForkServer
 
 from ragorder import Document
 from ragorder.eval.cli.eval import eval as eval_command
-from ragorder.eval.harness import Suite, SuiteError, choose_suites
-from ragorder.eval.harness.suite import read_suite
-from ragorder.eval.prompts import NumberedPrompts
+from ragorder.eval.data.trace import Request, Trace
+from ragorder.eval.engines.prompts import NumberedPrompts
+from ragorder.eval.engines.server import VLLMServer
+from ragorder.eval.experiments.tiering import ARMS, ROOMS, Verdict, judge, make_sizes, make_stream
 from ragorder.eval.report import known_suites, make_report, read_results, render_html, render_markdown
 from ragorder.eval.report.suites import info_of
-from ragorder.eval.tiering import ARMS, ROOMS, Verdict, judge, make_sizes, make_stream
-from ragorder.eval.trace import Request, Trace
-from ragorder.eval.vllm_server import VLLMServer
+from ragorder.eval.running.cells import SuiteError
+from ragorder.eval.running.suite import Suite, choose_suites, read_suite
 from ragorder.kernels.store import ChunkStore
 
 JSON = dict[str, Any]
@@ -240,7 +240,9 @@ class TestOnRealServers:
         (folder / "mine.toml").write_text(SUITE, "utf-8")
         make_corpus(folder / "corpora" / "small")
         with ForkServer() as fork_server, pytest.MonkeyPatch.context() as patch:
-            patch.setattr("ragorder.eval.tiering.measuring.VLLMServer", partial(VLLMServer, launch=fork_server.launch))
+            patch.setattr(
+                "ragorder.eval.experiments.tiering.measuring.VLLMServer", partial(VLLMServer, launch=fork_server.launch)
+            )
             server = ["--engine", "openai", "--model", vllm_model, "--corpora", folder / "corpora"]
             yield ["run", folder / "mine.toml", "-o", folder, "--seeds", "1,2", *server]
 

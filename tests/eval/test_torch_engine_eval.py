@@ -21,19 +21,19 @@ pytest.importorskip("scipy")
 
 from ragorder import Document, Orderer, PromptBuilder
 from ragorder.cli import main as ragorder
-from ragorder.eval.embedded import Layout, Workload, judge, make_arms
-from ragorder.eval.embedded.__main__ import main
-from ragorder.eval.embedded.prefill import plain_transformers
-from ragorder.eval.embedded.prompts import RandomPrompts, ask_again, draw_prompt
-from ragorder.eval.embedded.results import median, required
-from ragorder.eval.embedded.shapes import SHAPES, find_shape
-from ragorder.eval.embedded.tables import make_sheets
+from ragorder.eval.data.trace import Request
+from ragorder.eval.data.workloads import make_workload
 from ragorder.eval.engines.base import EngineError, RequestError
+from ragorder.eval.engines.prompts import PromptIds
+from ragorder.eval.engines.torch import TorchEngine, TorchModel
 from ragorder.eval.engines.torch_async import AsyncTorchEngine
-from ragorder.eval.engines.torch_engine import TorchEngine, TorchModel
-from ragorder.eval.prompts import PromptIds
-from ragorder.eval.trace import Request
-from ragorder.eval.workloads import make_workload
+from ragorder.eval.experiments.embedded import Layout, Workload, judge, make_arms
+from ragorder.eval.experiments.embedded.__main__ import main
+from ragorder.eval.experiments.embedded.prefill import plain_transformers
+from ragorder.eval.experiments.embedded.prompts import RandomPrompts, ask_again, draw_prompt
+from ragorder.eval.experiments.embedded.results import median, required
+from ragorder.eval.experiments.embedded.shapes import SHAPES, find_shape
+from ragorder.eval.experiments.embedded.tables import make_sheets
 
 pytestmark = pytest.mark.merge
 
@@ -55,7 +55,7 @@ def engine(tiny: TorchModel) -> Iterator[TorchEngine]:
 @pytest.fixture(scope="module")
 def served_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """In a folder, with a tokenizer for the words of the synthetic workloads."""
-    from ragorder.eval.tiny_model import make_model
+    from ragorder.eval.engines.tiny_model import make_model
 
     texts = [document.text for document in make_workload("paper-shuf", 0, requests=1).documents[:40]]
     folder = tmp_path_factory.mktemp("models") / "served"
@@ -568,7 +568,12 @@ class TestPrefill:
         for part in ("the engine", "transformers", "wall ms", "CPU ms", "times shorter"):
             assert part in done.stdout
         document = (tmp_path / "table.md").read_text("utf-8")
-        for part in ("| transformers |", "| the engine |", "python -m ragorder.eval.embedded", "processor "):
+        for part in (
+            "| transformers |",
+            "| the engine |",
+            "python -m ragorder.eval.experiments.embedded",
+            "processor ",
+        ):
             assert part in document
 
     @pytest.mark.slow

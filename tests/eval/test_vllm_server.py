@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from support.fork_server import ForkServer
 
+from ragorder.eval.data.scratch import OwnFolder
 from ragorder.eval.engines.base import EngineError
-from ragorder.eval.own_folder import OwnFolder
-from ragorder.eval.vllm_server import Process, VLLMServer
+from ragorder.eval.engines.server import Process, VLLMServer
 
 ANSWERS = """
 import http.server, sys
@@ -91,7 +91,7 @@ class TestAnOwnFolder:
     ) -> None:
         script = (
             "import os, sys, tempfile\n"
-            "from ragorder.eval.own_folder import OwnFolder\n"
+            "from ragorder.eval.data.scratch import OwnFolder\n"
             "folder = OwnFolder('mine-')\n"
             "folder.take()\n"
             "print(folder.path, flush=True)\n"

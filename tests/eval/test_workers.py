@@ -13,7 +13,7 @@ from click.testing import CliRunner
 pytest.importorskip("openai")
 pytest.importorskip("bm25s")
 
-from ragorder.eval import workers
+from ragorder.eval.experiments.workers import measuring as workers
 
 
 def test_questions_are_of_some_topics_far_more_than_of_others_and_the_same_every_time() -> None:

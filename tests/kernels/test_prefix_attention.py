@@ -249,7 +249,7 @@ def main() -> None:
 def interpreted(python: Any) -> list[dict[str, float]]:
     """What Triton's interpreter found, case by case."""
     pytest.importorskip("triton")
-    done = python(Path(__file__), timeout=580, TRITON_INTERPRET="1")
+    done = python(Path(__file__), path=(Path(__file__).parents[1],), timeout=580, TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stderr[-2000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
 
@@ -374,7 +374,7 @@ class TestABatch:
             replace(fitting, **arguments)
 
     def test_needs_as_many_of_each(self) -> None:
-        with pytest.raises(ValueError, match="one block table a request"):
+        with pytest.raises(ValueError, match="one block table for each request"):
             PackedBatch.pack([1, 2], [3, 4], [[0]])
 
 
@@ -488,7 +488,7 @@ class TestTheBenchmark:
         shape = ("--query", "9", "--context", "20", "--heads", "6/2", "--head-dim", "64", "--batch", "2")
         how = ("--dtype", "fp16", "--block-size", "32", "--repeats", "30", "--seed", "3")
         page, lines = tmp_path / "kernels.md", tmp_path / "kernels.jsonl"
-        command = ("-m", "ragorder.eval.attention", *shape, *how, "-o", lines, "--markdown", page)
+        command = ("-m", "ragorder.eval.experiments.attention", *shape, *how, "-o", lines, "--markdown", page)
         done = python(*command, timeout=300, TRITON_INTERPRET="1")
         assert done.returncode == 0, done.stderr
         rows = {row["contender"]: row for row in map(json.loads, lines.read_text().splitlines())}
@@ -504,8 +504,8 @@ class TestTheBenchmark:
         assert "| 2 | 9 | 20 | 6/2 | 64 | triton | not timed |" in page.read_text()
 
     def test_does_not_pass_over_a_wrong_result(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from ragorder.eval.attention import __main__ as command
-        from ragorder.eval.attention.contenders import Contender
+        from ragorder.eval.experiments.attention import __main__ as command
+        from ragorder.eval.experiments.attention.contenders import Contender
 
         wrong = Contender("wrong", "nothing", lambda problem: lambda: problem.q)
         monkeypatch.setattr(command, "CONTENDERS", (wrong,))
@@ -514,14 +514,14 @@ class TestTheBenchmark:
         assert "2 of 2 results are wrong" in done.output
 
     def test_refuses_heads_that_are_none(self) -> None:
-        from ragorder.eval.attention.__main__ import main as benchmark
+        from ragorder.eval.experiments.attention.__main__ import main as benchmark
 
         done = CliRunner().invoke(benchmark, ["--heads", "7/2"])
         assert done.exit_code == 2
         assert "give query heads and KV heads such as 32/8" in done.output
 
     def test_counts_what_is_computed_and_moved(self) -> None:
-        from ragorder.eval.attention.shapes import Shape
+        from ragorder.eval.experiments.attention.shapes import Shape
 
         shape = Shape(2, 3, 10, heads=8, kv_heads=2, head_dim=64, dtype="bf16", block_size=16)
         assert shape.flops == 4 * 64 * 8 * 2 * (11 + 12 + 13)

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.rings import examples
 
-from ragorder.eval.scheduling import main, measure_scheduling
+from ragorder.eval.experiments.replacement.scheduling import main, measure_scheduling
 from ragorder.kernels.policies import POLICIES, History, ReplacementPolicy, Tier, TierNode, make_policy
 
 KEYS = range(12)

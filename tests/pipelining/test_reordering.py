@@ -19,12 +19,12 @@ from support.rings import examples
 
 from ragorder import Document, Orderer, Ordering, PromptBuilder
 from ragorder.adapters.observing.observed import ObservedOrderer
-from ragorder.eval.arrivals import poisson_arrivals
-from ragorder.eval.load import ServiceTimes
-from ragorder.eval.queueing import DISCIPLINES, simulate
-from ragorder.eval.reordering import main as measure
-from ragorder.eval.trace import trace_of_workload
-from ragorder.eval.workloads import make_workload
+from ragorder.eval.data.arrivals import poisson_arrivals
+from ragorder.eval.data.trace import trace_of_workload
+from ragorder.eval.data.workloads import make_workload
+from ragorder.eval.experiments.reordering.measuring import main as measure
+from ragorder.eval.experiments.reordering.queueing import DISCIPLINES, simulate
+from ragorder.eval.running.load import ServiceTimes
 from ragorder.pipelining.reordering import CacheAwareQueue, CachedLengths, ConcurrencyLimiter, QueueFullError, Ticket
 
 

@@ -19,7 +19,7 @@ from support.rings import examples
 faiss = pytest.importorskip("faiss")
 np = pytest.importorskip("numpy")
 
-from ragorder.eval import staging
+from ragorder.eval.experiments.staging import measuring as staging
 from ragorder.pipelining import Stage, StagedHNSW, StagedIVF
 
 D, N = 16, 2000

@@ -245,7 +245,7 @@ class TestMessages:
         [("bm25s", "bm25"), ("numpy", "bm25"), ("faiss", "retrieval"), ("sentence_transformers", "retrieval")],
     )
     def test_audit_7_retrieval_names_the_smallest_extra(self, module: str, extra: str, python: Any) -> None:
-        code = f"from ragorder.eval.retrieval import _require\n_require({module!r})"
+        code = f"from ragorder.eval.data.retrieval import _require\n_require({module!r})"
         assert f"pip install 'ragorder[{extra}]'" in python("-c", code, blocked=(module,)).stderr
         assert distribution(module) in closure(extra)
 

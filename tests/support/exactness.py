@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import count
 from typing import TYPE_CHECKING, Any, Literal
 
+from ragorder.eval.data.workloads import document_tokens, make_workload
 from ragorder.eval.engines.sim import SimEngine
-from ragorder.eval.workloads import document_tokens, make_workload
 
 if TYPE_CHECKING:
     from ragorder.eval.engines.vllm import VLLMEngine

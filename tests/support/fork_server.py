@@ -23,7 +23,7 @@ from types import TracebackType
 from typing import IO, Any, Self
 
 from ragorder.eval.engines.base import EngineError
-from ragorder.eval.vllm_server import API_SERVER, ENVIRONMENT, Process
+from ragorder.eval.engines.server import API_SERVER, ENVIRONMENT, Process
 
 __all__ = ["ForkServer", "main"]
 

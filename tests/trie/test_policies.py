@@ -15,9 +15,11 @@ from types import ModuleType
 
 import pytest
 
-from ragorder.eval.bench import Bench, Capacity, run_bench
+from ragorder.eval.data.workloads import WORKLOADS, make_workload
+from ragorder.eval.engines.capacity import Capacity
 from ragorder.eval.engines.sim import SimEngine
-from ragorder.eval.workloads import WORKLOADS, make_workload
+from ragorder.eval.running.bench import run_bench
+from ragorder.eval.running.specs import Bench
 
 SHARED = Path(__file__).resolve().parents[3] / "shared"
 REFERENCE = SHARED / "prototypes" / "workloads_and_apc.py"

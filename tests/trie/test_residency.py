@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from support.rings import examples
 
+from ragorder.eval.data.workloads import make_workload
 from ragorder.eval.engines.sim import SimEngine
-from ragorder.eval.workloads import make_workload
 from ragorder.trie.residency import FeedbackResidency, Lease, LRUResidency, NoResidency
 from ragorder.trie.search import BestPathSearch, ranks_on_path
 from ragorder.trie.tree import KnowledgeTree, Node

@@ -28,12 +28,12 @@ def discover(
     taken: Container[Content],
     requested: RequestedDocuments,
 ) -> Iterator[ServedPath]:
-    """The paths of a request's documents that the engine holds beyond those of the tree; `known` are the contents of
-    the tree's nodes, `taken` their blocks.
+    """The paths of a request's documents that the engine holds beyond those of the tree (`known` contents, `taken`
+    blocks).
 
-    The first block of each document after a path has its own content, which is looked up in the engine's table: at most
-    `_BUDGET` times, depth first, in rank order. Only the request's documents and the scope's own prefix and salt are
-    tried: nothing of another tenant can be found.
+    The first block of each document after a path is looked up in the engine's table: at most `_BUDGET` times, depth
+    first, in rank order. Only the request's documents and the scope's own prefix and salt are tried: nothing of
+    another tenant can be found.
     """
     top = known.get(tree.root)
     if top is None or (top.blocks and not blocks.holds(top.last)):

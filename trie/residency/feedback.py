@@ -20,9 +20,8 @@ class FeedbackResidency:
     """Corrects another residency from the engine's reports.
 
     Engines evict in order of use: if a request found a block gone, everything used before it is gone as well.
-    Differences of less than a block are ignored, and for estimated lengths all but clear ones. `lengths` learns the
-    lengths of prefix and documents, which the mirror follows; residencies of different orders of the same requests may
-    share it.
+    Differences of less than a block are ignored, and for estimated lengths all but clear ones. `lengths` may be
+    shared by residencies of different orders of the same requests.
     """
 
     def __init__(self, mirror: LRUResidency, lengths: ScopeLengths | None = None) -> None:

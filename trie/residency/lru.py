@@ -36,12 +36,12 @@ class UseEntry:
 class LRUResidency:
     """Least recently used first, a request's tail before its head, block by block, as vLLM frees them.
 
-    `capacity_tokens` is the engine's (None: unlimited); `max_nodes` bounds the tree regardless. Blocks of requests in
-    flight are not evicted. Partly filled blocks cannot be shared: with `partial_blocks_first` they are evicted first
-    (vLLM 0.32), else in their turn (earlier versions).
+    `capacity_tokens` is the engine's (None: unlimited); `max_nodes` bounds the tree regardless. Blocks of requests
+    in flight are not evicted. Partly filled blocks are evicted first with `partial_blocks_first` (vLLM 0.32), else
+    in their turn.
 
-    The order of use is a log with one entry for each served request, oldest first. A node used again since has a newer
-    stamp than the entry, and is skipped. Mirrors of one engine share the `clock` of stamps.
+    The order of use is a log with one entry for each served request, oldest first; entries with an older stamp than
+    their node's are skipped. Mirrors of one engine share the `clock` of stamps.
     """
 
     def __init__(

@@ -11,11 +11,9 @@ __all__ = ["GreedySearch"]
 
 
 class GreedySearch:
-    """At each node takes the cached child with the best rank. Under guards at most `budget` orders are checked.
-
-    The paper's code iterates over a `set`, so that its result depends on the hash seed; here candidates are tried in
-    retrieval order, as Algorithm 1 is written.
-    """
+    """At each node takes the cached child with the best rank. Under guards at most `budget` orders are checked. The
+    paper's code iterates over a `set`, in an order that depends on the hash seed; here it is retrieval order, as
+    Algorithm 1 is written."""
 
     def __init__(self, budget: int = 1024) -> None:
         self.budget = budget

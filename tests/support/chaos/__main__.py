@@ -19,9 +19,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from ragorder.cli.signals import end_on_sigterm
+from ragorder.eval.data.machine import describe_environment
 from ragorder.eval.engines.base import EngineError
-from ragorder.eval.environment import describe_environment
-from ragorder.eval.vllm_server import launch_process
+from ragorder.eval.engines.server import launch_process
 from support.chaos.cycles import Cycle, run_cycles
 from support.chaos.scenarios import SCENARIOS, ScenarioError, run_scenario
 from support.chaos.site import make_site

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ragorder.adapters.http_client import ServerError
 from ragorder.adapters.observing.tier_stats import TierFigures, TierStats, fetch_tier_stats
-from ragorder.eval.vllm_server import VLLMServer, launch_process
+from ragorder.eval.engines.server import VLLMServer, launch_process
 from support.chaos.damage import chunk_files, damage
 from support.chaos.load import Load
 from support.chaos.site import Site

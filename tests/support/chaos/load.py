@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
-from ragorder.eval.vllm_server import VLLMServer
+from ragorder.eval.engines.server import VLLMServer
 from support.chaos.asking import Answer, ask
 from support.chaos.prompts import Prompts
 

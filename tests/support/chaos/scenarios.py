@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ragorder.adapters.observing.tier_stats import TierStats
-from ragorder.eval.vllm_server import VLLMServer
+from ragorder.eval.engines.server import VLLMServer
 from support.chaos.cycles import latest_stats
 from support.chaos.damage import chunk_files
 from support.chaos.load import Load

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ragorder.adapters.vllm_tiers import TierSettings
-from ragorder.eval.tiny_model import make_model
-from ragorder.eval.vllm_server import Launch, VLLMServer, launch_process
+from ragorder.eval.engines.server import Launch, VLLMServer, launch_process
+from ragorder.eval.engines.tiny_model import make_model
 from support.chaos.asking import DTYPE, Answer, ask
 from support.chaos.prompts import Prompts, make_prompts
 

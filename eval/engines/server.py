@@ -1,0 +1,259 @@
+"""A vLLM server of one's own: started on free ports, with KV events, and gone with all its processes afterwards."""
+
+from __future__ import annotations
+
+import getpass
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+from ragorder.cli.signals import end_on_sigterm
+from ragorder.eval.data.scratch import OwnFolder
+from ragorder.eval.engines.base import EngineError
+from ragorder.eval.engines.vllm import has_fast_bfloat16
+
+__all__ = ["API_SERVER", "ENVIRONMENT", "Launch", "Process", "VLLMServer", "launch_process"]
+
+API_SERVER = "vllm.entrypoints.openai.api_server"
+
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_SERVER_DEV_MODE": "1",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+}
+"""What every server finds beside this process's own variables."""
+
+_TOPIC = "kv-events"
+_SHARED = "/dev/shm/"  # noqa: S108
+
+
+class Process(Protocol):
+    """A server as it runs: the first process of a session of its own, as `subprocess.Popen` has it."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def poll(self) -> int | None:
+        """None while it runs."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Until it has ended. Raises subprocess.TimeoutExpired."""
+
+    def terminate(self) -> None:
+        """SIGTERM."""
+
+
+Launch = Callable[[Sequence[str], Mapping[str, str], Path], Process]
+"""How a server comes to run with these options and variables (`ENVIRONMENT` aside), its log appended to this file."""
+
+
+def launch_process(options: Sequence[str], environment: Mapping[str, str], log: Path) -> Process:
+    """A process of its own, from the first import on."""
+    with log.open("ab") as file:
+        return subprocess.Popen(  # noqa: S603
+            [sys.executable, "-m", API_SERVER, *options],
+            env={**os.environ, **ENVIRONMENT, **environment},
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            # A group of its own: the engine's processes outlive a server that is killed alone.
+            start_new_session=True,
+        )
+
+
+class VLLMServer:
+    """`python -m vllm.entrypoints.openai.api_server` on 127.0.0.1, serving `model` under the name "served".
+
+    The pool holds `blocks` blocks of `block_size` tokens. `base_url` is the server's root; `events_endpoint`,
+    `replay_endpoint` and `events_topic` say where its KV events are. A stopped server starts again on the same ports.
+    Development routes (`/reset_prefix_cache`) are on: this is for measurements and tests, not for serving. Its log,
+    sockets and whatever else it writes for the time being lie in a temporary folder of their own until it is stopped.
+
+    `dtype` None is bfloat16 where that is fast, else float32. `kv_transfer_config` is vLLM's option of that name,
+    `environment` what the server finds beside this process's own variables, and `launch` how it comes to run.
+
+    Raises EngineError, with the end of the server's log, if it does not come up.
+    """
+
+    model_name = "served"
+    events_topic = _TOPIC
+
+    def __init__(
+        self,
+        model: Path,
+        *,
+        blocks: int,
+        block_size: int = 32,
+        max_model_len: int = 2048,
+        max_num_seqs: int = 64,
+        prefix_caching: bool = True,
+        replay_steps: int = 10_000,
+        dtype: str | None = None,
+        kv_transfer_config: Mapping[str, Any] | None = None,
+        environment: Mapping[str, str] | None = None,
+        launch: Launch = launch_process,
+    ) -> None:
+        port, replay = _free_ports(2)
+        self._folder = OwnFolder("ragorder-vllm-")
+        self.base_url = f"http://127.0.0.1:{port}"
+        # vLLM would bind a TCP endpoint on every interface of the machine.
+        self.events_endpoint = f"ipc://{self._folder.path}/events"
+        self.replay_endpoint = f"tcp://127.0.0.1:{replay}"
+        self.block_size = block_size
+        self.capacity_tokens = blocks * block_size
+        self._log = self._folder.path / "server.log"
+        self._process: Process | None = None
+        self._launch = launch
+        self._environment = {**_temporary(self._folder.path), **(environment or {})}
+        kv_events = {
+            "enable_kv_cache_events": True,
+            "publisher": "zmq",
+            "endpoint": self.events_endpoint,
+            "replay_endpoint": self.replay_endpoint,
+            "buffer_steps": replay_steps,
+            "topic": _TOPIC,
+        }
+        options: dict[str, Any] = {
+            "model": model,
+            "served-model-name": self.model_name,
+            "host": "127.0.0.1",
+            "port": port,
+            "dtype": dtype or ("bfloat16" if has_fast_bfloat16() else "float32"),
+            "block-size": block_size,
+            # vLLM keeps one block of the pool for itself, as its null block.
+            "num-gpu-blocks-override": blocks + 1,
+            "kv-cache-memory-bytes": 1 << 26,
+            "max-model-len": max_model_len,
+            "max-num-batched-tokens": max(max_model_len, 8192),
+            "max-num-seqs": max_num_seqs,
+            "kv-events-config": json.dumps(kv_events),
+        }
+        if kv_transfer_config is not None:
+            options["kv-transfer-config"] = json.dumps(kv_transfer_config)
+        flags = ["enforce-eager", "enable-prompt-tokens-details", "disable-uvicorn-access-log"]
+        flags += ["enable-prefix-caching" if prefix_caching else "no-enable-prefix-caching"]
+        self._options = [f"--{name}={value}" for name, value in options.items()] + [f"--{flag}" for flag in flags]
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def start(self, timeout_s: float = 240) -> None:
+        """Start the server and wait until it answers. A process that is told to end (SIGTERM) then ends it, too."""
+        end_on_sigterm()
+        self._folder.take()
+        self._process = self._launch(self._options, self._environment, self._log)
+        deadline = time.monotonic() + timeout_s
+        try:
+            while not self._answers():
+                if self._process.poll() is not None or time.monotonic() > deadline:
+                    raise EngineError(f"vLLM did not come up:\n{self._log.read_text('utf-8', 'replace')[-3000:]}")
+                time.sleep(0.1)
+        except BaseException:
+            self.kill()
+            self._folder.remove()
+            raise
+
+    @property
+    def alive(self) -> bool:
+        """Whether it was started and has not ended."""
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process that leads the server's group; None: it does not run."""
+        return None if self._process is None else self._process.pid
+
+    def reset(self, *, host: bool = False, timeout_s: float = 30) -> None:
+        """Empty the prefix cache, and with `host` what an offloading connector keeps in host memory, too.
+
+        Raises EngineError if blocks are still in use when the time is over: a copy to another tier holds them as well.
+        """
+        url = f"{self.base_url}/reset_prefix_cache" + "?reset_external=true" * host
+        deadline = time.monotonic() + timeout_s
+        while True:
+            with urllib.request.urlopen(urllib.request.Request(url, method="POST"), timeout=30) as answer:  # noqa: S310
+                if json.load(answer)["success"]:
+                    return
+            if time.monotonic() > deadline:
+                raise EngineError("the server did not empty its prefix cache: blocks are still in use")
+            time.sleep(0.05)
+
+    def stop(self, timeout_s: float = 30) -> None:
+        """End the server politely, then for good, and remove its folder."""
+        self._end(timeout_s)
+        self._folder.remove()
+
+    def kill(self) -> None:
+        """SIGKILL the whole process group, as a machine that dies would; what it had in /dev/shm goes, too."""
+        self._end(None)
+
+    def _end(self, polite_s: float | None) -> None:
+        if self._process is None:
+            return
+        process, self._process = self._process, None
+        shared = _shared_memory(process.pid)
+        if polite_s is not None and process.poll() is None:
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(polite_s)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        for path in shared:
+            path.unlink(missing_ok=True)
+
+    def _answers(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.base_url}/health", timeout=5):  # noqa: S310
+                return True
+        except (urllib.error.URLError, OSError):
+            return False
+
+
+def _temporary(folder: Path) -> dict[str, str]:
+    """Killed servers would leave their sockets in the system's folder. What torch has compiled is kept for others."""
+    compiled = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}"
+    return {"TMPDIR": str(folder), "TORCHINDUCTOR_CACHE_DIR": compiled}
+
+
+def _shared_memory(group: int) -> set[Path]:
+    """The files in /dev/shm that the processes of a group have mapped or named after themselves: whoever is killed
+    leaves them there."""
+    found: set[Path] = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        # Others come and go meanwhile, and may be somebody else's.
+        with suppress(OSError):
+            if os.getpgid(int(process.name)) == group:
+                found.update(Path(_SHARED).glob(f"*-{process.name}-*"))
+                maps = (process / "maps").read_text("utf-8", "replace").splitlines()
+                found.update(Path(line[line.index(_SHARED) :]) for line in maps if _SHARED in line)
+    return found
+
+
+def _free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on now; taken together, so that they differ."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+    finally:
+        for each in sockets:
+            each.close()

@@ -1,0 +1,1 @@
+"""Cached tokens by where the documents of a conversation stand."""

@@ -1,0 +1,93 @@
+"""Models with random weights, in the shapes of real ones: times and hits depend on shapes and tokens alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ragorder.eval.engines.base import EngineError
+from ragorder.eval.engines.torch import TorchModel, need_torch
+
+__all__ = ["ONE_THREAD", "SHAPES", "Shape", "find_shape", "hardware"]
+
+ONE_THREAD = "CPU, 1 thread"
+"""Hardware on which CPU time is a measure of time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A decoder of a family that transformers knows ("qwen2", "mistral", "llama"). `large`: not without a GPU."""
+
+    name: str
+    family: str
+    layers: int
+    hidden_size: int
+    intermediate_size: int
+    heads: int
+    kv_heads: int
+    vocabulary: int
+    longest_tokens: int = 32_768
+    large: bool = False
+
+    def make(self) -> TorchModel:
+        """The model, always with the same weights: in bfloat16 on a GPU if there is one, in float32 on a CPU.
+
+        Raises EngineError for a large one where there is no GPU, ImportError naming the extra to install.
+        """
+        need_torch()
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        on_gpu = torch.cuda.is_available()
+        if self.large and not on_gpu:
+            small = ", ".join(name for name, shape in SHAPES.items() if not shape.large)
+            raise EngineError(f"the shape {self.name} needs a GPU, and there is none here: give --shape {small}")
+        config: Any = AutoConfig.for_model(
+            self.family,
+            num_hidden_layers=self.layers,
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            vocab_size=self.vocabulary,
+            max_position_embeddings=self.longest_tokens,
+            sliding_window=None,
+            tie_word_embeddings=False,
+        )
+        with torch.random.fork_rng(), torch.device("cuda" if on_gpu else "cpu"):
+            torch.manual_seed(0)
+            dtype = torch.bfloat16 if on_gpu else torch.float32
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        return TorchModel(model.eval().requires_grad_(False))
+
+
+SHAPES = {
+    shape.name: shape
+    for shape in (
+        Shape("tiny", "qwen2", 2, 128, 256, 2, 1, 512),
+        Shape("small", "qwen2", 8, 512, 1_536, 8, 2, 8_192),
+        Shape("qwen2.5-7b", "qwen2", 28, 3_584, 18_944, 28, 4, 152_064, large=True),
+        Shape("mistral-7b", "mistral", 32, 4_096, 14_336, 32, 8, 32_000, large=True),
+        Shape("llama2-7b", "llama", 32, 4_096, 11_008, 32, 32, 32_000, large=True),
+    )
+}
+"""By name. The real models of RAGCache's Table 1 and of RAGCache++ (appendix A); "small" is as wide as it must be for
+prefill to dominate on a CPU, "tiny" shows that everything runs. All of them take prompts of 32,768 tokens, which the
+real Llama 2 does not."""
+
+
+def find_shape(name: str) -> Shape:
+    """Raises EngineError for a name that is none."""
+    if name not in SHAPES:
+        raise EngineError(f"unknown shape {name!r}: choose from {', '.join(SHAPES)}")
+    return SHAPES[name]
+
+
+def hardware() -> str:
+    """What computes: the GPU's name, or "CPU" with the number of threads."""
+    import torch
+
+    if torch.cuda.is_available():
+        return str(torch.cuda.get_device_name())
+    threads = torch.get_num_threads()
+    return ONE_THREAD if threads == 1 else f"CPU, {threads} threads"

@@ -1,0 +1,33 @@
+"""Pipelines measured on a real server: cold starts, speculation, throughput, and the benchmark's modes."""
+
+from ragorder.eval.experiments.pipelining.bench import PIPELINES, PipelineError, PipelineResult, run_pipelines
+from ragorder.eval.experiments.pipelining.cold import ALONE, measure_cold, time_system
+from ragorder.eval.experiments.pipelining.modes import MODES, long_builder
+from ragorder.eval.experiments.pipelining.search import Plan, paced, plan_search, played, real_retrieval
+from ragorder.eval.experiments.pipelining.server import Counters, MeasuredServer, ServerFacts, find_server
+from ragorder.eval.experiments.pipelining.speculation import measure_speculation, measure_throughput
+from ragorder.eval.experiments.pipelining.vectors import embed
+
+__all__ = [
+    "ALONE",
+    "MODES",
+    "PIPELINES",
+    "Counters",
+    "MeasuredServer",
+    "PipelineError",
+    "PipelineResult",
+    "Plan",
+    "ServerFacts",
+    "embed",
+    "find_server",
+    "long_builder",
+    "measure_cold",
+    "measure_speculation",
+    "measure_throughput",
+    "paced",
+    "plan_search",
+    "played",
+    "real_retrieval",
+    "run_pipelines",
+    "time_system",
+]

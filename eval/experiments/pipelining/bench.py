@@ -1,0 +1,258 @@
+"""The benchmark with pipelines: every request retrieves first, for so long, and the time counts from the question."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from statistics import fmean
+from typing import Any
+
+from ragorder.document import Document
+from ragorder.eval.data.trace import Trace
+from ragorder.eval.engines.base import EngineError
+from ragorder.eval.engines.prompts import SYSTEM_PROMPT
+from ragorder.eval.experiments.pipelining.modes import ask, in_turn, make_pipeline
+from ragorder.eval.experiments.pipelining.search import played
+from ragorder.eval.experiments.pipelining.server import MeasuredServer, ServerFacts, find_server
+from ragorder.eval.running.bench import check_bench, sources_of
+from ragorder.eval.running.measures import percentile
+from ragorder.eval.running.policies import ORDERERS
+from ragorder.eval.running.progress import Progress
+from ragorder.eval.running.specs import Bench, BenchError
+from ragorder.pipelining import Pipeline, PipelinedStream
+from ragorder.prompt import PromptBuilder
+
+__all__ = ["PIPELINES", "PipelineError", "PipelineResult", "run_pipelines"]
+
+PIPELINES = ("none", "warmup", "speculative")
+
+_POLICIES: Mapping[str, Mapping[str, Any]] = {"retrieval": {"max_displacement": 0}, **ORDERERS}
+_STAGES = 4
+
+
+class PipelineError(BenchError):
+    """A benchmark cannot have a pipeline as asked. The message says what to change."""
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineResult:
+    """What one policy did in one pipeline on one trace. `ttft_ms` counts from the question, retrieval included, and
+    `exposed_ms` is the mean of the part of it that overlaps with nothing. Of the `speculations` so many were `right`,
+    and so many more were `refused` for want of room; `wasted_prompt_tokens` are the prompts of the wrong ones.
+    `failures` of the requests are in no other figure."""
+
+    workload: str
+    policy: str
+    pipeline: str
+    seed: int
+    retrieval_delay_ms: float
+    concurrency: int
+    requests: int
+    failures: int
+    prompt_tokens: int
+    cached_tokens: int
+    ttft_ms: dict[str, float] | None
+    exposed_ms: float | None
+    warmups: int
+    speculations: int
+    right: int
+    refused: int
+    wasted_prompt_tokens: int
+
+    def as_json(self) -> dict[str, object]:
+        return asdict(self)
+
+
+def run_pipelines(
+    bench: Bench, pipeline: str, delay_ms: float, progress: Progress = lambda words, steps: lambda: None
+) -> list[PipelineResult]:
+    """Every policy on every trace and seed, without a pipeline and with this one, on one server.
+
+    Retrieval is a pause of `delay_ms` milliseconds, in 4 stages for "speculative": see `played`. One request at a time
+    both take turns, and share the server's cache with a salt each; with a `concurrency` one runs after the other.
+
+    Raises PipelineError for what a pipeline cannot do, and as `run_bench` does.
+    """
+    _check_pipeline(bench, pipeline, delay_ms)
+    check_bench(bench)
+    modes = ("none",) if pipeline == "none" else ("none", pipeline)
+    results: list[PipelineResult] = []
+    with ExitStack() as stack:
+        facts = _facts(bench, stack)
+        builder = PromptBuilder(SYSTEM_PROMPT, tokenizer=facts.tokenizer)
+        for source in sources_of(bench):
+            traces = {seed: source(seed) for seed in bench.seeds}
+            steps = sum(len(trace.requests) for trace in traces.values()) * len(bench.policies) * len(modes)
+            advance = progress(next(iter(traces.values())).name, steps)
+            for seed, trace in traces.items():
+                _check_lengths(trace, builder, facts, bench.output_tokens or 1)
+                for policy in bench.policies:
+                    run = _Run(bench, trace, policy, modes, seed, delay_ms, advance)
+                    results += asyncio.run(run.serve(facts, builder))
+    return results
+
+
+class _Run:
+    """One policy on one trace, in the modes that are compared."""
+
+    def __init__(
+        self,
+        bench: Bench,
+        trace: Trace,
+        policy: str,
+        modes: Sequence[str],
+        seed: int,
+        delay_ms: float,
+        advance: Callable[[], None],
+    ) -> None:
+        self._bench = bench
+        self._trace = trace
+        self._policy = policy
+        self._modes = modes
+        self._seed = seed
+        self._delay_ms = delay_ms
+        self._advance = advance
+        self._clients = bench.concurrency or 1
+        self._ended: dict[str, list[PipelinedStream]] = {mode: [] for mode in modes}
+        self._failures = dict.fromkeys(modes, 0)
+        self._salts = {mode: secrets.token_hex(16) for mode in modes}
+
+    async def serve(self, facts: ServerFacts, builder: PromptBuilder) -> list[PipelineResult]:
+        rankings = [request.documents for request in self._trace.requests]
+        retrieval = played(rankings, self._delay_ms / 1e3, stages=_STAGES, seed=self._seed)
+        settings = {**_POLICIES[self._policy], **self._bench.settings}
+        async with MeasuredServer(facts) as server:
+            await server.check(builder)
+            tenants = len(self._modes) if self._clients == 1 else 1
+            pipelines = {
+                mode: make_pipeline(
+                    server,
+                    mode,
+                    retrieval,
+                    orderer=server.orderer(builder, tenants=tenants, **settings),
+                    builder=builder,
+                )
+                for mode in self._modes
+            }
+            if self._clients == 1:
+                for number in range(len(rankings)):
+                    for mode in in_turn(number, self._modes):
+                        await self._ask(pipelines[mode], mode, number)
+            else:
+                for mode in in_turn(self._seed, self._modes):
+                    await self._closed_loop(pipelines[mode], mode)
+            for pipeline in pipelines.values():
+                await pipeline.close()
+        return [self._result(mode) for mode in self._modes]
+
+    async def _closed_loop(self, pipeline: Pipeline[Any, Document, Any], mode: str) -> None:
+        numbers = iter(range(len(self._trace.requests)))
+
+        async def client() -> None:
+            for number in numbers:
+                await self._ask(pipeline, mode, number)
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(self._clients):
+                group.create_task(client())
+
+    async def _ask(self, pipeline: Pipeline[Any, Document, Any], mode: str, number: int) -> None:
+        import openai
+
+        question = self._trace.requests[number].question
+        asked = ask(number, question, self._salts[mode], self._bench.output_tokens or 1)
+        try:
+            self._ended[mode].append(await pipeline.answer(asked))
+        except openai.OpenAIError:
+            self._failures[mode] += 1
+        self._advance()
+
+    def _result(self, mode: str) -> PipelineResult:
+        ended = self._ended[mode]
+        traces = [stream.trace for stream in ended]
+        usages = [stream.usage for stream in ended if stream.usage is not None]
+        times_ms = [1e3 * trace.first_token_s for trace in traces if trace.first_token_s is not None]
+        exposed_ms = [1e3 * trace.exposed_search_s for trace in traces if trace.exposed_search_s is not None]
+        return PipelineResult(
+            workload=self._trace.name,
+            policy=self._policy,
+            pipeline=mode,
+            seed=self._seed,
+            retrieval_delay_ms=self._delay_ms,
+            concurrency=self._clients,
+            requests=len(self._trace.requests),
+            failures=self._failures[mode],
+            prompt_tokens=sum(usage.prompt_tokens or 0 for usage in usages),
+            cached_tokens=sum(usage.cached_tokens or 0 for usage in usages),
+            ttft_ms=_summary(times_ms),
+            exposed_ms=round(fmean(exposed_ms), 3) if exposed_ms else None,
+            warmups=sum(trace.warmed_up for trace in traces),
+            speculations=sum(trace.speculations for trace in traces),
+            right=sum(trace.right for trace in traces),
+            refused=sum(trace.refused for trace in traces),
+            wasted_prompt_tokens=sum(trace.wasted_prompt_tokens for trace in traces),
+        )
+
+
+def _check_pipeline(bench: Bench, pipeline: str, delay_ms: float) -> None:
+    if pipeline not in PIPELINES:
+        raise PipelineError(f"unknown pipeline {pipeline!r}: choose from {', '.join(PIPELINES)}")
+    if delay_ms < 0:
+        raise PipelineError(f"retrieval takes {delay_ms} ms: give a delay of 0 or more")
+    if bench.engine == "sim":
+        raise PipelineError(
+            "the simulated engine has no clock in which retrieval and prefill could overlap: use --engine openai"
+        )
+    if bench.engine in ("vllm", "torch"):
+        raise PipelineError(
+            "a pipeline has several requests on their way, which an engine in this process is not asked for: use "
+            "--engine openai, which starts a vLLM server if it is given no --base-url"
+        )
+    if bench.arrivals is not None or bench.batch or bench.waiting:
+        raise PipelineError("a pipeline is measured one request at a time, or with --concurrency: leave out the others")
+    if len(bench.base_urls) > 1:
+        raise PipelineError("a pipeline is measured on one server: give one --base-url")
+    for policy in bench.policies:
+        if policy not in _POLICIES:
+            raise PipelineError(
+                f"policy {policy!r} cannot say what it would do, as speculation asks: choose from "
+                f"{', '.join(_POLICIES)}"
+            )
+
+
+def _facts(bench: Bench, stack: ExitStack) -> ServerFacts:
+    base_url = next(iter(bench.base_urls), None)
+    if base_url is None:
+        from ragorder.eval.running.live import start_server
+
+        base_url = stack.enter_context(start_server(bench)).base_url
+    return find_server(
+        base_url,
+        model=bench.model,
+        served_model=bench.served_model,
+        api_key=bench.api_key,
+        block_size=bench.block_size,
+        capacity_tokens=bench.capacity.tokens if bench.capacity else None,
+    )
+
+
+def _check_lengths(trace: Trace, builder: PromptBuilder, facts: ServerFacts, output_tokens: int) -> None:
+    """Raises EngineError for a prompt that does not fit with its answer."""
+    room = (facts.longest_tokens or 1 << 60) - output_tokens - builder.prefix_tokens
+    for request in trace.requests:
+        tokens = builder.suffix_tokens(request.question) + sum(map(builder.document_tokens, request.documents))
+        if tokens > room:
+            raise EngineError(
+                f"a request of {trace.name} is {tokens - room:,} tokens longer than the server takes: lower --top-k or "
+                "--output-tokens, or raise the server's --max-model-len"
+            )
+
+
+def _summary(values: Sequence[float]) -> dict[str, float] | None:
+    if not values:
+        return None
+    shares = {f"p{share}": round(percentile(values, share), 3) for share in (50, 95)}
+    return {**shares, "mean": round(fmean(values), 3)}

@@ -1,0 +1,57 @@
+"""A cell of a suite about pipelines: what is overlapped with prefill, and how long it takes."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from ragorder.eval.running.cells import SuiteCell
+
+__all__ = ["PIPELINE_POLICIES", "PipeliningCell"]
+
+PIPELINE_POLICIES = ("none", "warmup", "speculative")
+"""What stands as policy in a suite about pipelines: "none" is the baseline, one thing after another."""
+
+
+class PipeliningCell(SuiteCell):
+    """What one cell may say. `measure` is "cold" (warm-ups of a cold cache), "speculation" (one request at a time) or
+    "throughput" (a closed loop of `clients`, or of as many as ask for `overload` times what the engine serves, in so
+    many `segments` of `segment_requests`, each in both modes in turn).
+
+    cold: retrieval is a pause of `retrieval_ms`, or of `retrieval_of_system` times what the system prompt takes here.
+    speculation, throughput: a search for the `top_k` in an `index` over a corpus' embeddings, of which it covers
+    `search_ratio`, in `stages` (at most) of `growth`. It is stretched to `search_ms` (0: as long as it takes).
+    `max_prefill_bs` and `cautious` are those of the pipeline.
+    """
+
+    measure: Literal["cold", "speculation", "throughput"]
+    corpus: str = "pydocs"
+    top_k: int = Field(5, ge=1)
+    system_tokens: int = Field(64, ge=1)
+    output_tokens: int = Field(1, ge=1)
+    retrieval_ms: float | None = Field(None, ge=0)
+    retrieval_of_system: float | None = Field(None, ge=0)
+    index: Literal["ivf", "hnsw"] = "ivf"
+    search_ratio: float = Field(1.0, gt=0, le=1)
+    search_ms: float = Field(0, ge=0)
+    stages: int = Field(4, ge=1)
+    growth: Literal["equal", "geometric"] = "equal"
+    max_prefill_bs: int | None = Field(None, ge=1)
+    cautious: bool = False
+    clients: int | None = Field(None, ge=1)
+    overload: float | None = Field(None, gt=0)
+    segments: int = Field(10, ge=1)
+    segment_requests: int = Field(40, ge=1)
+
+    @model_validator(mode="after")
+    def _whole(self) -> PipeliningCell:
+        if (self.measure == "cold") != (self.retrieval_ms is not None or self.retrieval_of_system is not None):
+            raise ValueError('retrieval_ms or retrieval_of_system go with measure = "cold", and it needs one of them')
+        if self.retrieval_ms is not None and self.retrieval_of_system is not None:
+            raise ValueError("give retrieval_ms or retrieval_of_system, not both")
+        if (self.measure == "throughput") != (self.clients is not None or self.overload is not None):
+            raise ValueError('clients or overload go with measure = "throughput", and it needs one of them')
+        if self.clients is not None and self.overload is not None:
+            raise ValueError("give clients or overload, not both")
+        return self

@@ -1,0 +1,101 @@
+"""Cold starts: the time to the first token with and without a warm-up during retrieval (RAGCache++ Tables 5 and 6)."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+from statistics import median
+from typing import Any
+
+from ragorder.adapters.openai.pipelined import OrderedPrompts, PromptRequest
+from ragorder.eval.data.trace import Request
+from ragorder.eval.experiments.pipelining.modes import ask, in_turn, make_pipeline
+from ragorder.eval.experiments.pipelining.search import played
+from ragorder.eval.experiments.pipelining.server import MeasuredServer
+from ragorder.prompt import PromptBuilder
+
+__all__ = ["ALONE", "measure_cold", "time_system"]
+
+ALONE = "alone"
+_MODES = ("none", "warmup")
+_CALIBRATING = 5
+
+
+async def measure_cold(
+    server: MeasuredServer,
+    builder: PromptBuilder,
+    requests: Sequence[Request],
+    retrieval_s: float,
+    advance: Callable[[], None],
+) -> dict[str, dict[str, list[Any]]]:
+    """Each request in each mode in turn, with a salt that no other has: the system prompt is never in the cache.
+
+    Retrieval is a pause of `retrieval_s` seconds. In rows "none" (retrieval, then the prompt) and "warmup" `ttft_ms`
+    counts from the question, `cached_tokens` are those of the prompt and `warmed_up` says whether a warm-up was sent;
+    in rows "alone" `system_ms` is the time of the system prompt by itself and `documents_ms` that of the whole prompt
+    directly behind it: T_sys and T_docs. Nothing is on its way on the server when one begins.
+
+    Raises EngineError for a server that does not answer or that others use, and what the engine raises.
+    """
+    rankings = [request.documents for request in requests]
+    orderers = {mode: server.orderer(builder) for mode in _MODES}
+    retrieval = played(rankings, retrieval_s)
+    pipelines = {
+        mode: make_pipeline(server, mode, retrieval, orderer=orderers[mode], builder=builder) for mode in _MODES
+    }
+    rows: dict[str, dict[str, list[Any]]] = {
+        mode: {"ttft_ms": [], "retrieval_ms": [], "cached_tokens": [], "prompt_tokens": [], "warmed_up": []}
+        for mode in _MODES
+    }
+    rows[ALONE] = {"system_ms": [], "documents_ms": []}
+    for number, request in enumerate(requests):
+        for mode in in_turn(number, (*_MODES, ALONE)):
+            await server.quiet()
+            salt = secrets.token_hex(16)
+            asked = ask(number, request.question, salt)
+            if mode == ALONE:
+                prompts = OrderedPrompts(server.orderer(builder), builder, "token_ids")
+                whole = prompts.preview(asked, request.documents)
+                rows[ALONE]["system_ms"].append(_ms(await _time(server, _system(builder, salt))))
+                rows[ALONE]["documents_ms"].append(_ms(await _time(server, whole)))
+            else:
+                stream = await pipelines[mode].answer(asked)
+                trace, usage = stream.trace, stream.usage
+                row = rows[mode]
+                row["ttft_ms"].append(_ms(trace.first_token_s))
+                row["retrieval_ms"].append(_ms(trace.retrieval_s))
+                row["cached_tokens"].append(usage and usage.cached_tokens)
+                row["prompt_tokens"].append(usage and usage.prompt_tokens)
+                row["warmed_up"].append(trace.warmed_up)
+        advance()
+    for pipeline in pipelines.values():
+        await pipeline.close()
+    return rows
+
+
+async def time_system(server: MeasuredServer, builder: PromptBuilder) -> float:
+    """Seconds that the system prompt takes by itself: the median of a few."""
+    times = []
+    for _ in range(_CALIBRATING):
+        await server.quiet()
+        times.append(await _time(server, _system(builder, secrets.token_hex(16))))
+    return median(times)
+
+
+def _system(builder: PromptBuilder, salt: str) -> PromptRequest:
+    return PromptRequest(None, builder.prefix_ids, salt, {"max_tokens": 1, "temperature": 0.0})
+
+
+async def _time(server: MeasuredServer, request: PromptRequest) -> float:
+    """Seconds to the first token."""
+    start, first_s = time.perf_counter(), 0.0
+    async with aclosing(server.streams.stream(request)) as chunks:
+        async for _ in chunks:
+            first_s = first_s or time.perf_counter() - start
+    return first_s
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else round(1e3 * seconds, 3)

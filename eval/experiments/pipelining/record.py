@@ -1,0 +1,48 @@
+"""The record of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+
+from pydantic import model_validator
+
+from ragorder.eval.running.record import Record, as_column
+
+if TYPE_CHECKING:
+    from ragorder.eval.running.record import Floats
+
+__all__ = ["PipeliningRecord"]
+
+
+class PipeliningRecord(Record):
+    """One cell with one seed: rows of each mode, which took turns, by name of mode and column."""
+
+    called: ClassVar[str] = "a measurement of a pipeline"
+
+    type: Literal["pipelining"] = "pipelining"
+    cell: dict[str, Any]
+    rows: dict[str, dict[str, list[Any]]]
+    system_tokens: int
+
+    @model_validator(mode="after")
+    def _even(self) -> Self:
+        if len({len(values) for columns in self.rows.values() for values in columns.values()}) != 1:
+            raise ValueError("columns of different lengths")
+        return self
+
+    @property
+    def requests(self) -> int:
+        """How many were served after the warm-up, in all modes."""
+        throughput = self.column("none", "requests")
+        if len(throughput):
+            return int(sum(self.column(mode, "requests").sum() for mode in self.rows))
+        return sum(len(self.column(mode, "ttft_ms")) for mode in self.rows)
+
+    def column(self, mode: str, name: str) -> Floats:
+        """The figures after the warm-up, NaN where there is none."""
+        return as_column(self.rows.get(mode, {}).get(name, ()))[self.warmup :]
+
+    def entries(self, mode: str, name: str) -> Sequence[Any]:
+        """The same of a column whose entries are no numbers."""
+        return self.rows.get(mode, {}).get(name, ())[self.warmup :]

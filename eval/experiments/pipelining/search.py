@@ -1,0 +1,149 @@
+"""Searches as pipelines see them: of a real index in stages, of a given length, or played from a trace."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, Literal
+
+from ragorder.document import Document
+from ragorder.eval.data.corpora.base import Corpus
+from ragorder.eval.experiments.pipelining.modes import Asked
+from ragorder.pipelining import Provisional, Retrieval, StagedHNSW, StagedIVF, StagedSearch, staged_retrieval
+
+if TYPE_CHECKING:
+    from ragorder.eval.experiments.pipelining.vectors import Vectors
+
+__all__ = ["Plan", "paced", "plan_search", "played", "real_retrieval"]
+
+_CLUSTERS = 128
+_LINKS = 32
+_EF_FULL = 512
+_EF_FACTOR = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A search in stages. `shares` says what part of the search without stages each takes: together more than 1 where
+    stages do work again."""
+
+    search: StagedSearch
+    unstaged: StagedSearch
+    shares: tuple[float, ...]
+
+
+def plan_search(
+    kind: Literal["ivf", "hnsw"], vectors: Vectors, *, ratio: float, stages: int, growth: str, top_k: int, seed: int = 0
+) -> Plan:
+    """A search for the `top_k` of an index of these vectors, by inner product.
+
+    "ivf": 128 clusters at most, of which `ratio` are searched, in stages of `growth` "equal" or "geometric" (each
+    doubles the clusters searched so far). "hnsw": `ratio` is that of efSearch to 512; each stage's efSearch is four
+    times that of the one before, and begins anew. Raises ImportError naming the extra to install.
+    """
+    faiss = _faiss()
+    if kind == "hnsw":
+        target = max(top_k, round(ratio * _EF_FULL))
+        schedule = sorted({max(top_k, target // _EF_FACTOR**left) for left in range(stages)})
+        index = faiss.IndexHNSWFlat(vectors.shape[1], _LINKS, faiss.METRIC_INNER_PRODUCT)
+        index.add(vectors)
+        shares = tuple(each / target for each in schedule)
+        return Plan(StagedHNSW(index, schedule=schedule), StagedHNSW(index, target, stages=1), shares)
+    clusters = min(_CLUSTERS, len(vectors))
+    quantizer = faiss.IndexFlatIP(vectors.shape[1])
+    index = faiss.IndexIVFFlat(quantizer, vectors.shape[1], clusters, faiss.METRIC_INNER_PRODUCT)
+    index.cp.min_points_per_centroid, index.cp.seed = 1, seed + 1
+    index.train(vectors)
+    index.add(vectors)
+    probes = max(1, round(ratio * clusters))
+    counts = _counts(probes, stages, growth)
+    plain = StagedIVF(index, growth=[probes])
+    return Plan(StagedIVF(index, growth=counts), plain, tuple(count / probes for count in counts))
+
+
+def _counts(probes: int, stages: int, growth: str) -> list[int]:
+    """Clusters that each stage searches."""
+    if growth == "geometric":
+        ends = sorted({max(1, probes >> left) for left in range(stages)})
+    else:
+        ends = sorted({max(1, probes * number // stages) for number in range(1, stages + 1)})
+    return [end - start for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def real_retrieval(search: StagedSearch, corpus: Corpus, queries: Vectors, top_k: int) -> Retrieval[Asked, Document]:
+    """The documents of a corpus for its questions, whose vectors are `queries`: embedding them takes no time."""
+    return staged_retrieval(
+        search,
+        lambda question: queries[question.number : question.number + 1],
+        corpus.documents.__getitem__,
+        top_k=top_k,
+    )
+
+
+def paced(
+    retrieval: Retrieval[Asked, Document], shares: Sequence[float], search_s: float
+) -> Retrieval[Asked, Document]:
+    """The same search as if without stages it took `search_s` seconds, of which each stage takes its share. It waits
+    rather than works, as for a vector database on another machine."""
+    ends_s = [search_s * share for share in accumulate(shares)]
+
+    async def search(question: Asked) -> AsyncGenerator[Provisional[Document], None]:
+        now = asyncio.get_running_loop().time
+        start_s, number = now(), 0
+        async with aclosing(retrieval(question)) as stages:
+            async for stage in stages:
+                end_s = ends_s[-1] if stage.final else ends_s[number]
+                await asyncio.sleep(max(0.0, start_s + end_s - now()))
+                yield stage
+                number += 1
+
+    return search
+
+
+def played(
+    rankings: Sequence[Sequence[Document]], delay_s: float, *, stages: int = 1, seed: int = 0
+) -> Retrieval[Asked, Document]:
+    """A search that takes `delay_s` seconds for the documents that a trace has for each question, in equal stages.
+
+    After which stage the documents are final is drawn for each question, each stage as likely as the others; with one
+    stage fewer, the last of them is another one, with two the last two, and so on. The others are drawn from the whole
+    trace. The same seed draws the same.
+    """
+    pool = list({document.key: document for documents in rankings for document in documents}.values())
+
+    async def search(question: Asked) -> AsyncGenerator[Provisional[Document], None]:
+        now = asyncio.get_running_loop().time
+        start_s, final = now(), list(rankings[question.number])
+        for number, documents in enumerate(_provisional(final, pool, stages, seed, question.number), 1):
+            await asyncio.sleep(max(0.0, start_s + delay_s * number / stages - now()))
+            yield Provisional(documents, final=number == stages)
+
+    return search
+
+
+def _provisional(
+    final: list[Document], pool: Sequence[Document], stages: int, seed: int, number: int
+) -> list[list[Document]]:
+    draw = random.Random(f"{seed} {number}")
+    known = {document.key for document in final}
+    others = [each for each in draw.sample(pool, min(len(pool), len(final) + stages)) if each.key not in known]
+    settled = draw.randint(1, stages)
+    found = []
+    for stage in range(1, stages + 1):
+        missing = min(len(final), len(others), max(0, settled - stage))
+        found.append(final[: len(final) - missing] + others[:missing])
+    return found
+
+
+def _faiss() -> Any:
+    try:
+        import faiss
+    except ImportError as error:
+        raise ImportError(
+            f"a real index needs faiss ({error}): pip install 'ragorder[retrieval]'", name="faiss"
+        ) from error
+    return faiss

@@ -1,0 +1,187 @@
+"""A server whose pipelines are measured: how to reach it, and what it counts."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from ragorder.adapters.openai.pipelined import OpenAIStreams
+from ragorder.eval.engines.base import EngineError
+from ragorder.eval.engines.models import load_tokenizer
+from ragorder.eval.engines.openai import OpenAIEngine, find_model
+from ragorder.orderer import Orderer
+from ragorder.prompt import PromptBuilder
+
+__all__ = ["Counters", "MeasuredServer", "ServerFacts", "find_server"]
+
+_METRICS = {
+    "vllm:prefix_cache_queries_total": "queried",
+    "vllm:prefix_cache_hits_total": "hit",
+    "vllm:num_requests_running": "running",
+    "vllm:num_requests_waiting": "waiting",
+}
+_TIMEOUT_S = 600.0
+# As in `OpenAIEngine`: ours must be gone before the server closes it.
+_KEEPALIVE_S = 3.0
+_PROBE = [0]
+_MOST_PROBES = 50
+
+
+@dataclass(frozen=True, slots=True)
+class ServerFacts:
+    """What must be known of a server: its address, the model's name there, its tokenizer, the longest prompt with its
+    answer, and the cache's sizes, all in tokens."""
+
+    base_url: str
+    model: str
+    tokenizer: Any
+    longest_tokens: int | None
+    block_size: int
+    capacity_tokens: int
+    api_key: str | None = None
+
+
+def find_server(
+    base_url: str,
+    *,
+    model: Path | None = None,
+    served_model: str | None = None,
+    api_key: str | None = None,
+    block_size: int | None = None,
+    capacity_tokens: int | None = None,
+) -> ServerFacts:
+    """Ask a server. `model` says where the tokenizer is, if not where the server has it from; `block_size` and
+    `capacity_tokens` are asked of vLLM's metrics if they are not given.
+
+    Raises EngineError for a server that is not there or does not say how large its cache is, or whose tokenizer cannot
+    be loaded; ImportError naming the extra to install.
+    """
+    from ragorder.adapters.vllm.cache_config import ServerError, read_cache_config
+
+    found = find_model(base_url, served_model, api_key=api_key)
+    try:
+        if block_size is None or capacity_tokens is None:
+            cache = read_cache_config(base_url, api_key=api_key)
+            block_size, capacity_tokens = block_size or cache.block_size, capacity_tokens or cache.capacity_tokens
+        tokenizer = load_tokenizer(model or found.root)
+    except ServerError as error:
+        raise EngineError(str(error)) from None
+    except (OSError, ValueError) as error:
+        where = str(model or found.root)
+        raise EngineError(f"no tokenizer can be loaded from {where!r}: give --model ({type(error).__name__})") from None
+    return ServerFacts(base_url, found.id, tokenizer, found.max_model_len, block_size, capacity_tokens, api_key)
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """What a vLLM server has counted: prompt tokens that it `computed`, those of aborted requests included, and
+    requests `at_work` now.
+
+    Computed are the tokens that its scheduler looked up in the prefix cache and did not find there.
+    vllm:prompt_tokens_total would not do: it leaves out what was aborted before its first token.
+    """
+
+    computed: int
+    at_work: int
+
+
+class MeasuredServer:
+    """Use it in `async with`. `streams` is the engine of pipelines, the one that `PipelinedClient` has as well.
+
+    Raises ImportError naming the extra to install.
+    """
+
+    def __init__(self, facts: ServerFacts) -> None:
+        try:
+            import openai
+        except ImportError as error:
+            raise ImportError(
+                f"pipelines on a server need {error.name}: pip install 'ragorder[live]'", name=error.name
+            ) from error
+        self.facts = facts
+        self._root = facts.base_url.rstrip("/").removesuffix("/v1").rstrip("/")
+        # With the types of the HTTP library that this version of openai is built on.
+        make_limits, make_timeout = type(openai.DEFAULT_CONNECTION_LIMITS), openai.Timeout
+        limits = make_limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=_KEEPALIVE_S)
+        http = openai.DefaultAsyncHttpxClient(limits=limits, timeout=make_timeout(_TIMEOUT_S, connect=10.0))
+        key, url = facts.api_key or "none", f"{self._root}/v1"
+        self._client = openai.AsyncOpenAI(api_key=key, base_url=url, http_client=http, max_retries=0)
+        self.streams = OpenAIStreams(self._client, facts.model)
+        self._probed = 0
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._client.close()
+
+    async def check(self, builder: PromptBuilder) -> None:
+        """Raises EngineError if nothing can be measured with the server: see `OpenAIEngine.check`."""
+        facts = self.facts
+        async with OpenAIEngine(
+            facts.base_url,
+            facts.model,
+            block_size=facts.block_size,
+            capacity_tokens=facts.capacity_tokens,
+            api_key=facts.api_key,
+        ) as engine:
+            await engine.check(list(builder.prefix_ids) * 2)
+
+    def orderer(self, builder: PromptBuilder, *, tenants: int = 1, **settings: Any) -> Orderer:
+        """A fresh orderer for one of so many tenants who share the server's cache."""
+        return Orderer(
+            capacity_tokens=max(self.facts.block_size, self.facts.capacity_tokens // tenants),
+            block_size=self.facts.block_size,
+            prefix_tokens=builder.prefix_tokens,
+            tokens=builder.document_tokens,
+            partial_blocks_first=True,
+            **settings,
+        )
+
+    async def counters(self) -> Counters | None:
+        """What the server has counted so far; None if it publishes no such metrics."""
+        import openai
+
+        try:
+            page = await self._client.get(f"{self._root}/metrics", cast_to=str)
+        except openai.OpenAIError:
+            return None
+        found: dict[str, float] = {}
+        for line in page.splitlines():
+            name = _METRICS.get(line.partition("{")[0].partition(" ")[0])
+            if name is not None:
+                found[name] = found.get(name, 0.0) + float(line.rpartition(" ")[2])
+        if len(found) < len(_METRICS):
+            return None
+        computed = found["queried"] - found["hit"] - self._probed
+        return Counters(int(computed), int(found["running"] + found["waiting"]))
+
+    async def quiet(self) -> Counters | None:
+        """What the server has counted, once nothing is at work there: an aborted request ends with its iteration, and
+        is in the way of the next one until then.
+
+        Raises EngineError for a server that others keep busy, and if it does not answer.
+        """
+        for _ in range(_MOST_PROBES):
+            # Metrics are as of the last iteration, which an abort does not make: so there must be one behind it.
+            await self._probe()
+            counters = await self.counters()
+            if counters is None or not counters.at_work:
+                return counters
+            await asyncio.sleep(0.02)
+        raise EngineError("the server is busy with requests that are not ours: measure on one that nobody else uses")
+
+    async def _probe(self) -> None:
+        import openai
+
+        extra = {"cache_salt": secrets.token_hex(8)}
+        try:
+            await self._client.completions.create(
+                model=self.facts.model, prompt=_PROBE, max_tokens=1, temperature=0, extra_body=extra
+            )
+        except openai.OpenAIError as error:
+            raise EngineError(f"the server does not answer ({type(error).__name__})") from None
+        self._probed += len(_PROBE)

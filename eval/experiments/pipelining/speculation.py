@@ -1,0 +1,243 @@
+"""Searches with and without speculation (RAGCache Figure 22, Table 3): one request at a time, and under saturation."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import secrets
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+from ragorder.document import Document
+from ragorder.eval.experiments.pipelining.modes import Asked, ask, in_turn, make_pipeline
+from ragorder.eval.experiments.pipelining.server import Counters, MeasuredServer
+from ragorder.pipelining import Pipeline, PipelineTrace, Provisional, Retrieval
+from ragorder.prompt import PromptBuilder
+
+__all__ = ["MODES", "measure_speculation", "measure_throughput"]
+
+MODES = ("none", "speculative")
+
+_COLUMNS = (
+    *("ttft_ms", "search_ms", "exposed_ms", "prompt_tokens", "cached_tokens", "computed_tokens"),
+    *("speculations", "refused", "right", "speculated_stage", "started_stages", "settled_stage"),
+)
+_SEGMENT_COLUMNS = (
+    *("requests", "clients", "seconds", "requests_per_s", "alone_s", "computed_tokens"),
+    *("speculations", "refused", "right"),
+)
+_ALONE = 5
+_MANY_CLIENTS = 16
+
+Advance = Callable[[], None]
+
+
+async def measure_speculation(
+    server: MeasuredServer,
+    builder: PromptBuilder,
+    questions: Sequence[str],
+    searches: Mapping[str, Retrieval[Any, Document]],
+    advance: Advance,
+    *,
+    max_prefill_bs: int | None = None,
+    cautious: bool = False,
+    output_tokens: int = 1,
+) -> dict[str, dict[str, list[Any]]]:
+    """Each question in both `MODES` in turn, one at a time. Each mode is a tenant of its own, with its own salt and its
+    own orderer, so that both find in the cache what they themselves have left there.
+
+    `searches` are those of the modes, by name. `exposed_ms` is T1 of Table 3 with speculation and T2 without.
+    `computed_tokens` are the prompt tokens that the server says it has computed between two requests, with those of
+    speculations that were wrong. `started_stages` are those after which the documents were new, so that a speculation
+    began (unless `cautious`), and `settled_stage` is the one since which they are final. Nothing is on its way when a
+    request begins.
+
+    Raises EngineError for a server that does not answer or that others use, and what the engine raises.
+    """
+    salts = {mode: secrets.token_hex(16) for mode in MODES}
+    watched = {mode: _Watched(searches[mode]) for mode in MODES}
+    pipelines = _pipelines(server, builder, watched, max_prefill_bs, cautious)
+    rows: dict[str, dict[str, list[Any]]] = {mode: {name: [] for name in _COLUMNS} for mode in MODES}
+    before = await server.quiet()
+    for number, question in enumerate(questions):
+        for mode in in_turn(number, MODES):
+            stream = await pipelines[mode].answer(ask(number, question, salts[mode], output_tokens))
+            after = await server.quiet()
+            trace, usage = stream.trace, stream.usage
+            started, settled = watched[mode].stages()
+            found = {
+                "ttft_ms": _ms(trace.first_token_s),
+                "search_ms": _ms(trace.retrieval_s),
+                "exposed_ms": _ms(trace.exposed_search_s),
+                "prompt_tokens": usage and usage.prompt_tokens,
+                "cached_tokens": usage and usage.cached_tokens,
+                "computed_tokens": _computed(before, after),
+                "speculations": trace.speculations,
+                "refused": trace.refused,
+                "right": trace.right,
+                "speculated_stage": trace.speculated_stage,
+                "started_stages": started,
+                "settled_stage": settled,
+            }
+            for name, value in found.items():
+                rows[mode][name].append(value)
+            before = after
+        advance()
+    for pipeline in pipelines.values():
+        await pipeline.close()
+    return rows
+
+
+async def measure_throughput(
+    server: MeasuredServer,
+    builder: PromptBuilder,
+    questions: Sequence[str],
+    searches: Mapping[str, Retrieval[Any, Document]],
+    advance: Advance,
+    *,
+    clients: int | None,
+    segments: int,
+    overload: float = 2.0,
+    max_prefill_bs: int | None = None,
+    cautious: bool = False,
+    output_tokens: int = 1,
+) -> dict[str, dict[str, list[Any]]]:
+    """The questions in `segments`, each in both `MODES` in turn: so many `clients` ask one after another, without a
+    pause (a closed loop); None: as many as would ask for `overload` times what the engine serves, if a question took
+    them no longer than one takes alone (`alone_s`, asked before each segment). A row is a segment; `requests_per_s` is
+    that of its middle, without as many answers as there are clients at both ends, where the engine is not saturated.
+
+    Raises EngineError for a server that does not answer or that others use, and what the engine raises.
+    """
+    salts = {mode: secrets.token_hex(16) for mode in MODES}
+    pipelines = _pipelines(server, builder, searches, max_prefill_bs, cautious)
+    rows: dict[str, dict[str, list[Any]]] = {mode: {name: [] for name in _SEGMENT_COLUMNS} for mode in MODES}
+    parts = _split(len(questions), segments)
+    if clients is None:
+        clients = await _clients(pipelines["none"], [questions[number] for number in parts[0]], overload, output_tokens)
+    for segment, numbers in enumerate(parts):
+        for mode in in_turn(segment, MODES):
+            asked = [ask(number, questions[number], salts[mode], output_tokens) for number in numbers]
+            first = ask(numbers[0], questions[numbers[0]], secrets.token_hex(16), output_tokens)
+            alone = await pipelines[mode].answer(first)
+            before = await server.quiet()
+            start = time.perf_counter()
+            traces, ends_s = await _closed_loop(pipelines[mode], iter(asked), clients, advance)
+            seconds = time.perf_counter() - start
+            found = {
+                "requests": len(asked),
+                "clients": clients,
+                "seconds": round(seconds, 3),
+                "requests_per_s": round(_rate(ends_s, clients) or len(asked) / seconds, 4),
+                "computed_tokens": _computed(before, await server.quiet()),
+                "speculations": sum(trace.speculations for trace in traces),
+                "refused": sum(trace.refused for trace in traces),
+                "right": sum(trace.right for trace in traces),
+                "alone_s": alone.trace.total_s and round(alone.trace.total_s, 4),
+            }
+            for name, value in found.items():
+                rows[mode][name].append(value)
+    for pipeline in pipelines.values():
+        await pipeline.close()
+    return rows
+
+
+class _Watched:
+    """A search, and what it showed for the last question."""
+
+    def __init__(self, retrieval: Retrieval[Any, Document]) -> None:
+        self._retrieval = retrieval
+        self._shown: list[tuple[str, ...]] = []
+
+    async def __call__(self, question: Asked) -> AsyncGenerator[Provisional[Document], None]:
+        self._shown = []
+        async with aclosing(self._retrieval(question)) as stages:
+            async for stage in stages:
+                self._shown.append(tuple(document.key for document in stage.documents))
+                yield stage
+
+    def stages(self) -> tuple[list[int], int]:
+        """Those before the last, from 1, after which the documents were new; and since which they are final."""
+        shown = self._shown
+        new = [number for number in range(1, len(shown)) if number == 1 or shown[number - 1] != shown[number - 2]]
+        settled = next(number for number in range(len(shown), 0, -1) if number == 1 or shown[number - 2] != shown[-1])
+        return new, settled
+
+
+async def _clients(
+    pipeline: Pipeline[Any, Document, Any], questions: Sequence[str], overload: float, output_tokens: int
+) -> int:
+    """How many clients ask for so much more than the engine serves: tried out on a tenant of its own."""
+    salt = secrets.token_hex(16)
+    asked = [ask(number, question, salt, output_tokens) for number, question in enumerate(questions)]
+    await pipeline.answer(asked[0])
+    times_s = [(await pipeline.answer(each)).trace.total_s or 0.0 for each in asked[: min(len(asked), _ALONE)]]
+    start = time.perf_counter()
+    await _closed_loop(pipeline, iter(asked), _MANY_CLIENTS, lambda: None)
+    rate = len(asked) / (time.perf_counter() - start)
+    return max(2, math.ceil(overload * rate * median(times_s)))
+
+
+async def _closed_loop(
+    pipeline: Pipeline[Any, Document, Any], questions: Iterator[Asked], clients: int, advance: Advance
+) -> tuple[list[PipelineTrace], list[float]]:
+    """The traces of all questions, and when each was answered, in seconds."""
+    traces, ends_s = [], []
+
+    async def client() -> None:
+        for question in questions:
+            stream = await pipeline.answer(question)
+            ends_s.append(time.perf_counter())
+            traces.append(stream.trace)
+            advance()
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(clients):
+            group.create_task(client())
+    return traces, ends_s
+
+
+def _rate(ends_s: Sequence[float], clients: int) -> float | None:
+    """Answers a second from when each client has one to when the last question is taken; None of too few."""
+    middle = ends_s[clients - 1 : len(ends_s) - clients]
+    return (len(middle) - 1) / (middle[-1] - middle[0]) if len(middle) > clients else None
+
+
+def _pipelines(
+    server: MeasuredServer,
+    builder: PromptBuilder,
+    searches: Mapping[str, Retrieval[Any, Document]],
+    max_prefill_bs: int | None,
+    cautious: bool,
+) -> dict[str, Pipeline[Any, Document, Any]]:
+    return {
+        mode: make_pipeline(
+            server,
+            mode,
+            searches[mode],
+            orderer=server.orderer(builder, tenants=len(MODES)),
+            builder=builder,
+            max_prefill_bs=max_prefill_bs,
+            cautious=cautious,
+        )
+        for mode in MODES
+    }
+
+
+def _split(count: int, parts: int) -> list[range]:
+    """Consecutive numbers in so many parts of about the same length, none of them empty."""
+    parts = max(1, min(parts, count))
+    ends = [count * part // parts for part in range(parts + 1)]
+    return [range(start, end) for start, end in pairwise(ends)]
+
+
+def _computed(before: Counters | None, after: Counters | None) -> int | None:
+    return None if before is None or after is None else after.computed - before.computed
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else round(1e3 * seconds, 3)

@@ -1,0 +1,76 @@
+"""Pipelines compared, as tables for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from statistics import fmean
+
+from rich.console import Console
+from rich.table import Table
+
+from ragorder.eval.experiments.pipelining.bench import PipelineResult
+
+__all__ = ["pipelines_table", "print_pipelines"]
+
+
+def print_pipelines(results: Sequence[PipelineResult], *, stderr: bool = False) -> None:
+    """One table a workload."""
+    console = Console(stderr=stderr)
+    for _, group in groupby(results, key=lambda result: result.workload):
+        console.print(pipelines_table(list(group)))
+
+
+def pipelines_table(results: Sequence[PipelineResult]) -> Table:
+    """Pipelines compared on one workload, the seeds' mean in each row.
+
+    Ratio: of the p50 to that without a pipeline. Exposed: retrieval that overlaps with nothing. Right: of so many
+    speculations; wasted: prompt tokens of the others. Failed requests are counted in red, and are in no other figure.
+    """
+    first = results[0]
+    seeds = ", ".join(map(str, sorted({result.seed for result in results})))
+    table = Table(
+        title=f"{first.workload}: {first.requests:,} requests, retrieval takes {first.retrieval_delay_ms:g} ms",
+        caption=f"TTFT counts from the question; {first.concurrency} in flight, seeds {seeds}",
+    )
+    failed = any(result.failures for result in results)
+    speculated = any(result.pipeline == "speculative" for result in results)
+    table.add_column("policy", style="bold", no_wrap=True)
+    headings = ["TTFT ms\np50, p95", "p50\nratio", "exposed\nms", "cached"]
+    headings += ["right", "wasted\ntokens"] * speculated + ["failed"] * failed
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
+    rows: dict[tuple[str, str], list[PipelineResult]] = {}
+    for result in results:
+        rows.setdefault((result.policy, result.pipeline), []).append(result)
+    for (policy, pipeline), runs in rows.items():
+        plain = _time(rows[policy, "none"], "p50")
+        p50, p95 = (_time(runs, name) for name in ("p50", "p95"))
+        exposed = _mean(run.exposed_ms for run in runs)
+        cells = [
+            "–" if p50 is None or p95 is None else f"{p50:.0f}, {p95:.0f}",
+            f"{p50 / plain:.2f}" if p50 and plain else "–",
+            "–" if exposed is None else f"{exposed:.0f}",
+            f"{100 * _sum(runs, 'cached_tokens') / max(1, _sum(runs, 'prompt_tokens')):.1f} %",
+        ]
+        if speculated:
+            cells += [f"{_sum(runs, 'right'):,}/{_sum(runs, 'speculations'):,}"]
+            cells += [f"{_sum(runs, 'wasted_prompt_tokens'):,}"]
+        if failed:
+            failures = _sum(runs, "failures")
+            cells += [f"[bold red]{failures:,}[/]" if failures else "0"]
+        table.add_row(policy if pipeline == "none" else f"+ {pipeline}", *cells)
+    return table
+
+
+def _sum(results: Sequence[PipelineResult], name: str) -> int:
+    return sum(getattr(result, name) for result in results)
+
+
+def _time(results: Sequence[PipelineResult], name: str) -> float | None:
+    return _mean(None if result.ttft_ms is None else result.ttft_ms[name] for result in results)
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None

@@ -1,0 +1,1 @@
+"""Prefill times of an engine: T(cached, new)."""

@@ -1,0 +1,262 @@
+"""Measures what a prefill takes on a server, by cached and by new tokens: the profile of the replacement policies.
+
+A cell of the grid is one request: a prefix of random tokens that was sent just before, and fresh ones behind it. What
+the server says that it had cached must be that prefix, no more and no less, or the request is sent again. Every cell
+has a `cache_salt` of its own, so that nothing else can be cached. The cells are measured in rounds, each in another
+order, so that what slows the machine down for a while is spread over all of them, and a cell's time is the median.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from statistics import median
+
+from ragorder.adapters.http_client import Server, ServerError
+from ragorder.adapters.vllm.cache_config import cache_config
+from ragorder.eval.data.machine import describe_environment
+from ragorder.eval.engines.base import Completion, EngineError, RequestError
+from ragorder.eval.engines.models import longest_prompt, random_model
+from ragorder.eval.engines.openai import OpenAIEngine, find_model
+from ragorder.eval.engines.server import VLLMServer
+from ragorder.kernels.profile import PrefillProfile
+
+__all__ = ["Grid", "ProfiledServer", "find_profiled", "measure_profile", "own_server", "plan_grid"]
+
+Progress = Callable[[str, int], Callable[[], None]]
+Cell = tuple[int, int]
+
+_TIMEOUT_S = 10.0
+_LONGEST_TOKENS = 8_192
+_OWN_BLOCK_SIZE = 32
+_FIRST_NEW = 16
+_FIRST_CACHED = 64
+_FACTOR = 4
+_CHECK_TOKENS = 512
+_TRIES = 3
+# Ordinary tokens, or at least harmless ones, in any vocabulary.
+_TOKEN_IDS = range(100, 256)
+
+
+@dataclass(frozen=True, slots=True)
+class ProfiledServer:
+    """A server that can be profiled: its address, the model's name there, what engine it is, the tokens of a block of
+    its prefix cache, and those of the longest prompt with its answer."""
+
+    base_url: str
+    model: str
+    engine: str
+    block_size: int
+    longest_tokens: int
+    api_key: str | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """What is measured: every number of cached tokens with every number of new ones. `notes` say where this is not
+    what was asked for."""
+
+    cached_tokens: tuple[int, ...]
+    new_tokens: tuple[int, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def cells(self) -> list[Cell]:
+        return [(cached, new) for cached in self.cached_tokens for new in self.new_tokens]
+
+
+def own_server(model: Path | None = None, *, block_size: int | None = None) -> VLLMServer:
+    """A vLLM server for a profile alone, to be entered, with this model or one with random weights.
+
+    Raises ImportError naming the extra to install, OSError or ValueError for a folder without a model.
+    """
+    size = block_size or _OWN_BLOCK_SIZE
+    folder = model or random_model()
+    longest = min(_LONGEST_TOKENS, longest_prompt(folder))
+    return VLLMServer(folder, blocks=4 * longest // size, block_size=size, max_model_len=longest)
+
+
+def find_profiled(
+    base_url: str, *, served_model: str | None = None, api_key: str | None = None, block_size: int | None = None
+) -> ProfiledServer:
+    """Ask a server. `block_size` is needed of one that does not publish it as vLLM does. One that does not say how long
+    a prompt may be is taken to allow 8,192 tokens.
+
+    Raises EngineError for a server that is not there, has no such model or does not tell its block size; ImportError
+    naming the extra to install.
+    """
+    found = find_model(base_url, served_model, api_key=api_key)
+    capacity_tokens: int | None = None
+    with Server(base_url, timeout_s=_TIMEOUT_S, api_key=api_key) as server:
+        try:
+            config = cache_config(server)
+            capacity_tokens, block_size = config.capacity_tokens, block_size or config.block_size
+        except ServerError as error:
+            if block_size is None:
+                raise EngineError(f"{error}; for a profile: --block-size") from None
+        engine = _engine(server)
+    longest = min((tokens for tokens in (found.max_model_len, capacity_tokens) if tokens), default=_LONGEST_TOKENS)
+    return ProfiledServer(base_url, found.id, engine, block_size, longest, api_key)
+
+
+def plan_grid(server: ProfiledServer, cached: Iterable[int] | None = None, new: Iterable[int] | None = None) -> Grid:
+    """The grid of these numbers of tokens. Cached ones are rounded down to whole blocks, which is what a server caches.
+    What is not given is a geometric series, as far as both together fit into a prompt.
+
+    Raises EngineError for a prompt that is longer than the server takes, and for counts that are none.
+    """
+    size, room = server.block_size, server.longest_tokens - 1
+    if room < 3 * size:
+        raise EngineError(
+            f"the server takes prompts of {room:,} tokens, less than three of its blocks of {size}: raise its "
+            "--max-model-len"
+        )
+    asked = None if cached is None else sorted(set(cached))
+    fresh = None if new is None else sorted(set(new))
+    if asked == [] or fresh == [] or min(asked or [0]) < 0 or min(fresh or [1]) < 1:
+        raise EngineError("the grid needs token counts: give --cached some of 0 or more, --new some of 1 or more")
+    if fresh is None:
+        fresh = _series(_FIRST_NEW, room // 2 if asked is None else max(1, room - asked[-1]))
+    if asked is None:
+        asked = [0, *_series(_blocks(_FIRST_CACHED + size - 1, size), _blocks(room - fresh[-1], size))]
+    whole = {tokens: _blocks(tokens, size) for tokens in asked}
+    longest = max(whole.values()) + fresh[-1]
+    if longest > room:
+        raise EngineError(
+            f"{asked[-1]:,} cached and {fresh[-1]:,} new tokens make a prompt that does not fit: the server takes "
+            f"{room:,} beside the answer: lower --cached or --new, or raise the server's --max-model-len"
+        )
+    rounded = [f"{tokens:,} is {blocks:,}" for tokens, blocks in whole.items() if tokens != blocks]
+    notes = [f"cached tokens come in whole blocks of {size}: {', '.join(rounded)}"] if rounded else []
+    return Grid(tuple(dict.fromkeys(whole.values())), tuple(fresh), tuple(notes))
+
+
+def measure_profile(
+    server: ProfiledServer,
+    grid: Grid,
+    *,
+    repeats: int = 5,
+    seed: int = 0,
+    progress: Progress = lambda description, steps: lambda: None,
+) -> PrefillProfile:
+    """The server's profile: the median time to the first token of so many requests for each cell, as this process sees
+    it. `seed` draws the tokens and the order of the cells. Nobody else should use the server, or this machine.
+
+    Raises EngineError for a server that does not report cached tokens, does not cache, or had something else cached
+    than it was sent, and if a request fails; ImportError naming the extra to install.
+    """
+    return asyncio.run(_measure(server, grid, repeats, seed, progress))
+
+
+async def _measure(server: ProfiledServer, grid: Grid, repeats: int, seed: int, progress: Progress) -> PrefillProfile:
+    environment, draw, cells = describe_environment(), Random(seed), grid.cells
+    # The first of its kind pays for what is set up once: with and without a prefix, in every length.
+    warm_up = [cell for cell in cells if cell[0] in (grid.cached_tokens[0], grid.cached_tokens[-1])]
+    advance = progress("profile", len(warm_up) + repeats * len(cells))
+    times: dict[Cell, list[float]] = {cell: [] for cell in cells}
+    async with OpenAIEngine(
+        server.base_url, server.model, block_size=server.block_size, capacity_tokens=None, api_key=server.api_key
+    ) as engine:
+        requests = _Requests(engine, draw)
+        await engine.check(requests.token_ids(min(server.longest_tokens - 1, 3 * server.block_size + _CHECK_TOKENS)))
+        for cell in warm_up:
+            await requests.ttft_s(cell)
+            advance()
+        for _ in range(repeats):
+            for cell in draw.sample(cells, len(cells)):
+                times[cell].append(await requests.ttft_s(cell))
+                advance()
+    rows = [[median(times[cached, new]) for new in grid.new_tokens] for cached in grid.cached_tokens]
+    spreads = [(max(each) - min(each)) / median(each) for each in times.values()]
+    facts = {
+        "engine": server.engine,
+        "model": server.model,
+        "date": environment["time"],
+        "measured": "time to the first token at the client, in seconds: median of the repeats",
+        "block_size": server.block_size,
+        "longest_tokens": server.longest_tokens,
+        "repeats": repeats,
+        "seed": seed,
+        "sent_again": requests.again,
+        "medians_s": rows,
+        "spread_share": {"median": median(spreads), "largest": max(spreads)},
+        "environment": environment,
+    }
+    return PrefillProfile.measured(grid.cached_tokens, grid.new_tokens, rows, facts)
+
+
+class _Requests:
+    """The requests of the cells. `again` counts those that failed, or found something else cached than they should."""
+
+    def __init__(self, engine: OpenAIEngine, draw: Random) -> None:
+        self.again = 0
+        self._engine = engine
+        self._draw = draw
+        self._prefixes: dict[Cell, tuple[str, list[int]]] = {}
+
+    def token_ids(self, count: int) -> list[int]:
+        return self._draw.choices(_TOKEN_IDS, k=count)
+
+    async def ttft_s(self, cell: Cell) -> float:
+        """Raises EngineError if it cannot be had in some tries."""
+        cached, new = cell
+        problem = ""
+        for _ in range(_TRIES):
+            try:
+                answer = await self._ask(cell)
+            except RequestError as error:
+                problem = (
+                    f"the server did not serve a prompt of {cached + new:,} tokens ({error}): see its log, or lower "
+                    "--cached and --new"
+                )
+            else:
+                if (answer.cached_tokens, answer.prompt_tokens) == (cached, cached + new) and answer.ttft_s is not None:
+                    return answer.ttft_s
+                problem = (
+                    f"of {cached:,} tokens that it had been sent just before, in front of {new:,} others, the server "
+                    f"had {answer.cached_tokens:,} cached, in the last of {_TRIES} tries: see that nobody else uses "
+                    "it, that it is one engine (no data parallelism), and that --block-size is right, or lower --cached"
+                )
+            self.again += 1
+            del self._prefixes[cell]
+        raise EngineError(problem)
+
+    async def _ask(self, cell: Cell) -> Completion:
+        """Raises RequestError."""
+        cached, new = cell
+        salt, prefix = self._prefixes.setdefault(cell, (secrets.token_hex(16), self.token_ids(cached)))
+        self._engine.salt = salt
+        if prefix:
+            # Mostly it is still there, and costs next to nothing.
+            await self._engine.complete(prefix)
+        return await self._engine.complete([*prefix, *self.token_ids(new)])
+
+
+def _engine(server: Server) -> str:
+    """Its name and version, as vLLM says them."""
+    try:
+        answer = server.get_json("/version")
+    except ServerError:
+        answer = None
+    version = answer.get("version") if isinstance(answer, dict) else None
+    return f"vllm {version}" if isinstance(version, str) else "OpenAI-compatible server"
+
+
+def _blocks(tokens: int, size: int) -> int:
+    return tokens // size * size
+
+
+def _series(first: int, last: int) -> list[int]:
+    """From the first, each a multiple of the one before, up to the last."""
+    series = []
+    while first <= last:
+        series.append(first)
+        first *= _FACTOR
+    # Two that are close to each other would measure noise.
+    if last > 0 and (not series or 4 * last >= 5 * series[-1]):
+        series.append(last)
+    return series

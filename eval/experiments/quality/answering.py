@@ -1,0 +1,199 @@
+"""Who answers: an engine in this process, an OpenAI-compatible server, or nobody (a stub for dry runs)."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from threading import Lock
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Protocol, Self
+
+from ragorder.eval.engines.base import Cache, EngineError, RequestError
+from ragorder.eval.engines.prompts import PromptIds
+from ragorder.eval.experiments.quality.base import Question
+from ragorder.prompt import Prompt
+
+if TYPE_CHECKING:
+    from ragorder.eval.engines.torch import TorchEngine
+    from ragorder.eval.engines.vllm import VLLMEngine
+
+__all__ = ["Answer", "Answerer", "ServerAnswers", "StubAnswers", "local_answers"]
+
+_TIMEOUT_S = 600.0
+_DEFAULT_BLOCK_SIZE = 16
+_DEFAULT_CAPACITY_TOKENS = 262_144
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """`cached_tokens` is None where the engine does not report them."""
+
+    text: str
+    cached_tokens: int | None
+
+
+class Answerer(Cache, Protocol):
+    """An engine that answers questions, greedily, to the end of the sequence or to its limit of tokens."""
+
+    def reset(self, *, reuse: bool = True) -> None:
+        """A cache that holds nothing. Without `reuse` every request that follows finds it so."""
+
+    def answer(self, question: Question, prompt: Prompt) -> Answer:
+        """Raises RequestError, which never quotes the prompt."""
+
+
+class StubAnswers:
+    """No model: says what it was told to, whatever the prompt, and has no cache. It shows that questions, orders,
+    prompts and scores fit together, and nothing about quality."""
+
+    name = "stub"
+    kept_output_tokens = 0
+    partial_blocks_first = True
+
+    def __init__(self, say: Callable[[Question], str], block_size: int | None, capacity_tokens: int | None) -> None:
+        self.block_size = block_size or _DEFAULT_BLOCK_SIZE
+        self.capacity_tokens = capacity_tokens
+        self._say = say
+
+    def reset(self, *, reuse: bool = True) -> None:
+        """There is nothing to forget."""
+
+    def answer(self, question: Question, prompt: Prompt) -> Answer:
+        return Answer(self._say(question), None)
+
+
+class _LocalAnswers:
+    def __init__(self, engine: VLLMEngine | TorchEngine) -> None:
+        self.name = engine.name
+        self.block_size = engine.block_size
+        self.capacity_tokens = engine.capacity_tokens
+        self.kept_output_tokens = engine.kept_output_tokens
+        self.partial_blocks_first = engine.partial_blocks_first
+        self._engine = engine
+        self._reuse = True
+
+    def reset(self, *, reuse: bool = True) -> None:
+        self._reuse = reuse
+        self._engine.reset()
+
+    def answer(self, question: Question, prompt: Prompt) -> Answer:
+        if not self._reuse:
+            self._engine.reset()
+        try:
+            served = self._engine.generate(PromptIds.of(prompt))
+        except ValueError as error:
+            raise RequestError(str(error)) from None
+        return Answer(served.text, served.cached_tokens)
+
+
+@contextmanager
+def local_answers(engine: VLLMEngine | TorchEngine, output_tokens: int) -> Iterator[Answerer]:
+    """Have an engine of the benchmarks answer while the block lasts. `output_tokens` is the longest answer."""
+    with engine.answering(output_tokens):
+        yield _LocalAnswers(engine)
+
+
+class ServerAnswers:
+    """A server behind `base_url` (with or without /v1), asked by chat completions; use it in a `with` block. Several
+    threads may ask it at a time.
+
+    `model` is its id there. `block_size` and `capacity_tokens` None are those of the server's /metrics, or 16 and
+    262,144 where it has none. Where the server knows `cache_salt`, every `reset` draws a new one. What a server refuses
+    is left out from the first request on: `cache_salt`, then `max_tokens` in favour of `max_completion_tokens`.
+
+    Raises EngineError for an address or a key that is none, ImportError naming the extra to install.
+    """
+
+    name = "openai"
+    partial_blocks_first = True
+
+    def __init__(
+        self,
+        base_url: str,
+        model: str,
+        *,
+        output_tokens: int,
+        block_size: int | None = None,
+        capacity_tokens: int | None = None,
+        unlimited: bool = False,
+        api_key: str | None = None,
+    ) -> None:
+        from ragorder.adapters.http_client import Server, ServerError
+        from ragorder.adapters.vllm.cache_config import read_cache_config
+
+        self.kept_output_tokens = output_tokens - 1
+        self._model = model
+        self._failure = ServerError
+        try:
+            self._server = Server(base_url, timeout_s=_TIMEOUT_S, api_key=api_key)
+        except ServerError as error:
+            raise EngineError(str(error)) from None
+        if block_size is None or (capacity_tokens is None and not unlimited):
+            found = _DEFAULT_BLOCK_SIZE, _DEFAULT_CAPACITY_TOKENS
+            try:
+                config = read_cache_config(base_url, api_key=api_key)
+                found = config.block_size, config.capacity_tokens
+            except ServerError:
+                pass
+            block_size = block_size or found[0]
+            capacity_tokens = None if unlimited else capacity_tokens or found[1]
+        self.block_size = block_size
+        self.capacity_tokens = capacity_tokens
+        self._forms: list[dict[str, Any]] = [
+            {"max_tokens": output_tokens, "cache_salt": ""},
+            {"max_tokens": output_tokens},
+            {"max_completion_tokens": output_tokens},
+        ]
+        self._form = 0
+        self._works = False
+        self._lock = Lock()
+        self.reset()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._server.__exit__(kind, error, at)
+
+    def reset(self, *, reuse: bool = True) -> None:
+        self._salt = secrets.token_hex(16) if reuse else None
+
+    def answer(self, question: Question, prompt: Prompt) -> Answer:
+        while True:
+            form = self._form
+            try:
+                answer = self._ask(prompt, self._forms[form])
+            except RequestError as error:
+                # Another thread may have found the form that works while this request was on its way in an earlier one.
+                if error.status not in (400, 422) or (self._works and form >= self._form):
+                    raise
+                with self._lock:
+                    # Whatever the form, this request is refused: it is not the form's fault.
+                    if form + 1 == len(self._forms):
+                        self._form = 0
+                        raise
+                    self._form = max(self._form, form + 1)
+            else:
+                self._works = True
+                return answer
+
+    def _ask(self, prompt: Prompt, form: Mapping[str, Any]) -> Answer:
+        body = {"model": self._model, "messages": prompt.messages, "temperature": 0, **form}
+        if "cache_salt" in form:
+            body["cache_salt"] = self._salt or secrets.token_hex(16)
+        try:
+            answer = self._server.post_json("/v1/chat/completions", body)
+            text = answer["choices"][0]["message"]["content"]
+            usage = answer.get("usage") or {}
+            cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+        except self._failure as error:
+            raise RequestError(f"HTTP {error.status}" if error.status else "no answer", error.status) from None
+        except (KeyError, IndexError, TypeError, AttributeError):
+            raise RequestError("the answer is no chat completion") from None
+        if text is not None and not isinstance(text, str):
+            raise RequestError("the answer has no text")
+        # Without a salt one order finds what another left in the cache: that says nothing about either.
+        told = "cache_salt" in form and isinstance(cached_tokens, int)
+        return Answer(text or "", cached_tokens if told else None)

@@ -1,0 +1,185 @@
+"""Asking every question in an order, and scoring what comes back."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import cache
+from statistics import fmean
+from typing import Any
+
+from ragorder.document import Document
+from ragorder.eval.engines.base import EngineError, RequestError
+from ragorder.eval.engines.prompts import BuiltPrompts
+from ragorder.eval.experiments.quality.answering import Answer, Answerer
+from ragorder.eval.experiments.quality.base import Question
+from ragorder.eval.experiments.quality.extract import extract_answer
+from ragorder.eval.experiments.quality.metrics import Scorer
+from ragorder.eval.experiments.quality.models import ModelFacts
+from ragorder.eval.experiments.quality.orders import Order
+from ragorder.eval.experiments.quality.sources import QuestionSet
+from ragorder.eval.experiments.quality.specs import Line, QualityBench
+from ragorder.eval.running.progress import Progress
+from ragorder.ordering import Ordering
+from ragorder.prompt import Prompt, PromptBuilder
+
+__all__ = ["SYSTEM", "Builders", "ask_all", "corpus_tokens"]
+
+SYSTEM = (
+    "Answer the question from the documents below. Give the answer itself and nothing else, as short as possible: "
+    "a name, a number, a date, yes or no."
+)
+"""The system prompt of every question."""
+
+
+class Builders:
+    """Prompt builders without and with a note of the ranking, in the tokens of a model (None: of none)."""
+
+    def __init__(self, tokenizer: Any = None) -> None:
+        self._make = cache(
+            lambda state_ranking: PromptBuilder(SYSTEM, tokenizer=tokenizer, state_ranking=state_ranking)
+        )
+
+    def __call__(self, *, state_ranking: bool) -> PromptBuilder:
+        builder: PromptBuilder = self._make(state_ranking)
+        return builder
+
+
+def ask_all(
+    bench: QualityBench,
+    data: QuestionSet,
+    orders: Sequence[Order],
+    engine: Answerer,
+    builders: Builders,
+    model: ModelFacts | None,
+    progress: Progress,
+    cell: Line,
+) -> Iterator[Line]:
+    """Ask all questions in each of the orders, one order after another, each with a cache of its own. Raises
+    EngineError if not one question of an order is answered."""
+    advance = progress(f"{bench.dataset}: asking", len(data.questions) * len(orders))
+    for order in orders:
+        asked = _ask(bench, data, order, engine, builders(state_ranking=order.state_ranking), advance)
+        em, f1 = asked.columns["em"], asked.columns["f1"]
+        if not em:
+            raise EngineError(f"not one of {len(data.questions)} questions was answered: {asked.failure}")
+        yield {
+            "type": "quality",
+            "session": bench.session,
+            "suite": bench.suite,
+            "cell": cell,
+            "seed": bench.seed,
+            "policy": order.name,
+            "engine": {
+                "name": engine.name,
+                "model": model and model.name,
+                "block_size": engine.block_size,
+                "capacity_tokens": engine.capacity_tokens,
+            },
+            "model": model and model.as_json(),
+            "dry_run": bench.dry_run,
+            "failures": asked.failures,
+            "passed_over": dict(data.passed_over),
+            "em": round(100 * fmean(em), 4),
+            "f1": round(100 * fmean(f1), 4),
+            "rows": asked.rows,
+        }
+
+
+class _Asked:
+    """What became of the questions that were answered, in their order: EM and F1 (from 0 to 1), the engine's cached
+    tokens (None where it reports none), how the documents moved, and at which places (from 0) the gold ones stood.
+    `failures` got no answer, the first one for the reason `failure`."""
+
+    def __init__(self, scorer: Scorer) -> None:
+        names = ("id", "em", "f1", "cached_tokens", "displacement", "moved_share", "gold_places")
+        self.columns: dict[str, list[Any]] = {name: [] for name in names}
+        self.failures = 0
+        self.failure = ""
+        self._scorer = scorer
+
+    @property
+    def rows(self) -> dict[str, list[Any] | None]:
+        """The columns, None in place of one in which something is missing."""
+        return {name: None if None in column else column for name, column in self.columns.items()}
+
+    def finish(self, question: Question, ordering: Ordering[Document], answered: Future[Answer]) -> None:
+        try:
+            answer = answered.result()
+        except RequestError as error:
+            ordering.discard()
+            self.failures += 1
+            self.failure = self.failure or str(error)
+            return
+        ordering.confirm(answer.cached_tokens)
+        text, permutation = extract_answer(answer.text), ordering.permutation
+        moved = sum(place != rank for place, rank in enumerate(permutation))
+        row = {
+            "id": question.id,
+            "em": self._scorer.exact_match(text, question.answers),
+            "f1": round(self._scorer.f1(text, question.answers), 6),
+            "cached_tokens": answer.cached_tokens,
+            "displacement": round(ordering.displacement, 4),
+            "moved_share": round(moved / max(1, len(permutation)), 4),
+            "gold_places": [place for place, each in enumerate(ordering.documents) if each.id in question.gold],
+        }
+        for name, value in row.items():
+            self.columns[name].append(value)
+
+
+def _ask(
+    bench: QualityBench,
+    data: QuestionSet,
+    order: Order,
+    engine: Answerer,
+    builder: PromptBuilder,
+    advance: Callable[[], None],
+) -> _Asked:
+    engine.reset(reuse=order.reuses)
+    policy = order.make(engine, BuiltPrompts(builder), bench.seed)
+    asked = _Asked(data.dataset.scorer)
+    in_flight: deque[tuple[Question, Ordering[Document], Future[Answer]]] = deque()
+
+    def finish_oldest() -> None:
+        asked.finish(*in_flight.popleft())
+        advance()
+
+    with _submitter(engine, bench.concurrency) as submit:
+        for question in data.questions:
+            # The oldest, not the quickest: so that no order depends on how fast the answers come.
+            if len(in_flight) == bench.concurrency:
+                finish_oldest()
+            suffix_tokens = builder.suffix_tokens(question.text) + engine.kept_output_tokens
+            ordering = policy.order(list(question.documents), suffix_tokens=suffix_tokens)
+            in_flight.append((question, ordering, submit(question, builder.build(question.text, ordering))))
+        while in_flight:
+            finish_oldest()
+    return asked
+
+
+@contextmanager
+def _submitter(engine: Answerer, concurrency: int) -> Iterator[Callable[[Question, Prompt], Future[Answer]]]:
+    """Asks without waiting for the answer, or, one at a time, in this thread: vLLM stays in the one it started in."""
+    if concurrency > 1:
+        with ThreadPoolExecutor(concurrency) as pool:
+            yield lambda question, prompt: pool.submit(engine.answer, question, prompt)
+        return
+
+    def ask(question: Question, prompt: Prompt) -> Future[Answer]:
+        answered: Future[Answer] = Future()
+        try:
+            answered.set_result(engine.answer(question, prompt))
+        except RequestError as error:
+            answered.set_exception(error)
+        return answered
+
+    yield ask
+
+
+def corpus_tokens(data: QuestionSet, builders: Builders) -> int:
+    """The length of all documents that the questions have."""
+    builder = builders(state_ranking=False)
+    documents = {document.id: document for question in data.questions for document in question.documents}
+    return sum(builder.document_tokens(document) for document in documents.values())

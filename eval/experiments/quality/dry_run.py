@@ -1,0 +1,82 @@
+"""The whole path without a model: questions, orders, prompts, scores."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from ragorder.eval.engines.capacity import Capacity
+from ragorder.eval.engines.prompts import BuiltPrompts
+from ragorder.eval.experiments.quality.answering import StubAnswers
+from ragorder.eval.experiments.quality.asking import Builders, ask_all, corpus_tokens
+from ragorder.eval.experiments.quality.base import QualityError
+from ragorder.eval.experiments.quality.orders import Order
+from ragorder.eval.experiments.quality.sources import QuestionSet
+from ragorder.eval.experiments.quality.specs import Line, QualityBench
+from ragorder.eval.running.progress import Progress
+from ragorder.ordering import Ordering
+
+__all__ = ["rehearse"]
+
+_CAPACITY = Capacity(tokens=100_000)
+
+
+def rehearse(
+    bench: QualityBench,
+    data: QuestionSet,
+    orders: list[Order],
+    progress: Progress,
+    done: Callable[[Mapping[str, Any], str], bool],
+) -> Iterator[Line]:
+    """Every order with the accepted answer and with none. Raises QualityError if they do not score 100 and 0."""
+    tokenizer = None
+    if bench.model is not None:
+        from ragorder.eval.engines.models import load_tokenizer
+
+        tokenizer = load_tokenizer(bench.model)
+    builders, scorer = Builders(tokenizer), data.dataset.scorer
+    capacity_tokens = (bench.capacity or _CAPACITY).resolve(corpus_tokens(data, builders))
+    _check_prompts(bench, data, orders, builders, capacity_tokens, progress)
+    wordless = {question.id for question in data.questions if scorer.is_empty(question.answers)}
+    for cell, expected in zip(bench.cells(), (1, 0), strict=True):
+        say = (lambda question: question.answers[0]) if expected else (lambda question: "")
+        stub = StubAnswers(say, bench.block_size, capacity_tokens)
+        wanted = [order for order in orders if not done(cell, order.name)]
+        for line in ask_all(bench, data, wanted, stub, builders, None, progress, cell):
+            rows = line["rows"]
+            wrong = [
+                id
+                for id, em, f1 in zip(rows["id"], rows["em"], rows["f1"], strict=True)
+                if id not in wordless and (em, f1) != (expected, expected)
+            ]
+            if wrong:
+                raise QualityError(
+                    f"{bench.dataset}: the {cell['answers']} answer to question {wrong[0]!r} ({len(wrong)} in all) "
+                    f"does not score {100 * expected}: are its accepted answers as the official script wants them?"
+                )
+            yield {**line, "wordless_answers": len(wordless)}
+
+
+def _check_prompts(
+    bench: QualityBench,
+    data: QuestionSet,
+    orders: list[Order],
+    builders: Builders,
+    capacity_tokens: int | None,
+    progress: Progress,
+) -> None:
+    """Raises QualityError unless every order's prompts hold exactly the characters of retrieval order's."""
+    stub = StubAnswers(lambda question: "", bench.block_size, capacity_tokens)
+    advance = progress(f"{bench.dataset}: prompts", len(data.questions) * len(orders))
+    for order in orders:
+        builder = builders(state_ranking=order.state_ranking)
+        policy = order.make(stub, BuiltPrompts(builder), bench.seed)
+        for question in data.questions:
+            ordering = policy.order(list(question.documents))
+            ordering.confirm()
+            as_retrieved = Ordering(list(question.documents), range(len(question.documents)))
+            texts = [Counter(builder.build(question.text, each).text) for each in (ordering, as_retrieved)]
+            if texts[0] != texts[1] or sorted(ordering.permutation) != list(as_retrieved.permutation):
+                raise QualityError(f"order {order.name!r} loses or changes documents of question {question.id!r}")
+            advance()

@@ -1,0 +1,57 @@
+"""What a model can be expected to know: whether its weights are random, and how many there are."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+__all__ = ["RANDOM_WEIGHTS", "ModelFacts", "model_facts"]
+
+RANDOM_WEIGHTS = "random weights"
+"""The name of a model that is made on the spot."""
+
+_FINGERPRINT = "fingerprint.json"
+_BILLIONS = re.compile(r"(?<![A-Za-z0-9.])(\d+(?:\.\d+)?)[bB](?![A-Za-z0-9])")
+_LONGEST_HEADER = 100_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """`parameters` is None where nothing says how many there are. `random_weights`: made by
+    `ragorder.eval.engines.tiny_model`. `from_name`: the number was read from the model's name."""
+
+    name: str
+    parameters: int | None = None
+    random_weights: bool = False
+    from_name: bool = False
+
+    def as_json(self) -> dict[str, object]:
+        return asdict(self)
+
+
+def model_facts(name: str, root: str | Path | None = None) -> ModelFacts:
+    """Of the model `name`, which was loaded from `root` (a folder or a name on the Hub; None: from `name`)."""
+    folder = Path(root or name)
+    if folder.is_dir():
+        counted = _count(folder)
+        if counted or (folder / _FINGERPRINT).is_file():
+            return ModelFacts(name, counted, (folder / _FINGERPRINT).is_file())
+    sizes = [float(size) for text in (name, str(root or "")) for size in _BILLIONS.findall(text.rpartition("/")[2])]
+    return ModelFacts(name, int(sizes[0] * 1e9), from_name=True) if sizes else ModelFacts(name)
+
+
+def _count(folder: Path) -> int | None:
+    """Parameters by the headers of the folder's safetensors."""
+    total = 0
+    for path in folder.glob("*.safetensors"):
+        try:
+            with path.open("rb") as file:
+                length = int.from_bytes(file.read(8), "little")
+                header = json.loads(file.read(length)) if length < _LONGEST_HEADER else {}
+            total += sum(math.prod(each["shape"]) for name, each in header.items() if name != "__metadata__")
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            return None
+    return total or None

@@ -1,0 +1,75 @@
+"""HotpotQA (distractor), 2WikiMultiHopQA and MuSiQue: questions that take several paragraphs to answer.
+
+Each question comes with its own paragraphs, shuffled by the authors: their order is no ranking. A retriever makes one
+(`rerank`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from ragorder.document import Document
+from ragorder.eval.experiments.quality.base import Question, Reading
+from ragorder.eval.experiments.quality.records import Record, read_records
+
+__all__ = ["read_hotpotqa", "read_musique", "read_two_wiki"]
+
+
+def read_hotpotqa(records: Iterable[Record], reading: Reading) -> Iterator[Question]:
+    """hotpot_dev_distractor_v1.json, or hotpotqa/hotpot_qa."""
+    for record in records:
+        yield _paragraphs(record, reading, (record.string("answer"),))
+
+
+def read_two_wiki(records: Iterable[Record], reading: Reading) -> Iterator[Question]:
+    """dev.json, or framolfese/2WikiMultihopQA. With id_aliases.json the aliases and demonyms of an answer are accepted,
+    too, as version 1.1 of the official script does."""
+    aliases = _aliases(reading.aliases) if reading.aliases else {}
+    for record in records:
+        more = aliases.get(record.name("answer_id"), ()) if "answer_id" in record else ()
+        yield _paragraphs(record, reading, tuple(dict.fromkeys((record.string("answer"), *more))))
+
+
+def _paragraphs(record: Record, reading: Reading, answers: tuple[str, ...]) -> Question:
+    supporting = {fact.text("title") for fact in record.pairs("supporting_facts", "title", "sent_id")}
+    documents: dict[str, Document] = {}
+    gold = []
+    for paragraph in record.pairs("context", "title", "sentences"):
+        title = paragraph.text("title")
+        sentences = (sentence.strip() for sentence in paragraph.strings("sentences"))
+        document = reading.document(title, " ".join(sentences))
+        if title in supporting and document.id not in documents:
+            gold.append(document.id)
+        documents[document.id] = document
+    return Question(
+        record.name("_id", "id"), record.string("question"), answers, tuple(documents.values()), tuple(gold)
+    )
+
+
+def _aliases(path: Path) -> dict[str, list[str]]:
+    return {
+        record.name("Q_id"): [*record.strings("aliases"), *record.strings("demonyms")] for record in read_records(path)
+    }
+
+
+def read_musique(records: Iterable[Record], reading: Reading) -> Iterator[Question]:
+    """musique_ans_v1.0_dev.jsonl, or dgslibisey/MuSiQue. Of musique_full the questions that cannot be answered are
+    passed over."""
+    for record in records:
+        if record.fields.get("answerable") is False:
+            reading.passed_over["questions without an answer"] += 1
+            continue
+        documents: dict[str, Document] = {}
+        gold = []
+        for paragraph in record.records("paragraphs"):
+            document = reading.document(paragraph.text("title"), paragraph.text("paragraph_text"))
+            supports = paragraph.fields.get("is_supporting")
+            if not isinstance(supports, bool):
+                paragraph.fail("'is_supporting' must be true or false")
+            if supports and document.id not in gold:
+                gold.append(document.id)
+            documents[document.id] = document
+        aliases = record.strings("answer_aliases") if "answer_aliases" in record else []
+        answers = tuple(dict.fromkeys((record.string("answer"), *aliases)))
+        yield Question(record.name("id"), record.string("question"), answers, tuple(documents.values()), tuple(gold))

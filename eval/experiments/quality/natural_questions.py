@@ -1,0 +1,150 @@
+"""Natural Questions, in the open form (questions with retrieved passages) and with the whole page.
+
+Open: what DPR and FiD write, {"question", "answers", "ctxs": [{"title", "text", "score", "has_answer"}]}; passages
+stand best first. A passage supports the answer if it says so (has_answer), or else if an answer stands in it.
+
+With the page (simplified, the original, or the Hub's): the documents are the page's top-level long answer candidates in
+the page's own order; those around an annotator's long answer are gold. As in NQ-open the short answers of at most five
+tokens are accepted, and questions without one passed over.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+from urllib.parse import unquote
+
+from ragorder.document import Document
+from ragorder.eval.experiments.quality.base import Question, Reading
+from ragorder.eval.experiments.quality.metrics import SCORERS
+from ragorder.eval.experiments.quality.records import Record
+
+__all__ = ["read_natural_questions"]
+
+_LONGEST_ANSWER = 5
+_TAG = re.compile(r"<[^>]*>")
+
+
+def read_natural_questions(records: Iterable[Record], reading: Reading) -> Iterator[Question]:
+    """See the module."""
+    for number, record in enumerate(records):
+        if "ctxs" in record:
+            yield _open_question(record, reading, number)
+        elif "positive_ctxs" in record:
+            record.fail(
+                "this is DPR's training format, whose passages are not ranked: give a file of retriever results"
+            )
+        elif "document_text" in record or "document_tokens" in record or "document" in record:
+            question = _page_question(record, reading)
+            if question is not None:
+                yield question
+        else:
+            record.fail("neither 'ctxs' (retrieved passages) nor a page: NQ-open alone has no documents to order")
+
+
+def _open_question(record: Record, reading: Reading, number: int) -> Question:
+    answers = record.strings("answers" if "answers" in record else "answer")
+    if not answers:
+        record.fail("'answers' is empty: leave this record out")
+    documents: dict[str, Document] = {}
+    gold: dict[str, None] = {}
+    for passage in record.records("ctxs"):
+        title = passage.text("title") if "title" in passage else ""
+        document = reading.document(title, passage.string("text"))
+        documents[document.id] = document
+        says = passage.fields.get("has_answer")
+        if says if isinstance(says, bool) else _holds(document, answers):
+            gold[document.id] = None
+    id = record.name("id", "question_id") if "id" in record or "question_id" in record else f"nq-{number}"
+    return Question(
+        id, record.string("question"), tuple(dict.fromkeys(answers)), tuple(documents.values()), tuple(gold)
+    )
+
+
+class _Page(NamedTuple):
+    title: str
+    tokens: list[str]
+    is_html: list[bool]
+
+    def text(self, start: int, end: int) -> str:
+        return " ".join(
+            token for token, html in zip(self.tokens[start:end], self.is_html[start:end], strict=True) if not html
+        )
+
+
+class _Span(NamedTuple):
+    start: int
+    end: int
+
+
+def _page_question(record: Record, reading: Reading) -> Question | None:
+    page = _page(record)
+    annotations = record.records("annotations")
+    answers: dict[str, None] = {}
+    long_answers = []
+    for annotation in annotations:
+        for short_answer in annotation.records("short_answers"):
+            text = page.text(*_span(short_answer, page))
+            if 0 < len(text.split()) <= _LONGEST_ANSWER:
+                answers[text] = None
+        long_answer = annotation.record("long_answer")
+        if long_answer.fields.get("start_token", -1) >= 0:
+            long_answers.append(_span(long_answer, page))
+    if not answers:
+        reading.passed_over["questions without a short answer"] += 1
+        return None
+    documents: dict[str, Document] = {}
+    gold: dict[str, None] = {}
+    for candidate in record.records("long_answer_candidates"):
+        if not candidate.fields.get("top_level"):
+            continue
+        span = _span(candidate, page)
+        text = page.text(*span)
+        if not text:
+            continue
+        document = reading.document(page.title, text)
+        documents[document.id] = document
+        if any(span.start <= long.start and long.end <= span.end for long in long_answers):
+            gold[document.id] = None
+    question = record.fields.get("question")
+    text = record.record("question").string("text") if isinstance(question, dict) else record.string("question_text")
+    return Question(record.name("example_id", "id"), text, tuple(answers), tuple(documents.values()), tuple(gold))
+
+
+def _page(record: Record) -> _Page:
+    if "document_text" in record:
+        tokens = record.text("document_text").split(" ")
+        return _Page(_title(record), tokens, [bool(_TAG.fullmatch(token)) for token in tokens])
+    if "document_tokens" in record:
+        listed = record.records("document_tokens")
+        return _Page(
+            _title(record), [each.text("token") for each in listed], [bool(each.value("html_token")) for each in listed]
+        )
+    document = record.record("document")
+    listed = document.records("tokens")
+    return _Page(
+        document.text("title"),
+        [each.text("token") for each in listed],
+        [bool(each.value("is_html")) for each in listed],
+    )
+
+
+def _title(record: Record) -> str:
+    if "document_title" in record:
+        return record.text("document_title")
+    match = re.search(r"[?&]title=([^&]*)", record.text("document_url")) if "document_url" in record else None
+    return unquote(match[1]).replace("_", " ") if match else ""
+
+
+def _span(record: Record, page: _Page) -> _Span:
+    start, end = record.value("start_token"), record.value("end_token")
+    if not (isinstance(start, int) and isinstance(end, int) and 0 <= start <= end <= len(page.tokens)):
+        record.fail(f"its tokens are not among the {len(page.tokens)} of the page: download the file again")
+    return _Span(start, end)
+
+
+def _holds(document: Document, answers: list[str]) -> bool:
+    normalise = SCORERS["nq"].normalise
+    text = f" {normalise(document.text)} "
+    return any(answer and f" {answer} " in text for answer in map(normalise, answers))

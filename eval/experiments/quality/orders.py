@@ -1,0 +1,82 @@
+"""The orders in which every question is asked: a policy, and the guards that hold it back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+
+from ragorder.eval.engines.base import Cache
+from ragorder.eval.engines.prompts import BuiltPrompts
+from ragorder.eval.experiments.quality.base import QualityError
+from ragorder.eval.running.policies import ORDERERS, POLICIES, Policy, make_orderer, make_policy
+
+__all__ = ["DEFAULT_ORDERS", "Order"]
+
+DEFAULT_ORDERS = (
+    "retrieval",
+    "auto",
+    "greedy",
+    "sorted",
+    "auto+keep_first=2",
+    "auto+keep_last=2",
+    "auto+state_ranking",
+)
+_NUMBERS = ("keep_first", "keep_last", "max_displacement")
+_FLAGS = ("keep_groups", "state_ranking")
+_POLICIES = tuple(policy for policy in POLICIES if policy not in ("events", "oracle"))
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """A policy with its guards; with `state_ranking` the prompt says how retrieval ranked the documents. Under policy
+    "none" they stand in retrieval order and nothing is reused from the cache."""
+
+    name: str
+    policy: str
+    guards: Mapping[str, Any]
+    state_ranking: bool
+
+    @classmethod
+    def parse(cls, name: str) -> Order:
+        """From "auto", "auto+keep_first=2", "retrieval+state_ranking". Raises QualityError."""
+        policy, *extras = name.split("+")
+        if policy not in _POLICIES:
+            raise QualityError(f"unknown policy {policy!r} in {name!r}: choose from {', '.join(_POLICIES)}")
+        guards: dict[str, Any] = {}
+        for extra in extras:
+            guard, given, number = extra.partition("=")
+            if guard in guards:
+                raise QualityError(f"{name!r} has {guard} twice: leave one of them out")
+            if guard in _NUMBERS and number.isascii() and number.isdigit():
+                guards[guard] = int(number)
+            elif guard in _FLAGS and not given:
+                guards[guard] = True
+            else:
+                raise QualityError(
+                    f"unknown guard {extra!r} in {name!r}: write {', '.join(f'{each}=N' for each in _NUMBERS)}, "
+                    f"{' or '.join(_FLAGS)}"
+                )
+        state_ranking = guards.pop("state_ranking", False)
+        if guards and policy not in ORDERERS:
+            raise QualityError(f"{name!r}: guards hold back {', '.join(ORDERERS)}; {policy} knows none")
+        if "keep_first" in guards and "keep_last" in guards:
+            raise QualityError(f"{name!r}: keep_first and keep_last exclude each other: ask for one of them")
+        return cls(name, policy, guards, state_ranking)
+
+    @property
+    def reuses(self) -> bool:
+        """Whether the engine's prefix cache is used."""
+        return self.policy != "none"
+
+    def make(self, engine: Cache, prompts: BuiltPrompts, seed: int) -> Policy:
+        """A fresh policy for a cache that holds nothing. Raises QualityError for guards that are wrong."""
+        if self.policy not in ORDERERS:
+            return make_policy(self.policy, engine=engine, prompts=prompts, seed=seed)
+        lengths = {"tokens": prompts.document_tokens, "prefix_tokens": prompts.prefix_tokens}
+        try:
+            return make_orderer(self.policy, engine=engine, **lengths, **self.guards)
+        except ValidationError as error:
+            raise QualityError(f"{self.name!r}: {error.errors()[0]['msg']}") from None

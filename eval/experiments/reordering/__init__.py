@@ -1,0 +1,1 @@
+"""Queues in front of an engine, served in order of arrival or reordered."""

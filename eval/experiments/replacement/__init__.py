@@ -1,0 +1,35 @@
+"""Replacement policies compared on a simulation of RAGCache's tiers (section 7.3), and what they take (section 7.5)."""
+
+from ragorder.eval.experiments.replacement.bound import most_hits
+from ragorder.eval.experiments.replacement.costs import A10G
+from ragorder.eval.experiments.replacement.simulate import (
+    HISTORY,
+    HISTORY_NODES,
+    REPLACEMENT_POLICIES,
+    Simulated,
+    simulate,
+)
+from ragorder.eval.experiments.replacement.sizes import KIB_PER_TOKEN, TierSize
+from ragorder.eval.experiments.replacement.streams import SKEWED, Stream, skewed_stream, stream_of_trace
+from ragorder.eval.experiments.replacement.tiers import QUESTION_TOKENS, SYSTEM_TOKENS, Served, Traffic, TwoTiers
+
+__all__ = [
+    "A10G",
+    "HISTORY",
+    "HISTORY_NODES",
+    "KIB_PER_TOKEN",
+    "QUESTION_TOKENS",
+    "REPLACEMENT_POLICIES",
+    "SKEWED",
+    "SYSTEM_TOKENS",
+    "Served",
+    "Simulated",
+    "Stream",
+    "TierSize",
+    "Traffic",
+    "TwoTiers",
+    "most_hits",
+    "simulate",
+    "skewed_stream",
+    "stream_of_trace",
+]

@@ -1,0 +1,171 @@
+"""Replacement policies on simulated tiers, and the time of scheduling: the suites of kind "replacement"."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from ragorder.eval.data.corpora import Corpus, CorpusError
+from ragorder.eval.data.corpora.loader import CorpusLoader
+from ragorder.eval.data.machine import load_average
+from ragorder.eval.data.trace import trace_of_corpus, trace_of_workload
+from ragorder.eval.data.workloads import WorkloadError, make_workload
+from ragorder.eval.experiments.replacement import (
+    HISTORY,
+    REPLACEMENT_POLICIES,
+    SKEWED,
+    Simulated,
+    Stream,
+    TierSize,
+    most_hits,
+    simulate,
+    skewed_stream,
+    stream_of_trace,
+)
+from ragorder.eval.experiments.replacement.cells import ReplacementCell
+from ragorder.eval.experiments.replacement.record import ReplacementRecord
+from ragorder.eval.running.experiment import Experiment, Job, Line, Missing
+
+if TYPE_CHECKING:
+    from ragorder.eval.report.part import Part
+    from ragorder.eval.report.reading import Results
+    from ragorder.eval.report.suites import SuiteInfo
+    from ragorder.eval.running.suite import Suite
+
+__all__ = ["Replacement"]
+
+_SIMULATED = "replacement is simulated, and no engine is asked: run it without --engine"
+
+
+class Replacement(Experiment):
+    kind = "replacement"
+    record = ReplacementRecord
+    cell = ReplacementCell
+    policies: ClassVar[Any] = REPLACEMENT_POLICIES
+    unit = "streams"
+    missing_by_cell = True
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._streams = _Streams(self.corpora)
+        self._said: set[tuple[str, str]] = set()
+
+    def obstacle(self, suite: Suite, cell: ReplacementCell, policy: str) -> str | None:
+        if self.options.engine != "sim":
+            return _SIMULATED
+        found = self.corpora.take(cell.corpus) if cell.corpus is not None else None
+        return found if isinstance(found, str) else None
+
+    def missing(self, suite: Suite, cell: ReplacementCell, policy: str, reason: str) -> Missing | None:
+        """A stream that cannot be had is missing under all policies: that is said once."""
+        if (suite.name, reason) in self._said:
+            return None
+        self._said.add((suite.name, reason))
+        return self._missing(suite, cell, reason)
+
+    def _missing(self, suite: Suite, cell: ReplacementCell, reason: str) -> Missing:
+        named = {"corpus": cell.corpus} if cell.corpus is not None else {"workload": cell.workload}
+        return Missing(suite.name, {} if reason == _SIMULATED else named, suite.baseline, reason)
+
+    def steps(self, job: Job) -> int:
+        return 1
+
+    def measure(self, job: Job, advance: Callable[[], None]) -> Iterator[Line | Missing]:
+        (policy,) = job.policies
+        try:
+            measured = self._measure(job, policy)
+        except (CorpusError, WorkloadError) as error:
+            yield self._missing(job.suite, job.cell, " ".join(str(error).split()))
+        else:
+            yield {"policy": policy, "engine": {"name": "sim"}, **measured}
+        advance()
+
+    def _measure(self, job: Job, policy: str) -> dict[str, Any]:
+        """Raises WorkloadError or CorpusError for a stream that cannot be drawn so."""
+        cell: ReplacementCell = job.cell
+        if cell.measure == "scheduling":
+            return _time(cell, job.seed, policy, job.requests)
+        stream, working_set = self._streams.take(cell, job.seed, job.requests)
+        assert cell.device is not None and cell.host is not None
+        sizes = [TierSize.parse(each) for each in (cell.device, cell.host)]
+        device, host = (size.tokens(working_set, cell.kib_per_token) for size in sizes)
+        if sizes[0].percent is not None:
+            # An engine that cannot hold a request cannot serve it.
+            device = max(device, stream.longest_tokens)
+        found = simulate(stream, policy, device, host, ordered=cell.ordered)
+        warmup = min(job.suite.warmup, len(stream.requests) // 2)
+        retrieved = sum(map(len, stream.requests[warmup:]))
+        seen = 100 * sum(stream.seen_before()[warmup:]) / max(1, retrieved)
+        return {
+            "warmup": warmup,
+            "facts": {
+                "working_set_tokens": working_set,
+                "device_tokens": device,
+                "host_tokens": host,
+                "seen_percent": round(seen, 2),
+                "most_hits_percent": round(100 * most_hits(stream, device + host, warmup) / max(1, retrieved), 2),
+            },
+            "rows": _rows(stream, found),
+            "traffic_tokens": asdict(found.traffic),
+        }
+
+    @classmethod
+    def report(cls, suite: SuiteInfo, results: Results) -> Part:
+        from ragorder.eval.experiments.replacement.report import replacement_part
+
+        return replacement_part(suite, results)
+
+
+def _rows(stream: Stream, found: Simulated) -> dict[str, list[Any]]:
+    return {
+        "retrieved": [len(request) for request in stream.requests],
+        "hits": [served.hits for served in found.served],
+        "host_hits": [served.host_hits for served in found.served],
+        "prefill_ms": [round(1e3 * served.seconds, 1) for served in found.served],
+    }
+
+
+def _time(cell: ReplacementCell, seed: int, policy: str, requests: int) -> dict[str, Any]:
+    """Wall times: worth something on a machine that does nothing else, so its load stands beside them."""
+    from ragorder.eval.experiments.replacement.scheduling import measure_scheduling
+
+    assert cell.nodes is not None
+    load = load_average()
+    times = measure_scheduling(
+        nodes=cell.nodes,
+        top_k=cell.top_k,
+        requests=requests,
+        policy=policy.removesuffix(HISTORY),
+        history=policy.endswith(HISTORY),
+        seed=seed,
+    )
+    return {"load_average": load, "scheduling": asdict(times)}
+
+
+class _Streams:
+    """The streams of the suites, each drawn once, with the working set of its documents in the order as retrieved."""
+
+    def __init__(self, corpora: CorpusLoader) -> None:
+        self._corpora = corpora
+        self._drawn: dict[tuple[object, ...], tuple[Stream, int]] = {}
+
+    def take(self, cell: ReplacementCell, seed: int, requests: int) -> tuple[Stream, int]:
+        """Raises WorkloadError or CorpusError for more documents a request than there are, or an unknown workload."""
+        key = (cell.workload, cell.corpus, cell.order, cell.top_k, seed, requests)
+        if key not in self._drawn:
+            stream = self._draw(cell, seed, requests)
+            self._drawn[key] = stream, stream.working_set_tokens
+        return self._drawn[key]
+
+    def _draw(self, cell: ReplacementCell, seed: int, requests: int) -> Stream:
+        if cell.corpus is not None:
+            corpus = self._corpora.take(cell.corpus)
+            assert isinstance(corpus, Corpus), "what is missing was said before"
+            trace = trace_of_corpus(corpus, top_k=cell.top_k, order=cell.order, seed=seed, limit=requests)
+            return stream_of_trace(trace)
+        assert cell.workload is not None
+        if cell.workload in SKEWED:
+            return skewed_stream(cell.workload, seed, top_k=cell.top_k, requests=requests)
+        drawn = make_workload(cell.workload, seed, top_k=cell.top_k, requests=requests)
+        return stream_of_trace(trace_of_workload(drawn, requests))

@@ -1,0 +1,339 @@
+"""What replacement policies keep: hit rates and prefill times by size, what is required of PGDSF, scheduling times."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any, Literal
+
+from ragorder.eval.experiments.replacement import KIB_PER_TOKEN
+from ragorder.eval.experiments.replacement.record import ReplacementRecord
+from ragorder.eval.report.canvas import Picture, draw, label_ends, style
+from ragorder.eval.report.paper import number
+from ragorder.eval.report.part import Part
+from ragorder.eval.report.reading import Results
+from ragorder.eval.report.statistics import Comparison, StatisticsError, compare
+from ragorder.eval.report.suites import SuiteInfo
+from ragorder.eval.report.tables import Entry, Table
+from ragorder.eval.report.words import THIN, axis_words, figure
+from ragorder.eval.running.record import Cell, key_of
+
+__all__ = ["replacement_part"]
+
+_OURS, _LRU, _GDSF, _LFU = "pgdsf+history", "lru", "gdsf+history", "lfu+history"
+_MORE_HITS, _SLOWER, _SCHEDULING_MS, _NODES = 1.05, 0.01, 0.2, 100_000
+_KEPT = (
+    "Hits: of the documents that were retrieved, those whose keys and values were there, from the first document on "
+    "(RAGCache section 7.3). With history: frequencies and costs survive eviction; without, they end when a document "
+    "has left both tiers. For LRU that makes no difference. Below each figure its ratio to {baseline}'s, with a 95 % "
+    "interval, paired request by request; where there are thousands, blocks of a hundred are resampled."
+)
+_REQUIRED = (
+    "Required on every stream and at every size: a hit rate of at least 1.05 times LRU's, and a mean prefill at most "
+    "1 % above that of GDSF with history. In brackets 95 % intervals; where one reaches across the bound, it says so. "
+    "Possible: by LRU's hits, a bound on what any policy can hit in tiers of these sizes, even one that knows the "
+    "future (PFOO-U; where that was not kept, what tiers without end would hit). It need not be reached."
+)
+_TIMED = (
+    "Wall times of a request with the tier full, in one thread: the median of the seeds, and their range. They are "
+    "those of one machine with a load of its own."
+)
+_LOOKS = {
+    "pgdsf+history": "auto",
+    "pgdsf": "best",
+    "gdsf+history": "greedy",
+    "gdsf": "sorted",
+    "lfu+history": "recency",
+    "lfu": "other",
+    "lru": "retrieval",
+    "lru+history": "oracle",
+    "device": "contextpilot",
+    "none": "none",
+}
+_TIMES = ("p50_ms", "p99_ms", "max_ms")
+_OF, _SCALE = {"hits": "retrieved", "prefill_ms": "requests"}, {"hits": 100, "prefill_ms": 1}
+_METRICS = {"hits": "hits, % of retrieved documents", "prefill_ms": "mean prefill, ms"}
+
+
+@dataclass(slots=True)
+class _Group:
+    """A cell under all policies, with all seeds."""
+
+    cell: Cell
+    policies: dict[str, dict[int, ReplacementRecord]] = field(default_factory=dict)
+    _compared: dict[tuple[str, str, str], Comparison | None] = field(default_factory=dict)
+
+    def lines(self, policy: str) -> list[ReplacementRecord]:
+        return [line for _, line in sorted(self.policies.get(policy, {}).items())]
+
+    def value(self, policy: str, metric: str) -> float | None:
+        lines = self.lines(policy)
+        total, of = (sum(float(line.column(name).sum()) for line in lines) for name in (metric, _OF[metric]))
+        return _SCALE[metric] * total / of if of else None
+
+    def compare(self, policy: str, baseline: str, metric: str) -> Comparison | None:
+        """By what share the policy's figure differs. None where there is nothing to compare."""
+        key = (policy, baseline, metric)
+        if key not in self._compared:
+            self._compared[key] = self._compare(*key) if policy != baseline else None
+        return self._compared[key]
+
+    def _compare(self, policy: str, baseline: str, metric: str) -> Comparison | None:
+        theirs, ours = self.policies.get(baseline, {}), self.policies.get(policy, {})
+        seeds = sorted(theirs.keys() & ours.keys())
+        sides, of = (
+            [[side[seed].sums(name) for seed in seeds] for side in (theirs, ours)] for name in (metric, _OF[metric])
+        )
+        try:
+            better: Literal["higher", "lower"] = "higher" if metric == "hits" else "lower"
+            return compare(sides[0], sides[1], of=(of[0], of[1]), relative=True, better=better)
+        except StatisticsError:
+            return None
+
+    def fact(self, name: str) -> float:
+        """About the stream or a tier: the mean of the seeds."""
+        return fmean(line.facts[name] for lines in self.policies.values() for line in lines.values())
+
+
+def replacement_part(suite: SuiteInfo, results: Results) -> Part:
+    lines = results.of(ReplacementRecord, suite.name)
+    return Part(_tables(suite, lines), engine=_engine(lines), pictures=lambda: _pictures(suite, lines))
+
+
+def _engine(lines: Sequence[ReplacementRecord]) -> str:
+    """What was simulated or timed, in words."""
+    kinds = ["simulated tiers" if line.scheduling is None else "one tier, metadata only, timed" for line in lines]
+    return "; ".join(dict.fromkeys(kinds))
+
+
+def _tables(suite: SuiteInfo, lines: Sequence[ReplacementRecord]) -> list[Table]:
+    """What was measured of a suite about replacement, with the paper's numbers beside it."""
+    groups = _groups([line for line in lines if line.scheduling is None])
+    tables = _scheduling([line for line in lines if line.scheduling is not None])
+    if groups:
+        tables += [_figures(suite, groups, metric) for metric in _METRICS]
+    wanted = [group for group in groups if {_OURS, _LRU, _GDSF} <= group.policies.keys()]
+    if wanted:
+        tables.append(_required(wanted))
+    return tables
+
+
+def _groups(lines: Sequence[ReplacementRecord]) -> list[_Group]:
+    """In the order in which they were written."""
+    groups: dict[object, _Group] = {}
+    for line in lines:
+        group = groups.setdefault(key_of(line.cell), _Group(line.cell))
+        group.policies.setdefault(line.policy, {})[line.seed] = line
+    return list(groups.values())
+
+
+def _figures(suite: SuiteInfo, groups: Sequence[_Group], metric: str) -> Table:
+    """Every policy in every cell, against the baseline."""
+    policies = list(dict.fromkeys(policy for group in groups for policy in group.policies))
+    baseline = suite.baseline
+    if baseline == "none" and metric == "hits":
+        baseline = "device"
+        policies.remove("none")
+    paper = [_beside(suite, group) for group in groups] if metric == "prefill_ms" else []
+    table = Table(_METRICS[metric].capitalize(), ["stream", "host", *map(_words, policies)], labels=2)
+    for place, group in enumerate(groups):
+        row = _labels(group)
+        for policy in policies:
+            found = group.compare(policy, baseline, metric)
+            shown = figure(group.value(policy, metric))
+            if found is not None:
+                row.append(Entry(shown, _ratio(found), _verdict(found)))
+            else:
+                row.append(Entry(shown, "baseline" if policy == baseline else ""))
+        table.rows.append(row + ([paper[place]] if any(entry.text != "–" for entry in paper) else []))
+    if any(entry.text != "–" for entry in paper):
+        table.headings = [*table.headings, "paper: mean TTFT, s"]
+    table.note = f"{_KEPT.format(baseline=_words(baseline))} {_counted(groups)}"
+    return table
+
+
+def _required(groups: Sequence[_Group]) -> Table:
+    headings = ["stream", "host", "hits by LRU's", "1.05 ×", "possible", "hits by GDSF's", "hits by LFU's"]
+    table = Table(
+        "PGDSF with history, held against what is required", [*headings, "prefill by GDSF's", "1 %"], labels=2
+    )
+    held, impossible = [0, 0], 0
+    for group in groups:
+        hits, prefill = group.compare(_OURS, _LRU, "hits"), group.compare(_OURS, _GDSF, "prefill_ms")
+        verdicts = [
+            _bound(hits, lambda difference: 1 + difference >= _MORE_HITS),
+            _bound(prefill, lambda difference: difference <= _SLOWER),
+        ]
+        held = [count + verdict.startswith("holds") for count, verdict in zip(held, verdicts, strict=True)]
+        possible = _possible(group)
+        if possible is not None and possible < _MORE_HITS:
+            verdicts[0], impossible = "no policy can", impossible + 1
+        by_gdsf, by_lfu = (group.compare(_OURS, other, "hits") for other in (_GDSF, _LFU))
+        row = [*_labels(group), _compared(hits), Entry(verdicts[0]), Entry(_times(possible)), _compared(by_gdsf)]
+        table.rows.append([*row, _compared(by_lfu), _compared(prefill), Entry(verdicts[1])])
+    table.note = (
+        f"{_REQUIRED} More hits than LRU: holds in {held[0]} of {len(groups)} cells; in {impossible} no policy can. No "
+        f"slower than GDSF: in {held[1]}. GDSF and LFU with history."
+    )
+    return table
+
+
+def _possible(group: _Group) -> float | None:
+    """What could be hit at most, by what LRU hits; known of the documents in the order as retrieved."""
+    plain = group.value(_LRU, "hits")
+    if not plain or group.cell.get("ordered"):
+        return None
+    lines = [line for lines in group.policies.values() for line in lines.values()]
+    return fmean(line.facts.get("most_hits_percent", line.facts["seen_percent"]) for line in lines) / plain
+
+
+def _times(ratio: float | None) -> str:
+    return f"{figure(ratio, 3)} ×" if ratio is not None else "–"
+
+
+def _bound(found: Comparison | None, holds: Callable[[float], bool]) -> str:
+    if found is None:
+        return "–"
+    words = "holds" if holds(found.difference) else "does not hold"
+    sure = found.known and holds(found.low) == holds(found.high) == holds(found.difference)
+    return words if sure else f"{words}, within its interval"
+
+
+def _scheduling(lines: Sequence[ReplacementRecord]) -> list[Table]:
+    if not lines:
+        return []
+    cells: dict[tuple[int, str], list[ReplacementRecord]] = {}
+    for line in lines:
+        cells.setdefault((int(line.cell["nodes"]), line.policy), []).append(line)
+    headings = ["documents held", "policy", "p50, ms", "p99, ms", "longest, ms", f"p99 to {_SCHEDULING_MS} ms"]
+    table = Table("Scheduling time a request", headings, labels=2)
+    for (nodes, policy), seeds in sorted(cells.items(), key=lambda each: each[0][0]):
+        times = [[line.scheduling[name] for line in seeds if line.scheduling] for name in _TIMES]
+        holds = "holds" if max(times[1]) <= _SCHEDULING_MS else "does not hold"
+        row = [Entry(f"{nodes:,}"), Entry(_words(policy)), *map(_spread, times)]
+        table.rows.append([*row, Entry(holds, "required" if nodes == _NODES else "")])
+    loads = sorted(line.load_average for line in lines if line.load_average is not None)
+    load = f" Load average in front of each run: {loads[0]} to {loads[-1]}." if loads else ""
+    table.note = f"{_TIMED}{load}"
+    return [table]
+
+
+def _spread(values: Sequence[float]) -> Entry:
+    ordered = sorted(values)
+    ends = f"{figure(ordered[0], 3)} to {figure(ordered[-1], 3)}" if len(ordered) > 1 else ""
+    return Entry(figure(ordered[len(ordered) // 2], 3), ends)
+
+
+def _labels(group: _Group) -> list[Entry]:
+    held = group.fact("working_set_tokens")
+    seen = group.fact("seen_percent")
+    device, host = (group.fact(f"{tier}_tokens") for tier in ("device", "host"))
+    kib = int(group.cell.get("kib_per_token", KIB_PER_TOKEN))
+    return [
+        Entry(_stream(group.cell), f"working set {_room(held, kib)}; seen before: {figure(seen)}{THIN}%"),
+        Entry(_tier(group.cell["host"]), f"{_room(host, kib)}, device {_room(device, kib)}"),
+    ]
+
+
+def _stream(cell: Cell) -> str:
+    words = str(cell.get("workload") or cell.get("corpus"))
+    words += ", as it came" if cell.get("order") == "data" else ""
+    words += f", top {cell['top_k']}" if "top_k" in cell else ""
+    return f"{words}, placed by ragorder" if cell.get("ordered") else words
+
+
+def _tier(size: str) -> str:
+    return size.replace("GiB", f"{THIN}GiB").replace("%", f"{THIN}%")
+
+
+def _room(tokens: float, kib_per_token: int) -> str:
+    gib = tokens * kib_per_token / (1 << 20)
+    return f"{figure(tokens, 0)} tokens ({figure(gib, 0 if gib >= 10 else 1)}{THIN}GiB)"
+
+
+def _beside(suite: SuiteInfo, group: _Group) -> Entry:
+    """The paper's times at the same parameters."""
+    for row in suite.paper:
+        times = [number(row, name) for name in ("pgdsf", "gdsf", "lru", "lfu")]
+        if row.at and all(group.cell.get(name) == value for name, value in row.at.items()) and None not in times:
+            return Entry(", ".join(figure(time, 2) for time in times), "PGDSF, GDSF, LRU, LFU")
+    return Entry("–")
+
+
+def _compared(found: Comparison | None) -> Entry:
+    if found is None:
+        return Entry("–")
+    return Entry(f"{figure(1 + found.difference, 3)} ×", _interval(found), _verdict(found))
+
+
+def _ratio(found: Comparison) -> str:
+    return f"{figure(1 + found.difference, 2)} × {_interval(found, 2)}"
+
+
+def _interval(found: Comparison, decimals: int = 3) -> str:
+    if not found.known:
+        return "too few requests for an interval"
+    return f"[{figure(1 + found.low, decimals)}, {figure(1 + found.high, decimals)}]"
+
+
+def _verdict(found: Comparison) -> str:
+    return found.verdict if found.known else "too few requests"
+
+
+def _words(policy: str) -> str:
+    name, history, _ = policy.partition("+history")
+    if name in ("none", "device"):
+        return {"none": "no cache", "device": "device alone, LRU"}[name]
+    return name.upper() + (", history" if history else "")
+
+
+def _counted(groups: Sequence[_Group]) -> str:
+    lines = [line for group in groups for policy in group.policies for line in group.lines(policy)]
+    seeds = sorted({line.seed for line in lines})
+    served, warmup = (sorted({getattr(line, name) for line in lines}) for name in ("requests", "warmup"))
+    numbers = [" to ".join(f"{each:,}" for each in dict.fromkeys((some[0], some[-1]))) for some in (served, warmup)]
+    words = f"{numbers[0]} requests a seed after {numbers[1]} of warm-up; seeds {', '.join(map(str, seeds))}"
+    once = any(len(group.policies[policy]) < len(seeds) for group in groups for policy in group.policies)
+    return f"{words}{', a stream as it came with one of them' if once else ''}."
+
+
+def _pictures(suite: SuiteInfo, lines: Sequence[ReplacementRecord]) -> list[Picture]:
+    """For each stream a line for each policy, along what the suite sweeps."""
+    x = suite.x
+    if x is None:
+        return []
+    panels: dict[str, list[_Group]] = {}
+    for group in _groups([line for line in lines if line.scheduling is None]):
+        rest: Mapping[str, Any] = {name: value for name, value in group.cell.items() if name != x}
+        panels.setdefault(_stream(rest), []).append(group)
+    metrics = [metric for metric in suite.metrics if metric in _METRICS]
+    drawn = {words: panel for words, panel in panels.items() if len(panel) > 1}
+    return [_picture(words, x, panel, metric) for words, panel in drawn.items() for metric in metrics]
+
+
+def _picture(words: str, x: str, panel: Sequence[_Group], metric: str) -> Picture:
+    ticks = [_tier(str(group.cell[x])) for group in panel]
+    policies = dict.fromkeys(policy for group in panel for policy in group.policies)
+    values = {policy: [group.value(policy, metric) for group in panel] for policy in policies}
+    drawn = {policy: [each for each in line if each is not None] for policy, line in values.items() if None not in line}
+
+    def paint(axes: Any) -> None:
+        ends = []
+        for policy, line in drawn.items():
+            looks = style(_LOOKS.get(policy, "other"))
+            axes.plot(range(len(line)), line, looks.dashes, color=looks.colour, marker=looks.marker, markersize=4.5)
+            ends.append((len(line) - 1.0, line[-1], _words(policy), looks))
+        axes.set_ylim(0, max(1.0, axes.get_ylim()[1]))
+        axes.set_xticks(range(len(ticks)), ticks)
+        axes.grid(axis="x", visible=False)
+        axes.set_xlabel(axis_words(x))
+        axes.set_ylabel(_METRICS[metric])
+        label_ends(axes, ends)
+
+    said = "; ".join(
+        f"{_words(policy)}: {', '.join(f'{tick} {figure(value)}' for tick, value in zip(ticks, line, strict=True))}"
+        for policy, line in drawn.items()
+    )
+    title = f"{_METRICS[metric].partition(',')[0].capitalize()} by {axis_words(x).partition(',')[0]} ({words})"
+    return draw(paint, title=title, alt=said)

@@ -1,0 +1,136 @@
+"""Streams of requests as a cache of documents sees them: which documents, in which order, and how long they are."""
+
+from __future__ import annotations
+
+import math
+import random
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from ragorder.document import Document
+from ragorder.eval.data.trace import Trace
+from ragorder.eval.data.workloads import WorkloadError
+
+__all__ = ["SKEWED", "Stream", "skewed_stream", "stream_of_trace"]
+
+SKEWED = {"mmlu-like": 0.6, "nq-like": 0.4}
+"""Streams with the statistics of RAGCache's, by name: which share of the requests the most popular 3 % of the documents
+have. 60 % is what the paper says of MMLU (section 3.2); of Natural Questions it has a curve and no number, and 40 % is
+ours."""
+
+_DOCUMENTS = 10_000
+_POPULAR = 0.03
+_MEAN_TOKENS = 3_718
+_SPREAD = 0.8
+_LONGEST = 16_384
+_NEIGHBOURS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """Requests in order of arrival, each with the numbers of its documents, best first; `tokens` are the lengths of all
+    documents, by number."""
+
+    name: str
+    requests: Sequence[tuple[int, ...]]
+    tokens: Sequence[int]
+
+    @property
+    def working_set_tokens(self) -> int:
+        """What a cache would hold in the end that never evicts anything: each document once for each sequence of
+        documents that stood in front of it."""
+        paths = {request[:end] for request in self.requests for end in range(1, len(request) + 1)}
+        return sum(self.tokens[path[-1]] for path in paths)
+
+    @property
+    def longest_tokens(self) -> int:
+        """The documents of the longest request."""
+        return max((sum(self.tokens[document] for document in request) for request in self.requests), default=0)
+
+    def seen_before(self) -> list[int]:
+        """Of each request, how many of its documents such a cache would hit."""
+        seen: set[tuple[int, ...]] = set()
+        found = []
+        for request in self.requests:
+            paths = [request[:end] for end in range(1, len(request) + 1)]
+            found.append(sum(path in seen for path in paths))
+            seen.update(paths)
+        return found
+
+
+def stream_of_trace(trace: Trace) -> Stream:
+    """The requests of a trace. A document that a request has twice counts once."""
+    numbers: dict[str, int] = {}
+    known: list[Document] = []
+    requests = []
+    for request in trace.requests:
+        for document in request.documents:
+            if document.key not in numbers:
+                numbers[document.key] = len(known)
+                known.append(document)
+        requests.append(tuple(dict.fromkeys(numbers[document.key] for document in request.documents)))
+    return Stream(trace.name, requests, [max(1, document.token_count) for document in known])
+
+
+def skewed_stream(name: str, seed: int, *, top_k: int, requests: int) -> Stream:
+    """A stream with the statistics that RAGCache gives of its own.
+
+    10,000 documents, of which the most popular 3 % are the first one of so many of the requests as `SKEWED` says (a
+    Zipf law, whose exponent follows). The others of a request are neighbours of the first one: each document has twenty
+    of them, drawn once by popularity, near ones more often (1/rank). Lengths are lognormal with a mean of 3,718 tokens
+    (section 3.1) and a sigma of 0.8; what is longer than 16,384 tokens is cut there. The paper has a curve of the
+    lengths and says nothing of the neighbours: sigma and neighbours are ours.
+
+    Raises WorkloadError for more documents a request than there are neighbours.
+    """
+    if not 1 <= top_k <= _NEIGHBOURS:
+        raise WorkloadError(f"{name} draws from {_NEIGHBOURS} neighbours: lower top-k ({top_k})")
+    rng = random.Random(f"{name} {seed}")
+    cumulative = _zipf(_exponent(SKEWED[name]))
+    by_popularity = list(range(_DOCUMENTS))
+    rng.shuffle(by_popularity)
+    mean = math.log(_MEAN_TOKENS) - _SPREAD**2 / 2
+    tokens = [min(_LONGEST, max(1, round(rng.lognormvariate(mean, _SPREAD)))) for _ in range(_DOCUMENTS)]
+    nearness = [1 / rank for rank in range(1, _NEIGHBOURS + 1)]
+    neighbours: dict[int, list[int]] = {}
+
+    def draw(source: random.Random) -> int:
+        return by_popularity[min(bisect_left(cumulative, source.random()), _DOCUMENTS - 1)]
+
+    trace = []
+    for _ in range(requests):
+        first = draw(rng)
+        if top_k > 1 and first not in neighbours:
+            # Whoever comes first: a document's neighbours are its own.
+            own = random.Random(f"{name} {seed} {first}")
+            found: dict[int, None] = {}
+            while len(found) < _NEIGHBOURS:
+                if (near := draw(own)) != first:
+                    found[near] = None
+            neighbours[first] = list(found)
+        request = [first]
+        while len(request) < top_k:
+            (near,) = rng.choices(neighbours[first], nearness)
+            if near not in request:
+                request.append(near)
+        trace.append(tuple(request))
+    return Stream(name, trace, tokens)
+
+
+def _exponent(share: float) -> float:
+    """Of the Zipf law in which the most popular 3 % of the documents have this share."""
+    low, high = 0.0, 3.0
+    popular = round(_DOCUMENTS * _POPULAR)
+    while high - low > 1e-6:
+        middle = (low + high) / 2
+        low, high = (middle, high) if _zipf(middle)[popular - 1] < share else (low, middle)
+    return high
+
+
+def _zipf(exponent: float) -> list[float]:
+    """The law's shares, added up."""
+    weights = [rank**-exponent for rank in range(1, _DOCUMENTS + 1)]
+    total = sum(weights)
+    return list(accumulate(weight / total for weight in weights))

@@ -1,0 +1,172 @@
+"""RAGCache's two tiers, device and host, as they fill and give up documents (section 5.1). Metadata only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from typing import Any
+
+from ragorder.eval.experiments.replacement.costs import A10G
+from ragorder.kernels.policies import History, Tier, TierNode, make_policy
+from ragorder.kernels.profile import PrefillProfile
+
+__all__ = ["QUESTION_TOKENS", "SYSTEM_TOKENS", "Served", "Traffic", "TwoTiers"]
+
+SYSTEM_TOKENS = 64
+"""In front of the documents; always on the device, and not counted in its size."""
+
+QUESTION_TOKENS = 32
+"""Behind the documents, never cached (the paper's requests, section 3.2)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """One request: the first `hits` of its documents were cached, `host_hits` of these in the host only. `seconds` are
+    those of its prefill."""
+
+    hits: int
+    host_hits: int
+    cached_tokens: int
+    new_tokens: int
+    seconds: float
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Tokens that were copied from device to host and back, and that were given up for good."""
+
+    swapped_out: int = 0
+    swapped_in: int = 0
+    lost: int = 0
+
+
+class TwoTiers:
+    """The knowledge tree's nodes on `device_tokens` and in `host_tokens`; a node is a document behind the documents in
+    front of it.
+
+    As in the paper: a full tier gives up its leaf with the lowest priority, and has a clock of its own; what leaves the
+    device is copied to the host the first time and stays there until the host gives it up ("swap out only once"), so
+    that next time the device just frees it; a request's own nodes stay where they are while it is served. A node on the
+    device thus has its parent there, and one in the host has it in the host or on the device. One request at a time.
+
+    Where the paper says nothing: of a request that is longer than the device, the first documents are kept that fit;
+    the host gives up copies of what the device holds like everything else; a node that finds no room in the host is
+    lost, with what is in the host behind it.
+
+    `history_nodes` is how many nodes each tier remembers beyond those that it holds. With 0 a node's frequency and cost
+    go with it from tier to tier, and are forgotten once neither has it.
+    """
+
+    def __init__(
+        self,
+        device_tokens: int,
+        host_tokens: int,
+        policy: str = "pgdsf",
+        history_nodes: int = 0,
+        profile: PrefillProfile = A10G,
+    ) -> None:
+        self.device_tokens = device_tokens
+        self.host_tokens = host_tokens
+        self.device, self.host = (
+            Tier(make_policy(policy), History(history_nodes) if history_nodes else None) for _ in range(2)
+        )
+        self.traffic = Traffic()
+        self._profile = profile
+        self._nodes: dict[tuple[int | None, int], int] = {}
+        self._parents: list[int | None] = []
+        self._sizes: list[int] = []
+        self._behind: list[list[int]] = []
+        # What the device knows of the nodes that it holds, or held until this moment.
+        self._on_device: dict[int, TierNode] = {}
+
+    def path(self, documents: Sequence[int], tokens: Sequence[int]) -> list[int]:
+        """The nodes of these documents, which have so many tokens (by document), root first."""
+        path: list[int] = []
+        parent: int | None = None
+        for document in documents:
+            node = self._nodes.get((parent, document))
+            if node is None:
+                node = self._nodes[parent, document] = len(self._sizes)
+                self._parents.append(parent)
+                self._sizes.append(tokens[document])
+                self._behind.append([])
+                if parent is not None:
+                    self._behind[parent].append(node)
+            path.append(node)
+            parent = node
+        return path
+
+    def serve(self, documents: Sequence[int], tokens: Sequence[int]) -> Served:
+        """One request with these documents in this order."""
+        path = self.path(documents, tokens)
+        hits = host_hits = 0
+        for node in path:
+            if node not in self.device:
+                if node not in self.host:
+                    break
+                host_hits += 1
+            hits += 1
+        cached = SYSTEM_TOKENS + sum(self._sizes[node] for node in path[:hits])
+        new = QUESTION_TOKENS + sum(self._sizes[node] for node in path[hits:])
+        self._make_resident(path)
+        cost = self._profile.cost(cached, new)
+        computed = set(path[hits:])
+        for tier in (self.device, self.host):
+            tier.use(path, cost=cost, computed=computed)
+        return Served(hits, host_hits, cached, new, self._profile(cached, new))
+
+    def _make_resident(self, path: Sequence[int]) -> None:
+        """All of the path that fits is on the device afterwards."""
+        missing, room = [], self.device_tokens
+        for node in path:
+            room -= self._sizes[node]
+            if room < 0:
+                break
+            if node not in self.device:
+                missing.append(node)
+        needed = sum(self._sizes[node] for node in missing) - (self.device_tokens - self.device.used)
+        protected = set(path)
+        if needed > 0:
+            victims = _evict(self.device, needed, protected)
+            assert victims is not None, "what is no part of the request can always go"
+            for node in victims:
+                self._swap_out(node, protected)
+        for node in missing:
+            if node in self.host:
+                self.traffic.swapped_in += self._sizes[node]
+            self.device.insert(node, self._sizes[node], self._parents[node], known=self.host.get(node))
+            known = self.device.get(node)
+            assert known is not None
+            self._on_device[node] = known
+
+    def _swap_out(self, node: int, protected: AbstractSet[int]) -> None:
+        """The device has given it up."""
+        known = self._on_device.pop(node)
+        if node in self.host:
+            return
+        size = self._sizes[node]
+        needed = size - (self.host_tokens - self.host.used)
+        victims = _evict(self.host, needed, protected) if size <= self.host_tokens else None
+        if victims is None:
+            self._lose(node)
+            return
+        self.traffic.lost += sum(self._sizes[victim] for victim in victims if victim not in self.device)
+        self.host.insert(node, size, self._parents[node], known=known)
+        self.traffic.swapped_out += size
+
+    def _lose(self, node: int) -> None:
+        """No tier has it, and so what stands behind it is of no use."""
+        self.traffic.lost += self._sizes[node]
+        below = [behind for behind in self._behind[node] if behind in self.host]
+        while below:
+            lost = below.pop()
+            self.host.remove(lost)
+            self.traffic.lost += self._sizes[lost]
+            below += [behind for behind in self._behind[lost] if behind in self.host]
+
+
+def _evict(tier: Tier, tokens: int, protected: AbstractSet[int]) -> list[int] | None:
+    """The keys of these tiers are numbers of nodes."""
+    victims: list[Any] | None = tier.evict(tokens, protected)
+    return victims

@@ -1,0 +1,1 @@
+"""Policies compared on one engine, request by request."""

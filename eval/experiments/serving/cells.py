@@ -1,0 +1,101 @@
+"""A cell: the parameters of the runs that are compared with one another, by name."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from ragorder.eval.engines.capacity import Capacity
+from ragorder.eval.running.cells import SuiteCell
+
+__all__ = ["ServingCell", "guard_settings"]
+
+_NUMBERS = ("keep_first", "keep_last", "max_displacement")
+
+
+def _capacity(value: Any) -> Any:
+    if value is None or value == "unlimited":
+        return None
+    if isinstance(value, str):
+        Capacity.parse(value)
+    elif isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError('give tokens (100000), a share of the corpus ("5%") or "unlimited"')
+    return value
+
+
+def guard_settings(guards: str) -> dict[str, Any]:
+    """The orderer's settings for "none", "keep_first=1", "max_displacement=2+keep_groups". Raises ValueError."""
+    settings: dict[str, Any] = {}
+    for guard in guards.split("+") if guards != "none" else ():
+        name, given, number = guard.partition("=")
+        if name in settings:
+            raise ValueError(f"{name} twice in {guards!r}")
+        if name in _NUMBERS and number.isascii() and number.isdigit():
+            settings[name] = int(number)
+        elif name == "keep_groups" and not given:
+            settings[name] = True
+        else:
+            choices = ", ".join(f"{each}=N" for each in _NUMBERS)
+            raise ValueError(f"unknown guard {guard!r}: write none, {choices} or keep_groups, with + between them")
+    return settings
+
+
+def _guards(value: Any) -> Any:
+    if isinstance(value, str):
+        guard_settings(value)
+    return value
+
+
+class ServingCell(SuiteCell):
+    """What one cell may say; what it does not say is the engine's or the workload's own.
+
+    `workload` is a synthetic one, `corpus` a folder below --corpora, or "pydocs" which every machine has; `order` is
+    that of a corpus' questions. `capacity_tokens` None is an unlimited cache. `residency` is how the orderer follows
+    evictions: "none" as in the paper, not at all, "lru" by a mirror, "events" by what the engine publishes.
+    """
+
+    workload: str | None = None
+    corpus: str | None = None
+    order: Literal["data", "random"] = "data"
+    top_k: int | None = Field(None, ge=1)
+    capacity_tokens: Annotated[int | str | None, BeforeValidator(_capacity)] = 100_000
+    block_size: int | None = Field(None, ge=1)
+    output_tokens: int | None = Field(None, ge=1)
+    concurrency: int | None = Field(None, ge=1)
+    waiting: int = Field(0, ge=0)
+    batch: bool = False
+    guards: Annotated[str, BeforeValidator(_guards)] = "none"
+    residency: Literal["none", "lru", "events"] | None = None
+
+    @model_validator(mode="after")
+    def _whole(self) -> ServingCell:
+        if (self.workload is None) == (self.corpus is None):
+            raise ValueError("a cell has either a workload or a corpus")
+        if self.corpus is None and "order" in self.model_fields_set:
+            raise ValueError("order is that of a corpus' questions: a workload has none")
+        if self.batch and self.waiting:
+            raise ValueError("in a batch nobody waits: leave out waiting")
+        return self
+
+    @property
+    def capacity(self) -> Capacity:
+        tokens = self.capacity_tokens
+        if isinstance(tokens, str):
+            return Capacity.parse(tokens)
+        return Capacity(tokens=tokens)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Of the orderers."""
+        settings = guard_settings(self.guards)
+        if self.residency == "none":
+            settings |= {"residency": "none", "feedback": False}
+        elif self.residency == "lru":
+            settings["residency"] = "lru"
+        return settings
+
+    @property
+    def varies_with_seed(self) -> bool:
+        """Whether another seed is another trace."""
+        return self.corpus is None or self.order == "random"

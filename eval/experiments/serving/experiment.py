@@ -1,0 +1,203 @@
+"""Policies compared on one engine, request by request: the suites of kind "serve"."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from ragorder.eval.data.corpora import Corpus
+from ragorder.eval.data.machine import load_average
+from ragorder.eval.engines.sim import SimEngine
+from ragorder.eval.experiments.serving.cells import ServingCell
+from ragorder.eval.peers import PEERS, PeerError, make_peer
+from ragorder.eval.running.experiment import Experiment, Job, Line, Missing
+from ragorder.eval.running.policies import ORDERERS, POLICIES
+from ragorder.eval.running.record import RunRecord
+
+if TYPE_CHECKING:
+    from ragorder.eval.experiments.serving.engines import Engines
+    from ragorder.eval.report.part import Part
+    from ragorder.eval.report.reading import Results
+    from ragorder.eval.report.suites import SuiteInfo
+    from ragorder.eval.running.runner import Run
+    from ragorder.eval.running.suite import Suite
+
+__all__ = ["Serving"]
+
+
+class Serving(Experiment):
+    kind = "serve"
+    record = RunRecord
+    cell = ServingCell
+    policies: ClassVar[Any] = POLICIES
+    planned = True
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._engines: Engines | None = None
+        self._peers: dict[str, str | None] = {}
+
+    def __enter__(self) -> Self:
+        from ragorder.eval.experiments.serving.engines import Engines
+
+        self._engines = Engines(self.options)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        assert self._engines is not None
+        self._engines.close()
+        self._engines = None
+
+    def obstacle(self, suite: Suite, cell: ServingCell, policy: str) -> str | None:
+        corpus = self.corpora.take(cell.corpus) if cell.corpus is not None else None
+        return corpus if isinstance(corpus, str) else self._obstacle(suite, cell, policy)
+
+    def _obstacle(self, suite: Suite, cell: ServingCell, policy: str) -> str | None:
+        options, engine = self.options, self.options.engine
+        if policy == "oracle" and engine != "sim":
+            return "the oracle reads the engine's block table, which only the simulated engine shows"
+        if policy == "none" and engine == "openai":
+            return "a server's prefix cache is on for all requests or for none: measure it with --engine vllm"
+        if cell.residency == "events" and policy in ORDERERS:
+            if engine != "openai":
+                return f"engine {engine} publishes no KV events: use --engine openai"
+            if policy != "auto":
+                return "events are followed by policy auto"
+            if options.base_url is not None and options.events is None:
+                return "nobody said where the server publishes its KV events: give --events-endpoint"
+        if engine == "vllm" and (cell.concurrency or 1) > 1:
+            return "vLLM in this process serves one request at a time: use --engine openai or torch"
+        swept = {name for point in (suite.sweep, *suite.extra) for name in point}
+        if engine == "openai" and options.base_url is not None and "capacity_tokens" in swept:
+            return "the cache of a running server is as large as it is: leave out --base-url"
+        if engine == "openai" and options.base_url is None and not isinstance(cell.capacity_tokens, int):
+            return "a server is started with a cache of so many tokens, no share and not without end"
+        return None
+
+    def together(self, suite: Suite, policies: Sequence[str]) -> Iterable[tuple[str, ...]]:
+        """All policies take turns, request by request. The baseline alone is worth nothing if others were asked for."""
+        alone = list(policies) == [suite.baseline] and len(self.asked(suite)) > 1
+        return [] if alone or not policies else [tuple(policies)]
+
+    def corpus(self, cell: ServingCell) -> Corpus | None:
+        corpus = self.corpora.take(cell.corpus) if cell.corpus is not None else None
+        assert not isinstance(corpus, str), "a missing corpus was an obstacle"
+        return corpus
+
+    def seeds(self, cell: ServingCell) -> Sequence[int]:
+        return super().seeds(cell) if self.options.engine == "sim" else self.options.seeds
+
+    def in_order(self, jobs: Sequence[Job]) -> list[Job]:
+        """Jobs of real engines of one size one after another, since another size means other engines; of those that
+        measure the same the one with most policies first, so that it serves the others as well."""
+
+        def size(job: Job) -> tuple[object, ...]:
+            cell = job.cell
+            return () if self.options.engine == "sim" else (cell.capacity_tokens, cell.block_size, cell.output_tokens)
+
+        sizes: dict[tuple[object, ...], int] = {}
+        measured: dict[str, int] = {}
+        placed = []
+        for place, job in enumerate(jobs):
+            measurement = self.measurement(job)
+            first = sizes.setdefault(size(job), place), measured.setdefault(measurement, place), -len(job.policies)
+            placed.append((*first, place, job))
+        return [job for *_, job in sorted(placed, key=lambda each: each[:-1])]
+
+    def measurement(self, job: Job) -> str:
+        what = {
+            "cell": job.cell.fields,
+            "seed": job.seed,
+            "requests": job.requests,
+            "warmup": self._warmup(job),
+            "builds": self._times_builds(job),
+            "timelines": job.suite.keeps_timelines,
+        }
+        return json.dumps(what, sort_keys=True)
+
+    def _warmup(self, job: Job) -> int:
+        """Requests that are in no figure; none in a batch, which is planned as a whole."""
+        return 0 if job.cell.batch else min(job.suite.warmup, job.requests // 2)
+
+    def _times_builds(self, job: Job) -> bool:
+        """Real engines take prompts that have to be built anyway."""
+        return job.suite.times_builds or self.options.engine != "sim"
+
+    def measure(self, job: Job, advance: Callable[[], None]) -> Iterator[Line | Missing]:
+        assert self._engines is not None, "use the experiment in a `with` block"
+        for peer in [policy for policy in job.policies if policy in PEERS]:
+            reason = self._peer_missing(peer)
+            if reason is not None:
+                yield Missing(job.suite.name, job.cell.fields, peer, reason)
+                _skip(job.requests, advance)
+                job = job.without([peer])
+        kept = self.store.measured(self.measurement(job), job.policies)
+        if kept is not None:
+            for line in kept:
+                copied = {"session": self.session, "suite": job.suite.name, "copied_from": line["suite"]}
+                yield {**line, **copied, "measured_in": line.get("measured_in", line["session"])}
+            _skip(job.requests * len(job.policies), advance)
+            return
+        try:
+            runs = self._engines.serve(job, advance, times_builds=self._times_builds(job))
+        except PeerError as error:
+            peers = [policy for policy in job.policies if policy in PEERS]
+            yield from (Missing(job.suite.name, job.cell.fields, peer, str(error)) for peer in peers)
+            if len(peers) < len(job.policies):
+                yield from self.measure(job.without(peers), advance)
+            return
+        except ValueError as error:
+            reason = " ".join(str(error).split())
+            yield from (Missing(job.suite.name, job.cell.fields, policy, reason) for policy in job.policies)
+            _skip(job.requests * len(job.policies), advance)
+            return
+        for policy, run in zip(job.policies, runs, strict=True):
+            yield {"policy": policy, **self._figures(job, run)}
+
+    def _peer_missing(self, peer: str) -> str | None:
+        """The reason why a peer cannot be had; it is tried once."""
+        if peer not in self._peers:
+            try:
+                make_peer(peer)
+                self._peers[peer] = None
+            except PeerError as error:
+                self._peers[peer] = str(error)
+        return self._peers[peer]
+
+    def _figures(self, job: Job, run: Run) -> dict[str, Any]:
+        engine, options = run.engine, self.options
+        model = options.served_model or options.model or (None if options.engine == "sim" else "random weights")
+        throughput = run.throughput(skip=self._warmup(job))
+        return {
+            "engine": {
+                "name": engine.name,
+                "model": None if model is None else str(model),
+                "block_size": engine.block_size,
+                "capacity_tokens": engine.capacity_tokens,
+                # How the simulated engine reuses blocks.
+                **({"like": engine.like} if isinstance(engine, SimEngine) else {}),
+            },
+            "warmup": self._warmup(job),
+            "failures": run.failures,
+            "fallbacks": run.fallbacks,
+            "fallback_reason": run.fallback_reason,
+            "rows": asdict(run.columns()),
+            "throughput": None if throughput is None else asdict(throughput),
+            "timeline": None if run.timeline is None else run.timeline.as_json(),
+            "load_average": load_average(),
+            "measurement": self.measurement(job),
+        }
+
+    @classmethod
+    def report(cls, suite: SuiteInfo, results: Results) -> Part:
+        from ragorder.eval.experiments.serving.report import serving_part
+
+        return serving_part(suite, results)
+
+
+def _skip(steps: int, advance: Callable[[], None]) -> None:
+    for _ in range(steps):
+        advance()

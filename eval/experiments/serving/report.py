@@ -1,0 +1,303 @@
+"""Tables and pictures of policies compared on one engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from ragorder.eval.experiments.serving.pictures import pictures_of
+from ragorder.eval.report.groups import Group, group_runs
+from ragorder.eval.report.metrics import (
+    CACHED,
+    DOCUMENTS,
+    PLACES,
+    SHARE_MOVED,
+    TTFT_MEAN,
+    TTFT_P50,
+    TTFT_P95,
+    TTFT_P99,
+    Metric,
+)
+from ragorder.eval.report.paper import paper_beside, paper_heading
+from ragorder.eval.report.part import Part
+from ragorder.eval.report.reading import Results
+from ragorder.eval.report.statistics import Comparison, Summary, summary
+from ragorder.eval.report.suites import SuiteInfo
+from ragorder.eval.report.tables import Entry, Table
+from ragorder.eval.report.words import THIN, cell_words, change_words, figure, policy_words
+from ragorder.eval.running.record import RunRecord
+
+__all__ = ["serving_part"]
+
+_FEW_CELLS = 3
+_MOVED = (SHARE_MOVED, PLACES)
+_ENGINES = {
+    "sim": "simulated engine, exact to the block",
+    "vllm": "vLLM in this process",
+    "torch": "the embedded engine in this process",
+    "openai": "a live server",
+}
+
+
+def serving_part(suite: SuiteInfo, results: Results) -> Part:
+    groups = group_runs(results.of(RunRecord, suite.name))
+    policies = [policy for group in groups for policy in group.policies]
+    baseline = suite.baseline if suite.baseline in policies else next(iter(policies), "")
+    return Part(
+        [*_comparison_tables(suite, groups, baseline), *_detail_tables(suite, groups, baseline)],
+        engine=_engines(groups),
+        setting=_setting(groups),
+        groups=groups,
+        baseline=baseline,
+        pictures=lambda: pictures_of(suite, groups, baseline),
+    )
+
+
+def _engines(groups: Sequence[Group]) -> str:
+    found = []
+    for group in groups:
+        name, model = str(group.engine.get("name", "unknown engine")), group.engine.get("model")
+        block = group.engine.get("block_size")
+        found.append(
+            _ENGINES.get(name, name)
+            + (f", model {model}" if model else "")
+            + (f", blocks of {block} tokens" if block else "")
+        )
+    return "; ".join(dict.fromkeys(found))
+
+
+def _setting(groups: Sequence[Group]) -> str:
+    """The parameters that are the same in all cells."""
+    if not groups:
+        return ""
+    same = {name: value for name, value in groups[0].cell.items() if name not in groups[0].varies}
+    words = cell_words({name: value for name, value in same.items() if value not in ([], {}, 0, False, "none", "")})
+    sizes = {group.engine.get("capacity_tokens") for group in groups}
+    if len(sizes) == 1 and not any("capacity" in name for name in groups[0].cell):
+        size = sizes.pop()
+        words += f"{', ' if words else ''}cache {'unlimited' if size is None else f'{size:,} tokens'}"
+    return words
+
+
+def _comparison_tables(suite: SuiteInfo, groups: Sequence[Group], baseline: str) -> list[Table]:
+    """What was measured, each policy against the baseline, with the paper's own figure beside it."""
+    if not groups:
+        return []
+    if len(groups) <= _FEW_CELLS:
+        return [_policies_table(suite, group, baseline) for group in groups]
+    metrics = [CACHED] + [TTFT_P50, TTFT_MEAN, TTFT_P95] * any(group.has("ttft_ms") for group in groups)
+    return [_cells_table(suite, groups, baseline, metric) for metric in metrics]
+
+
+def _policies_table(suite: SuiteInfo, group: Group, baseline: str) -> Table:
+    timed, predicted = group.has("ttft_ms"), group.has("predicted_tokens")
+    paper = paper_heading(suite, group.cell)
+    headings = ["policy", CACHED.heading, "whole documents cached, mean"]
+    headings += [*(f"TTFT {name}, ms" for name in ("p50", "mean", "p95", "p99"))] if timed else []
+    headings += ["predicted within a block, % of requests"] if predicted else []
+    lost = [name for name in ("failures", "fallbacks") if any(getattr(run, name) for run in group.runs())]
+    headings += lost
+    table = Table(group.label, [*headings, *paper])
+    for policy in group.policies:
+        row = [Entry(policy_words(policy)), _compared(group, policy, baseline, CACHED)]
+        row.append(Entry(figure(group.value(policy, DOCUMENTS), 2)))
+        if timed:
+            row += [_compared(group, policy, baseline, metric) for metric in (TTFT_P50, TTFT_MEAN, TTFT_P95)]
+            row.append(Entry(figure(group.value(policy, TTFT_P99))))
+        if predicted:
+            row.append(Entry(figure(_predicted(group, policy))))
+        row += [Entry(f"{sum(getattr(run, name) for run in group.runs(policy)):,}") for name in lost]
+        row += [Entry(*beside) for beside in paper_beside(suite, group.cell, policy, baseline)]
+        table.rows.append(row)
+    table.note = _counted(group)
+    return table
+
+
+def _cells_table(suite: SuiteInfo, groups: Sequence[Group], baseline: str, metric: Metric) -> Table:
+    policies = list(dict.fromkeys(policy for group in groups for policy in group.policies))
+    paper = paper_heading(suite, None) if metric is CACHED or metric is TTFT_P50 else []
+    table = Table(metric.heading, ["", *map(policy_words, policies), *paper])
+    for group in groups:
+        row = [Entry(group.label)]
+        row += [_compared(group, p, baseline, metric) if p in group.policies else Entry("–") for p in policies]
+        row += [Entry(*beside) for beside in paper_beside(suite, group.cell, None, baseline)] if paper else []
+        table.rows.append(row)
+    table.note = _counted(groups[0])
+    return table
+
+
+def _compared(group: Group, policy: str, baseline: str, metric: Metric) -> Entry:
+    """A policy's figure, below it the difference to the baseline's."""
+    value = figure(group.value(policy, metric), metric.decimals)
+    comparison = group.compare(policy, baseline, metric)
+    if comparison is None:
+        return Entry(value, "baseline" if policy == baseline else "")
+    return Entry(value, change_words(comparison, metric.decimals), _verdict(comparison))
+
+
+def _verdict(comparison: Comparison) -> str:
+    return comparison.verdict if comparison.known else "too few requests"
+
+
+def _predicted(group: Group, policy: str) -> float | None:
+    """Of the requests, how many had their cached tokens predicted to within one block, in %."""
+    predicted, cached = group.values(policy, "predicted_tokens"), group.values(policy, "cached_tokens")
+    if len(predicted) != len(cached):
+        return None
+    errors = abs(predicted - cached)
+    within = summary(100.0 * (errors[errors == errors] <= group.block_size))
+    return within.mean if within else None
+
+
+def _counted(group: Group) -> str:
+    runs = [len(runs) for runs in group.policies.values()]
+    served = [run.requests for run in group.runs()]
+    warm_up = {run.warmup for run in group.runs()}
+    words = [
+        f"{_range(served)} requests a seed after {_range(warm_up)} of warm-up",
+        f"seeds {', '.join(map(str, group.seeds))}" if len(group.seeds) > 1 else f"one seed ({group.seeds[0]})",
+    ]
+    if len(set(runs)) > 1:
+        words.append("not every policy has every seed yet")
+    return "; ".join(words)
+
+
+def _range(numbers: Iterable[int]) -> str:
+    low, high = min(found := list(numbers)), max(found)
+    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
+
+
+def _detail_tables(suite: SuiteInfo, groups: Sequence[Group], baseline: str) -> list[Table]:
+    """What else a suite is about: where the time goes, the prefill saved, throughput, how far documents moved."""
+    tables: list[Table] = []
+    few = len(groups) <= _FEW_CELLS
+    if any(run.throughput for group in groups for run in group.runs()):
+        tables.append(_throughput(groups))
+    if suite.about("breakdown", "order_us", "build_us"):
+        tables.append(_breakdown(groups) if few else _by_cell("Time to order, p50, µs", groups, _order_time))
+    if suite.name == "table-7" or suite.about("prefill"):
+        tables.append(_saved(groups))
+    if suite.about("position", "moved_share", "displacement"):
+        tables += [_positions(groups, baseline)] if few else [_by_cell(m.heading, groups, _value(m)) for m in _MOVED]
+    if suite.about("predicted_tokens", "staleness") and not few:
+        tables.append(_by_cell("Predicted to within one block, % of requests", groups, _prediction_entry))
+    return [table for table in tables if any(entry.text != "–" for row in table.rows for entry in row[table.labels :])]
+
+
+def _by_cell(title: str, groups: Sequence[Group], make: Callable[[Group, str], Entry]) -> Table:
+    policies = list(dict.fromkeys(policy for group in groups for policy in group.policies))
+    table = Table(title, ["", *map(policy_words, policies)])
+    for group in groups:
+        row = [make(group, policy) if policy in group.policies else Entry("–") for policy in policies]
+        table.rows.append([Entry(group.label), *row])
+    return table
+
+
+def _order_time(group: Group, policy: str) -> Entry:
+    found = group.summary(policy, "order_us")
+    return Entry(figure(found.p50), f"p99 {figure(found.p99)}") if found else Entry("–")
+
+
+def _value(metric: Metric) -> Callable[[Group, str], Entry]:
+    return lambda group, policy: Entry(figure(group.value(policy, metric), metric.decimals))
+
+
+def _prediction_entry(group: Group, policy: str) -> Entry:
+    return Entry(figure(_predicted(group, policy)))
+
+
+def _each(groups: Sequence[Group], make: Callable[[Group, str], list[Entry] | None]) -> list[list[Entry]]:
+    """A row for each policy in each cell that has one."""
+    several = len(groups) > 1
+    rows = []
+    for group in groups:
+        for policy in group.policies:
+            entries = make(group, policy)
+            if entries is not None:
+                rows.append([*([Entry(group.label)] * several), Entry(policy_words(policy)), *entries])
+    return rows
+
+
+def _table(title: str, groups: Sequence[Group], headings: Sequence[str], rows: list[list[Entry]], note: str) -> Table:
+    several = len(groups) > 1
+    return Table(title, [*[""] * several, "policy", *headings], rows, 1 + several, note)
+
+
+def _spread(found: Summary | None) -> Entry:
+    return Entry(figure(found.mean), f"p50 {figure(found.p50)}, p99 {figure(found.p99)}") if found else Entry("–")
+
+
+def _throughput(groups: Sequence[Group]) -> Table:
+    names = ("requests_per_s", "tokens_per_s")
+
+    def row(group: Group, policy: str) -> list[Entry] | None:
+        entries = []
+        for name in names:
+            values = [
+                float(run.throughput[name]) for run in group.runs(policy) if run.throughput and name in run.throughput
+            ]
+            decimals = 2 if name == "requests_per_s" else 0
+            spread = f"{figure(min(values), decimals)} to {figure(max(values), decimals)}" if len(values) > 1 else ""
+            mean = sum(values) / len(values) if values else None
+            entries.append(Entry(figure(mean, decimals), spread))
+        return entries if any(entry.text != "–" for entry in entries) else None
+
+    note = "Mean of the seeds, below it their range: a seed has one throughput, too few for an interval."
+    return _table("Throughput", groups, ["requests/s", "tokens/s"], _each(groups, row), note)
+
+
+def _breakdown(groups: Sequence[Group]) -> Table:
+    def row(group: Group, policy: str) -> list[Entry] | None:
+        parts = [group.summary(policy, column) for column in ("order_us", "build_us", "ttft_ms")]
+        order, build, times = parts
+        ours = sum(part.mean for part in (order, build) if part) / 1e3
+        overhead = 100 * ours / (ours + times.mean) if times and (order or build) else None
+        return [*map(_spread, parts), Entry(figure(overhead, 3))]
+
+    headings = ["order, µs", "build, µs", "generate (to the first token), ms", "order + build, % of the whole"]
+    note = "Means. Ordering and building are thread CPU time; a simulated engine takes no time to generate."
+    return _table("Where the time of a request goes", groups, headings, _each(groups, row), note)
+
+
+def _saved(groups: Sequence[Group]) -> Table:
+    def row(group: Group, policy: str) -> list[Entry] | None:
+        import numpy as np
+
+        cached, prompts = group.values(policy, "cached_tokens"), group.values(policy, "prompt_tokens")
+        documents = group.values(policy, "cached_documents")
+        if len(cached) != len(prompts) or not len(cached):
+            return None
+        share = summary(100 * cached / np.maximum(1, prompts))
+        assert share is not None
+        plain, times = group.summary("none", "ttft_ms"), group.values(policy, "ttft_ms")
+        saved = summary(100 * (1 - times / plain.p50)) if plain and len(times) else None
+        found = int((documents >= 1).sum())
+        return [
+            *[Entry(f"{figure(value)}{THIN}%") for value in (share.p50, share.mean, share.p95)],
+            Entry(f"{found:,} of {len(documents):,}" if len(documents) else "–"),
+            Entry(
+                f"{figure(saved.p50)}{THIN}%" if saved else "–", f"mean {figure(saved.mean)}{THIN}%" if saved else ""
+            ),
+        ]
+
+    headings = ["prefill saved p50", "mean", "p95", "requests with a document cached", "time saved p50"]
+    note = (
+        "Prefill saved: cached tokens of a request's prompt tokens. Time saved, as the paper counts it: 1 − TTFT / the "
+        "p50 without a cache, where both were timed."
+    )
+    return _table("Prefill saved per request", groups, headings, _each(groups, row), note)
+
+
+def _positions(groups: Sequence[Group], baseline: str) -> Table:
+    def row(group: Group, policy: str) -> list[Entry] | None:
+        if group.value(policy, PLACES) is None and group.value(policy, SHARE_MOVED) is None:
+            return None
+        places = group.summary(policy, "displacement")
+        return [
+            Entry(figure(group.value(policy, SHARE_MOVED))),
+            Entry(figure(places.mean, 2), f"p95 {figure(places.p95, 2)}") if places else Entry("–"),
+            _compared(group, policy, baseline, CACHED),
+        ]
+
+    headings = [SHARE_MOVED.heading, PLACES.heading, CACHED.heading]
+    note = "How many documents stand elsewhere than retrieval ranked them, how far from there, and what it brings."
+    return _table("What was moved", groups, headings, _each(groups, row), note)

@@ -1,0 +1,1 @@
+"""Staged searches against plain ones."""

@@ -1,0 +1,163 @@
+"""Tiers on a real engine, measured on two servers: the suites of kind "tiering"."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from ragorder.eval.data.corpora import Corpus
+from ragorder.eval.data.machine import load_average
+from ragorder.eval.data.trace import trace_of_corpus
+from ragorder.eval.experiments.tiering import ARMS, Stream, TierSizes, kv_bytes_per_token, make_sizes, make_stream
+from ragorder.eval.experiments.tiering.cells import TieringCell
+from ragorder.eval.experiments.tiering.record import TieringRecord
+from ragorder.eval.running.experiment import Experiment, Job, Line, Missing
+
+if TYPE_CHECKING:
+    from ragorder.eval.engines.server import VLLMServer
+    from ragorder.eval.report.part import Part
+    from ragorder.eval.report.reading import Results
+    from ragorder.eval.report.suites import SuiteInfo
+    from ragorder.eval.running.options import Options
+    from ragorder.eval.running.suite import Suite
+
+__all__ = ["Tiering"]
+
+_NO_SERVER = "tiers are measured on two servers, which are started: use --engine openai"
+_OWN_SERVERS = "tiers are measured on two servers with pools of a size that is asked for: leave out --base-url"
+
+
+class Tiering(Experiment):
+    kind = "tiering"
+    record = TieringRecord
+    cell = TieringCell
+    policies: ClassVar[Any] = ARMS
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._stack = ExitStack()
+        self._drawn: _Streams | None = None
+        self._running: tuple[object, Mapping[str, VLLMServer], TierSizes] | None = None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._stack.close()
+
+    def asked(self, suite: Suite) -> Sequence[str]:
+        """Both arms or nothing: the prefix cache alone is what tiers are compared with."""
+        return ARMS if set(ARMS[1:]) & set(super().asked(suite)) else ()
+
+    def obstacle(self, suite: Suite, cell: TieringCell, policy: str) -> str | None:
+        why = self._no_engine()
+        corpus = why or self.corpora.take(cell.corpus)
+        return corpus if isinstance(corpus, str) else None
+
+    def _no_engine(self) -> str | None:
+        if self.options.engine != "openai":
+            return _NO_SERVER
+        return _OWN_SERVERS if self.options.base_url is not None else None
+
+    def missing(self, suite: Suite, cell: TieringCell, policy: str, reason: str) -> Missing | None:
+        named = {} if self._no_engine() else cell.fields
+        return Missing(suite.name, named, policy, reason) if policy == ARMS[1] else None
+
+    def together(self, suite: Suite, policies: Sequence[str]) -> Iterable[tuple[str, ...]]:
+        return [tuple(policies)] if policies else []
+
+    def corpus(self, cell: TieringCell) -> Corpus:
+        corpus = self.corpora.take(cell.corpus)
+        assert not isinstance(corpus, str), "a missing corpus was an obstacle"
+        return corpus
+
+    def steps(self, job: Job) -> int:
+        return len(ARMS) * job.requests
+
+    def measure(self, job: Job, advance: Callable[[], None]) -> Iterator[Line]:
+        from ragorder.eval.experiments.tiering.measuring import measure
+
+        cell: TieringCell = job.cell
+        if self._drawn is None:
+            self._drawn = _Streams(self.options)
+        model = self._drawn.model
+        assert job.corpus is not None
+        streams = self._drawn.take(cell, job.corpus, job.requests)
+        servers, sizes = self._servers(job, streams, model)
+        stream = streams[job.seed]
+        # A shorter run has as large a share of warm-up.
+        warmup = len(stream.prompts) * job.suite.warmup // job.suite.requests
+        serving = measure(servers, stream, warmup=warmup, segment=cell.segment, first=job.seed, advance=advance)
+        for turn in asyncio.run(serving):
+            if turn.arm in job.policies:
+                yield {
+                    "policy": turn.arm,
+                    "engine": {"name": "openai", "model": model.name, "block_size": cell.block_size},
+                    "warmup": warmup,
+                    "load_average": load_average(),
+                    "facts": asdict(sizes),
+                    "sources": turn.hits.as_json(),
+                    "rows": {name: getattr(turn, name) for name in ("ttft_ms", "cached_tokens", "prompt_tokens")},
+                }
+
+    def _servers(
+        self, job: Job, streams: Mapping[int, Stream], model: Path
+    ) -> tuple[Mapping[str, VLLMServer], TierSizes]:
+        """Both servers stay as they are for all seeds of a cell."""
+        from ragorder.eval.experiments.tiering.measuring import pair_of_servers
+
+        cell: TieringCell = job.cell
+        same = (job.suite.name, repr(cell))
+        if self._running is None or self._running[0] != same:
+            self._stack.close()
+            self._running = None
+            sizes = make_sizes(
+                cell.tier, list(streams.values()), block_size=cell.block_size, bytes_per_token=_bytes_per_token(model)
+            )
+            longest = max(stream.longest_tokens for stream in streams.values())
+            settings = {"policy": cell.replacement, "device_order": cell.device_order}
+            pair = pair_of_servers(sizes, model, block_size=cell.block_size, longest_tokens=longest, settings=settings)
+            self._running = same, self._stack.enter_context(pair), sizes
+        return self._running[1:]
+
+    @classmethod
+    def report(cls, suite: SuiteInfo, results: Results) -> Part:
+        from ragorder.eval.experiments.tiering.report import tiering_part
+
+        return tiering_part(suite, results)
+
+
+class _Streams:
+    """The requests of all seeds, in the tokens of the model."""
+
+    def __init__(self, options: Options) -> None:
+        from ragorder.eval.engines.models import built_prompts, random_model
+
+        self.model = options.model or random_model()
+        self._options = options
+        self._prompts = built_prompts(self.model)
+        self._drawn: dict[object, dict[int, Stream]] = {}
+
+    def take(self, cell: TieringCell, corpus: Corpus, count: int) -> dict[int, Stream]:
+        key = (cell.stream, count)
+        if key not in self._drawn:
+            self._drawn[key] = {
+                seed: make_stream(
+                    trace_of_corpus(corpus, top_k=cell.top_k, order="random", seed=seed, limit=count),
+                    self._prompts,
+                    cell.block_size,
+                )
+                for seed in self._options.seeds
+            }
+        return self._drawn[key]
+
+
+def _bytes_per_token(model: Path) -> int:
+    from transformers import AutoConfig
+
+    from ragorder.eval.engines.vllm import has_fast_bfloat16
+
+    config = AutoConfig.from_pretrained(model).get_text_config()
+    return kv_bytes_per_token(config, 2 if has_fast_bfloat16() else 4)

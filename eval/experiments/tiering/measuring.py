@@ -1,0 +1,140 @@
+"""The same requests on two servers, with and without tiers, which take turns: they share the machine's cores, so one is
+idle while the other serves."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ragorder.adapters.observing.tier_stats import Hits, fetch_hits
+from ragorder.adapters.vllm_tiers import TierSettings
+from ragorder.eval.engines.base import EngineError, RequestError
+from ragorder.eval.engines.openai import OpenAIEngine
+from ragorder.eval.engines.server import VLLMServer
+from ragorder.eval.experiments.tiering.requests import Stream
+from ragorder.eval.experiments.tiering.results import ARMS
+from ragorder.eval.experiments.tiering.sizes import TierSizes
+
+__all__ = ["Turn", "measure", "pair_of_servers"]
+
+_PAUSE_S = 0.3
+"""Between two turns: the other server's threads go on looking for work for a while."""
+
+_WARM_UP_TOKENS = (64, 256, 512, 1024, 2048)
+
+
+@dataclass(slots=True)
+class Turn:
+    """What one arm did with the requests of one seed, warm-up included, and where the KV of those behind the warm-up
+    came from."""
+
+    arm: str
+    ttft_ms: list[float] = field(default_factory=list)
+    cached_tokens: list[int] = field(default_factory=list)
+    prompt_tokens: list[int] = field(default_factory=list)
+    hits: Hits = field(default_factory=Hits)
+
+
+@contextmanager
+def pair_of_servers(
+    tiers: TierSizes, model: Path, *, block_size: int, longest_tokens: int, settings: Mapping[str, object]
+) -> Iterator[dict[str, VLLMServer]]:
+    """Both servers by the name of their arm, running; `settings` are more of `TierSettings`."""
+    blocks = longest_tokens // block_size + 2
+    longest = min(blocks, tiers.blocks) * block_size
+    sizes: dict[str, Any] = {"blocks": tiers.blocks, "block_size": block_size, "max_model_len": longest}
+    with ExitStack() as stack:
+        disk = None
+        if tiers.disk_bytes is not None:
+            disk = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ragorder-tiering-"))) / "disk"
+        asked = {"host_bytes": tiers.host_bytes, "disk_path": disk, "disk_bytes": tiers.disk_bytes, **settings}
+        configs = dict(zip(ARMS, (None, TierSettings.model_validate(asked).kv_transfer_config()), strict=True))
+        servers = {arm: VLLMServer(model, **sizes, kv_transfer_config=config) for arm, config in configs.items()}
+        for server in servers.values():
+            stack.enter_context(server)
+        yield servers
+
+
+async def measure(
+    servers: Mapping[str, VLLMServer],
+    stream: Stream,
+    *,
+    warmup: int,
+    segment: int,
+    first: int = 0,
+    advance: Callable[[], None] = lambda: None,
+) -> list[Turn]:
+    """Both arms on one stream, one request at a time, `segment` requests in a turn; `first` says who begins.
+
+    Device and host are empty at the start, and a cache salt of its own sees to it that nothing of an earlier stream is
+    found on the disk. Raises EngineError for a server that stops answering.
+    """
+    turns = [Turn(arm) for arm in ARMS]
+    async with AsyncExitStack() as stack:
+        engines = []
+        for turn in turns:
+            server = servers[turn.arm]
+            engine = OpenAIEngine(
+                server.base_url,
+                server.model_name,
+                block_size=server.block_size,
+                capacity_tokens=server.capacity_tokens,
+            )
+            engines.append(await stack.enter_async_context(engine))
+            await _prepare(engine, server, stream, host=turn.arm == "tiers")
+        before = {}
+        for number, rows in enumerate(_segments(len(stream.prompts), warmup, segment)):
+            order = list(zip(turns, engines, strict=True))
+            for turn, engine in order[:: 1 if (number + first) % 2 == 0 else -1]:
+                await asyncio.sleep(_PAUSE_S)
+                if rows.start == warmup:
+                    before[turn.arm] = await _hits(servers[turn.arm])
+                for row in rows:
+                    await _serve(turn, engine, stream.prompts[row])
+                    advance()
+        for turn in turns:
+            turn.hits = await _hits(servers[turn.arm]) - before.get(turn.arm, Hits())
+    return turns
+
+
+def _segments(requests: int, warmup: int, segment: int) -> Iterator[range]:
+    """Turns end with the warm-up, so that what follows can be counted on its own."""
+    for start, end in ((0, warmup), (warmup, requests)):
+        for first in range(start, end, segment):
+            yield range(first, min(first + segment, end))
+
+
+async def _prepare(engine: OpenAIEngine, server: VLLMServer, stream: Stream, *, host: bool) -> None:
+    """First calls of every length are slow, and are not what is measured."""
+    rng = random.Random(0)
+    try:
+        for tokens in _WARM_UP_TOKENS:
+            room = min(tokens, stream.longest_tokens)
+            await engine.complete(rng.choices(stream.prompts[0], k=room))
+    except RequestError as error:
+        raise EngineError(f"a server does not serve a prompt of token ids ({error})") from None
+    await asyncio.to_thread(server.reset, host=host)
+    engine.reset()
+
+
+async def _serve(turn: Turn, engine: OpenAIEngine, prompt: Sequence[int]) -> None:
+    try:
+        completion = await engine.complete(prompt)
+    except RequestError as error:
+        raise EngineError(f"the server {turn.arm!r} failed a request ({error}): nothing can be compared") from None
+    assert completion.ttft_s is not None
+    turn.ttft_ms.append(round(1e3 * completion.ttft_s, 3))
+    turn.cached_tokens.append(completion.cached_tokens)
+    turn.prompt_tokens.append(completion.prompt_tokens)
+
+
+async def _hits(server: VLLMServer) -> Hits:
+    # A server counts a request a moment after its last token has left.
+    await asyncio.sleep(_PAUSE_S)
+    return await asyncio.to_thread(fetch_hits, server.base_url)

@@ -1,0 +1,49 @@
+"""The record of tiers on a real engine."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+
+from pydantic import model_validator
+
+from ragorder.adapters.observing.tier_stats import SOURCES
+from ragorder.eval.running.record import Record, as_column
+
+if TYPE_CHECKING:
+    from ragorder.eval.running.record import Floats
+
+__all__ = ["TieringRecord"]
+
+_COLUMNS = ("ttft_ms", "cached_tokens", "prompt_tokens")
+_FACTS = ("blocks", "host_bytes", "working_set_tokens")
+
+
+class TieringRecord(Record):
+    """One arm (the prefix cache alone, or with tiers) in one cell with one seed, request by request; `sources` are the
+    prompt tokens after the warm-up by the place that their KV came from."""
+
+    called: ClassVar[str] = "a measurement of tiers"
+
+    type: Literal["tiering"] = "tiering"
+    cell: dict[str, Any]
+    rows: dict[str, list[float]]
+    facts: dict[str, Any]
+    sources: dict[str, int]
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        if "tier" not in self.cell or not self.facts.keys() >= set(_FACTS) or not self.sources.keys() >= set(SOURCES):
+            raise ValueError("cell, facts or sources are incomplete")
+        if not self.rows.keys() >= set(_COLUMNS) or len({len(self.rows[name]) for name in _COLUMNS}) != 1:
+            raise ValueError("columns of different lengths")
+        return self
+
+    @property
+    def requests(self) -> int:
+        """How many were served after the warm-up."""
+        return len(self.ttft_ms)
+
+    @property
+    def ttft_ms(self) -> Floats:
+        """Of each request after the warm-up."""
+        return as_column(self.rows["ttft_ms"])[self.warmup :]

@@ -1,0 +1,189 @@
+"""What tiers save on a real engine: times to the first token with them and without, by what the working set fits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ragorder.adapters.observing.tier_stats import SOURCES, TIERS
+from ragorder.eval.experiments.tiering import ARMS, MOST_WORSE, REQUIRED, Verdict, judge
+from ragorder.eval.experiments.tiering.record import TieringRecord
+from ragorder.eval.report.canvas import LINE, Picture, draw, style
+from ragorder.eval.report.part import Part
+from ragorder.eval.report.reading import Results
+from ragorder.eval.report.statistics import StatisticsError, compare
+from ragorder.eval.report.suites import SuiteInfo
+from ragorder.eval.report.tables import Entry, Table
+from ragorder.eval.report.words import THIN, change_words, figure
+from ragorder.eval.running.record import Cell, key_of
+
+__all__ = ["tiering_part"]
+
+_FITS = {
+    "device": "the device's pool",
+    "host": "host memory",
+    "beyond": "neither",
+    "disk": "the disk",
+}
+_NOTE = (
+    "One request at a time, on both servers by turns. Times shorter: the mean time with the prefix cache alone by that "
+    "with tiers; its 95 % interval, paired request by request; that of each seed. Required: at least "
+    f"{REQUIRED:g} times where the working set fits the host, at most {100 * MOST_WORSE:g} % longer where it fits the "
+    "device. Hits: of all prompt tokens, those that were not computed, by where their keys and values came from."
+)
+_ALONE, _WITH = ARMS
+
+
+@dataclass(slots=True)
+class _Group:
+    """A cell with both arms and those seeds that both have."""
+
+    cell: Cell
+    arms: dict[str, dict[int, TieringRecord]] = field(default_factory=lambda: {arm: {} for arm in ARMS})
+
+    @property
+    def seeds(self) -> list[int]:
+        return sorted(self.arms[_ALONE].keys() & self.arms[_WITH].keys())
+
+    def lines(self, arm: str) -> list[TieringRecord]:
+        return [self.arms[arm][seed] for seed in self.seeds]
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """None where nothing can be compared."""
+        sides = [[line.ttft_ms for line in self.lines(arm)] for arm in ARMS]
+        try:
+            return judge(str(self.cell["tier"]), *sides)
+        except StatisticsError:
+            return None
+
+    def shares(self, arm: str) -> dict[str, float]:
+        """Of all prompt tokens, by source, in per cent."""
+        sums = {source: sum(line.sources[source] for line in self.lines(arm)) for source in SOURCES}
+        every = max(1, sum(sums.values()))
+        return {source: 100 * tokens / every for source, tokens in sums.items()}
+
+
+def tiering_part(suite: SuiteInfo, results: Results) -> Part:
+    lines = results.of(TieringRecord, suite.name)
+    return Part(_tables(lines), engine=_engine(lines), pictures=lambda: _pictures(lines))
+
+
+def _engine(lines: Sequence[TieringRecord]) -> str:
+    """The engines, in words."""
+    found = [
+        f"two live servers, model {line.engine.get('model')}, blocks of {line.block_size} tokens" for line in lines
+    ]
+    return "; ".join(dict.fromkeys(found))
+
+
+def _tables(lines: Sequence[TieringRecord]) -> list[Table]:
+    """What was measured of a suite about tiers on a real engine."""
+    groups = _groups(lines)
+    if not groups:
+        return []
+    headings = ["the working set fits", "pool, host, disk", "alone → with tiers, mean ms", "times shorter", "required"]
+    headings += ["alone → with tiers, p50 ms", "p95 ms", "hits alone, %", "hits with tiers: device, host, disk, %"]
+    table = Table("Time to the first token", headings, labels=2)
+    for group, verdict in groups:
+        alone, tiers = (group.shares(arm) for arm in ARMS)
+        table.rows.append(
+            [
+                Entry(_FITS.get(group.cell["tier"], str(group.cell["tier"])), _stream(group)),
+                _sizes(group.lines(_WITH)[0]),
+                Entry(f"{figure(verdict.apc_ms, 0)} → {figure(verdict.tiers_ms, 0)}"),
+                _ratio(verdict),
+                Entry(verdict.met or "–", _bound(str(group.cell["tier"]))),
+                *(_quantile(group, name) for name in ("p50", "p95")),
+                Entry(figure(alone["device"])),
+                Entry(", ".join(figure(tiers[tier]) for tier in TIERS)),
+            ]
+        )
+    table.note = f"{_NOTE} {_counted([group for group, _ in groups])}"
+    return [table]
+
+
+def _pictures(lines: Sequence[TieringRecord]) -> list[Picture]:
+    """How many times shorter tiers make the time, a row for each cell, with its interval."""
+    groups = [(group, verdict) for group, verdict in _groups(lines) if verdict.known]
+    if not groups:
+        return []
+    names = [_FITS.get(group.cell["tier"], str(group.cell["tier"])) for group, _ in groups]
+
+    def paint(axes: Any) -> None:
+        looks = style("auto")
+        axes.axvline(1, color=LINE, linewidth=1.2)
+        for place, (_, verdict) in enumerate(reversed(groups)):
+            axes.plot([verdict.low, verdict.high], [place, place], color=looks.colour, linewidth=5, alpha=0.35)
+            axes.plot(verdict.by_seed, [place] * len(verdict.by_seed), "|", color=looks.colour, markersize=9)
+            axes.plot(verdict.ratio, place, looks.marker, color=looks.colour, markersize=7)
+        axes.set_yticks(range(len(names)), reversed(names))
+        axes.set_ylim(-0.6, len(names) - 0.4)
+        axes.grid(axis="y", visible=False)
+        axes.set_xlabel("mean TTFT, times shorter with tiers")
+
+    said = "; ".join(
+        f"{name}: {figure(verdict.ratio, 2)} times [{figure(verdict.low, 2)}, {figure(verdict.high, 2)}]"
+        for name, (_, verdict) in zip(names, groups, strict=True)
+    )
+    caption = "What the working set fits; bars are 95 % intervals, strokes the seeds."
+    return [draw(paint, title="What tiers save", alt=said, caption=caption, height=1.1 + 0.42 * len(names))]
+
+
+def _groups(lines: Sequence[TieringRecord]) -> list[tuple[_Group, Verdict]]:
+    """In the order in which they were written, those of which there is something to say."""
+    groups: dict[object, _Group] = {}
+    for line in lines:
+        if line.policy in ARMS:
+            groups.setdefault(key_of(line.cell), _Group(line.cell)).arms[line.policy][line.seed] = line
+    return [(group, verdict) for group in groups.values() if group.seeds and (verdict := group.verdict) is not None]
+
+
+def _stream(group: _Group) -> str:
+    cell, line = group.cell, group.lines(_WITH)[0]
+    words = f"{cell.get('corpus', '')}, top {cell['top_k']}" if "top_k" in cell else str(cell.get("corpus", ""))
+    words += f", {cell['replacement']}" if "replacement" in cell else ""
+    words += ", the device in vLLM's own order" if cell.get("device_order") is False else ""
+    return f"{words}: {figure(line.facts['working_set_tokens'], 0)} tokens"
+
+
+def _sizes(line: TieringRecord) -> Entry:
+    disk = line.facts.get("disk_bytes")
+    sizes = [_megabytes(line.facts["host_bytes"]), "–" if disk is None else _megabytes(disk)]
+    return Entry(f"{figure(line.facts['blocks'] * line.block_size, 0)} tokens, {', '.join(sizes)}")
+
+
+def _megabytes(size: int) -> str:
+    return f"{figure(size / 1e6, 0)}{THIN}MB"
+
+
+def _ratio(verdict: Verdict) -> Entry:
+    if not verdict.known:
+        return Entry(f"{figure(verdict.ratio, 2)} ×", "too few requests for an interval", "too few requests")
+    word = "better" if verdict.low > 1 else "worse" if verdict.high < 1 else "no difference"
+    by_seed = ", ".join(figure(ratio, 2) for ratio in verdict.by_seed)
+    seeds = f"; {by_seed}" if len(verdict.by_seed) > 1 else ""
+    return Entry(f"{figure(verdict.ratio, 2)} ×", f"[{figure(verdict.low, 2)}, {figure(verdict.high, 2)}]{seeds}", word)
+
+
+def _bound(tier: str) -> str:
+    least: Mapping[str, float] = {"host": REQUIRED, "device": 1 / (1 + MOST_WORSE)}
+    bound = least.get(tier, math.nan)
+    return "" if math.isnan(bound) else f"{figure(bound, 2)} × or more"
+
+
+def _quantile(group: _Group, statistic: Any) -> Entry:
+    sides = [[line.ttft_ms for line in group.lines(arm)] for arm in ARMS]
+    found = compare(sides[0], sides[1], statistic=statistic, relative=True, better="lower")
+    shown = f"{figure(found.baseline, 0)} → {figure(found.value, 0)}"
+    return Entry(shown, change_words(found), found.verdict if found.known else "too few requests")
+
+
+def _counted(groups: Sequence[_Group]) -> str:
+    lines = [line for group in groups for line in group.lines(_WITH)]
+    served, warmup = (sorted({getattr(line, name) for line in lines}) for name in ("requests", "warmup"))
+    numbers = [" to ".join(f"{each:,}" for each in dict.fromkeys((some[0], some[-1]))) for some in (served, warmup)]
+    seeds = ", ".join(map(str, sorted({line.seed for line in lines})))
+    return f"{numbers[0]} requests a seed after {numbers[1]} of warm-up; seeds {seeds}."

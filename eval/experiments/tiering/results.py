@@ -1,0 +1,69 @@
+"""What the measurements say: times compared, and whether they are as good as they must be."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from ragorder.eval.report.statistics import Comparison, compare
+
+if TYPE_CHECKING:
+    from ragorder.eval.report.statistics import Floats
+
+__all__ = ["ARMS", "MOST_WORSE", "REQUIRED", "Verdict", "judge"]
+
+ARMS = ("apc", "tiers")
+"""vLLM's own prefix cache alone, and with tiers behind it."""
+
+REQUIRED = 1.5
+"""How many times shorter the mean time to the first token must be with tiers, where the working set fits the host."""
+
+MOST_WORSE = 0.03
+"""The share by which it may be longer at most, where the working set fits the device."""
+
+Met = Literal["met", "not met", "not decided", ""]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Mean times to the first token in ms; `ratio` is how many times shorter tiers make it (below 1: longer), with its
+    confidence interval (0 to inf: there are too few requests for one). `met` says whether what is required holds ("":
+    nothing is): "not decided" if the ratio is on the right side and its interval is not."""
+
+    apc_ms: float
+    tiers_ms: float
+    ratio: float
+    low: float
+    high: float
+    met: Met
+    by_seed: tuple[float, ...]
+
+    @property
+    def known(self) -> bool:
+        """Whether there were enough requests for an interval."""
+        return self.low > 0 and math.isfinite(self.high)
+
+
+def judge(room: str, apc: Sequence[Sequence[float] | Floats], tiers: Sequence[Sequence[float] | Floats]) -> Verdict:
+    """Compare the times to the first token of both arms, one sequence a seed, paired request by request, where the
+    working set finds this room. Raises StatisticsError if they are not of the same seeds and requests."""
+    found = compare(apc, tiers, relative=True, better="lower")
+    low, high = _faster(found.high), _faster(found.low)
+    by_seed = tuple(map(_faster, found.by_seed))
+    return Verdict(found.baseline, found.value, _faster(found.difference), low, high, _met(room, found, low), by_seed)
+
+
+def _faster(difference: float) -> float:
+    """A relative difference of times as a ratio of speeds."""
+    return math.inf if difference <= -1 else 1 / (1 + difference)
+
+
+def _met(room: str, found: Comparison, low: float) -> Met:
+    least = {"host": REQUIRED, "device": 1 / (1 + MOST_WORSE)}.get(room)
+    if least is None:
+        return ""
+    if _faster(found.difference) < least:
+        return "not met"
+    return "met" if low >= least else "not decided"

@@ -1,0 +1,58 @@
+"""How large the tiers are beside the working set."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ragorder.eval.experiments.tiering.requests import Stream
+
+__all__ = ["ROOMS", "TierSizes", "kv_bytes_per_token", "make_sizes"]
+
+_ROOM = 1.25
+"""What a tier that is to hold the whole working set has, as a multiple of it: the answers and the warm-up need some."""
+
+_SHARES: dict[str, tuple[float, float, float | None]] = {
+    "device": (_ROOM, _ROOM, None),
+    "host": (0.25, _ROOM, None),
+    "beyond": (0.25, 0.5, None),
+    "disk": (0.25, 0.5, _ROOM),
+}
+ROOMS = tuple(_SHARES)
+"""Where the working set finds room: in the device's pool; in the host; in neither; on the disk."""
+
+
+@dataclass(frozen=True, slots=True)
+class TierSizes:
+    """Of all tiers, the device's in blocks, the others' in bytes; `disk_bytes` None: there is no disk."""
+
+    blocks: int
+    host_bytes: int
+    disk_bytes: int | None
+    working_set_tokens: int
+
+
+def make_sizes(room: str, streams: Sequence[Stream], *, block_size: int, bytes_per_token: int) -> TierSizes:
+    """One of the `ROOMS` for streams (one a seed) that are served by the same servers.
+
+    Sizes follow the largest working set. The device's pool is never smaller than the longest prompt and its answer; the
+    disk is not emptied between the seeds, and has room for all of them.
+    """
+    largest = max(stream.working_set_tokens for stream in streams)
+    every = sum(stream.working_set_tokens for stream in streams)
+    least = max(stream.longest_tokens for stream in streams) // block_size + 2
+    device, host, disk = _SHARES[room]
+    return TierSizes(
+        max(least, round(largest * device) // block_size),
+        round(largest * host) * bytes_per_token,
+        None if disk is None else round(every * disk) * bytes_per_token,
+        largest,
+    )
+
+
+def kv_bytes_per_token(config: Any, value_bytes: int) -> int:
+    """Of a model whose layers are all alike, from its configuration as transformers reads it."""
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(2 * config.num_hidden_layers * heads * size * value_bytes)

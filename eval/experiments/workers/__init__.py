@@ -1,0 +1,1 @@
+"""Several proxy processes in front of one engine."""

@@ -1,0 +1,161 @@
+"""Results as tables for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from statistics import fmean
+
+from rich.console import Console
+from rich.table import Table
+
+from ragorder.eval.running.results import RunResult
+
+__all__ = ["deciles_table", "legend", "print_results", "results_table"]
+
+_COLUMNS = (
+    "moved: places between a document and its retrieval rank, on average. "
+    "predicted: requests of which the policy predicted the cached tokens to within one block."
+)
+_POLICIES = {
+    "none": "no prefix cache",
+    "retrieval": "documents as retrieval ranked them",
+    "greedy": "RAGCache++",
+    "best": "the longest cached beginning, the rest as ranked",
+    "auto": "ragorder's default: the longest cached beginning, the rest laid out for the requests to come",
+    "events": "auto, told by the server's KV events what is cached",
+    "oracle": "reads the engine's cache, and does not look ahead",
+}
+
+
+def print_results(results: Sequence[RunResult], *, stderr: bool = False) -> None:
+    """One table a workload, the seeds' mean in each row; below it how the runs went along, if they were under load."""
+    console = Console(stderr=stderr)
+    for _, group in groupby(results, key=lambda result: (result.workload, result.order)):
+        rows = list(group)
+        console.print(results_table(rows))
+        if rows[0].load is not None:
+            console.print(deciles_table(rows))
+    console.print(legend(results), style="dim")
+
+
+def legend(results: Sequence[RunResult]) -> str:
+    """What the columns and the policies of the tables are."""
+    names = dict.fromkeys(result.policy for result in results)
+    policies = [f"{name}: {_POLICIES[name]}." for name in names if name in _POLICIES]
+    return " ".join([_COLUMNS, *policies])
+
+
+def results_table(results: Sequence[RunResult]) -> Table:
+    """Policies compared on one workload.
+
+    Moved: mean displacement of a document, in places; predicted: requests whose cached tokens the policy predicted to
+    within one block; p50 ratio: to the p50 of retrieval order, or of the first policy without it. Failed requests are
+    counted in red, and are in no other figure.
+    """
+    first = results[0]
+    seeds = sorted({result.seed for result in results})
+    capacity = "unlimited" if first.capacity_tokens is None else f"{first.capacity_tokens:,} tokens"
+    extras = [f"{first.waiting} waiting"] * bool(first.waiting) + _batch(first) + _load(first)
+    served = f"{first.requests:,} requests, top {first.top_k}"
+    table = Table(
+        title=f"{first.workload} ({first.order} order) on {first.engine}: {served}",
+        caption=", ".join([f"cache {capacity}", f"seeds {', '.join(map(str, seeds))}", *extras]),
+    )
+    timed = any(result.ttft_ms is not None for result in results)
+    failed = any(result.failures for result in results)
+    table.add_column("policy", style="bold", no_wrap=True)
+    headings = ["cached", "moved", "predicted"]
+    headings += ["TTFT ms\np50, mean", "p50\nratio"] if timed else []
+    headings += ["failed"] * failed
+    for heading in [*headings, "order µs\np50, p99"]:
+        table.add_column(heading, justify="right", no_wrap=True)
+    by_policy: dict[str, list[RunResult]] = {}
+    for result in results:
+        by_policy.setdefault(result.policy, []).append(result)
+    best = max(by_policy, key=lambda policy: _cached(by_policy[policy]))
+    baseline = by_policy.get("retrieval", next(iter(by_policy.values())))
+    for policy, rows in by_policy.items():
+        predicted = [row.prediction_within_block for row in rows if row.prediction_within_block is not None]
+        cells = [
+            f"{100 * _cached(rows):.1f} %",
+            f"{fmean(row.displacement_mean for row in rows):.2f}",
+            f"{100 * fmean(predicted):.1f} %" if predicted else "–",
+        ]
+        if timed:
+            cells += _times(rows, baseline)
+        if failed:
+            failures = sum(row.failures for row in rows)
+            cells += [f"[bold red]{failures:,}[/]" if failures else "0"]
+        cells += [", ".join(f"{fmean(row.order_us[name] for row in rows):.0f}" for name in ("p50", "p99"))]
+        table.add_row(policy, *cells, style="green" if policy == best else None)
+    return table
+
+
+def _cached(rows: Sequence[RunResult]) -> float:
+    return fmean(row.cached_ratio for row in rows)
+
+
+def _times(rows: Sequence[RunResult], baseline: Sequence[RunResult]) -> list[str]:
+    """TTFT in ms, and the ratio to the baseline's; dashes where every request failed."""
+    p50, mean, plain = _ttft(rows, "p50"), _ttft(rows, "mean"), _ttft(baseline, "p50")
+    if p50 is None or mean is None:
+        return ["–", "–"]
+    return [f"{p50:.0f}, {mean:.0f}", f"{p50 / plain:.2f}" if plain else "–"]
+
+
+def _ttft(rows: Sequence[RunResult], name: str) -> float | None:
+    return _mean(row.ttft_ms[name] for row in rows if row.ttft_ms is not None)
+
+
+def _batch(result: RunResult) -> list[str]:
+    """How requests were reordered, in words."""
+    bound = "" if result.max_wait is None else f", at most {result.max_wait} places late"
+    return [f"batch{bound}"] * result.batch
+
+
+def _load(result: RunResult) -> list[str]:
+    """What the load was, in words."""
+    if result.load is None:
+        return []
+    bound, name, load = result.load["concurrency"], result.load["arrivals"], result.load
+    words = [f"arrivals {name}"] if name else []
+    words += [f"{load['time_scale']:g} times as fast"] if load["time_scale"] != 1 else []
+    words += [f"{load['replicas']} requests each"] if load["replicas"] != 1 else []
+    return words + ([f"{'at most ' if name else ''}{bound} in flight"] if bound else [])
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None
+
+
+def deciles_table(results: Sequence[RunResult]) -> Table:
+    """How the runs of one workload went along, tenth by tenth, the seeds' mean in each row.
+
+    Off by: mean of |predicted - reported| cached tokens, in blocks; memory: of this process, all policies together.
+    """
+    table = Table(title=f"{results[0].workload}: the run in tenths")
+    headings = ["cached", "order µs\np50, p99", "off by\nblocks", "in flight", "memory\nMB", "tree\nnodes"]
+    for heading in ["policy", "tenth", *headings]:
+        table.add_column(heading, justify="left" if heading == "policy" else "right", no_wrap=True)
+    for policy in dict.fromkeys(result.policy for result in results):
+        runs = [result.deciles or [] for result in results if result.policy == policy]
+        for tenth, rows in enumerate(zip(*runs, strict=False)):
+            order_us = [f"{fmean(row.order_us[name] for row in rows):.0f}" for name in ("p50", "p99")]
+            table.add_row(
+                "" if tenth else policy,
+                str(tenth + 1),
+                f"{100 * fmean(row.cached_ratio for row in rows):.1f} %",
+                ", ".join(order_us),
+                _number(_mean(row.prediction_error_blocks_mean for row in rows), ".2f"),
+                f"{fmean(row.in_flight_mean for row in rows):.1f}",
+                _number(_mean(row.rss_mb for row in rows), ",.0f"),
+                _number(_mean(row.tree_nodes for row in rows), ",.0f"),
+            )
+        table.add_section()
+    return table
+
+
+def _number(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)

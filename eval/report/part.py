@@ -1,0 +1,25 @@
+"""The part of a report that an experiment makes of one suite."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from ragorder.eval.report.canvas import Picture
+from ragorder.eval.report.groups import Group
+from ragorder.eval.report.tables import Table
+
+__all__ = ["Part"]
+
+
+@dataclass(slots=True)
+class Part:
+    """`groups` are runs that can be compared, for the overview; `pictures` draws when it is called."""
+
+    tables: Sequence[Table] = ()
+    words: Sequence[str] = ()
+    engine: str = ""
+    setting: str = ""
+    groups: list[Group] = field(default_factory=list)
+    baseline: str = ""
+    pictures: Callable[[], Sequence[Picture]] = tuple

@@ -1,0 +1,175 @@
+"""A benchmark: policies compared on traces, interleaved, each on a fresh engine of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ragorder.eval.data.cache import cache_folder
+from ragorder.eval.data.corpora import PYDOCS, Corpus, CorpusError, load_folder, load_pydocs
+from ragorder.eval.data.machine import describe_environment
+from ragorder.eval.data.names import unknown
+from ragorder.eval.data.trace import Trace, trace_of_corpus, trace_of_workload
+from ragorder.eval.data.workloads import make_workload
+from ragorder.eval.engines.base import Cache
+from ragorder.eval.engines.prompts import SYSTEM_PROMPT, BuiltPrompts, Prompts
+from ragorder.eval.running.load import Advance, Load
+from ragorder.eval.running.local import MakeRun, serve_on_sim, serve_on_torch, serve_on_vllm
+from ragorder.eval.running.policies import POLICIES, PolicyError, make_policy
+from ragorder.eval.running.progress import Progress, silent
+from ragorder.eval.running.results import RunResult
+from ragorder.eval.running.runner import Run
+from ragorder.eval.running.specs import Bench, BenchError
+from ragorder.prompt import PromptBuilder
+
+if TYPE_CHECKING:
+    from ragorder.eval.engines.pool import EnginePool
+
+__all__ = ["as_json", "check_bench", "run_bench", "run_traces", "sources_of"]
+
+_CORPUS_TOP_K = 5
+_SCHEMA = 1
+
+
+Serve = Callable[[Trace, int, MakeRun, Load, Advance], list[Run]]
+
+
+def run_bench(bench: Bench, progress: Progress = silent) -> list[RunResult]:
+    """Every policy on every trace and seed.
+
+    Raises WorkloadError, CorpusError, PolicyError, ArrivalsError or BenchError for what cannot be run, EngineError for
+    a server that cannot be measured, ImportError naming the extra to install.
+    """
+    return [run.result() for runs in run_traces(bench, progress) for run in runs]
+
+
+def run_traces(
+    bench: Bench, progress: Progress = silent, *, keep: bool = False, pool: EnginePool[Any] | None = None
+) -> Iterator[list[Run]]:
+    """For each trace and seed the runs of all policies, served; with `keep` each knows its served requests. Engines
+    "vllm" and "torch" are taken from `pool`, or else from one of its own. Raises as `run_bench` does."""
+    check_bench(bench)
+    with ExitStack() as stack:
+        yield from _run_traces(bench, _server(bench, stack, pool), progress, keep)
+
+
+def _run_traces(bench: Bench, serve: Serve, progress: Progress, keep: bool) -> Iterator[list[Run]]:
+    for source in sources_of(bench):
+        traces = {seed: source(seed) for seed in bench.seeds}
+        steps = sum(len(trace.requests) for trace in traces.values()) * len(bench.policies)
+        advance = progress(next(iter(traces.values())).name, steps)
+        for seed, trace in traces.items():
+            if not trace.requests:
+                raise CorpusError(f"{trace.name} has no requests: raise --limit or choose another")
+
+            def make(name: str, engine: Cache, prompts: Prompts, trace: Trace = trace, seed: int = seed) -> Run:
+                text = bench.time_builds and not isinstance(prompts, BuiltPrompts)
+                return Run(
+                    trace,
+                    name,
+                    make_policy(name, engine=engine, prompts=prompts, seed=seed, settings=bench.settings),
+                    engine,
+                    prompts,
+                    seed=seed,
+                    waiting=bench.waiting,
+                    batch=bench.batch,
+                    max_wait=bench.max_wait,
+                    load=bench.describe_load(),
+                    keep=keep,
+                    text_builder=PromptBuilder(SYSTEM_PROMPT) if text else None,
+                    timeline=bench.timelines,
+                )
+
+            yield serve(trace, seed, make, bench.load(trace, seed), advance)
+
+
+def as_json(bench: Bench, results: Sequence[RunResult]) -> dict[str, object]:
+    """The results in the published schema, with the environment that they were measured in."""
+    environment = describe_environment()
+    if bench.engine in ("vllm", "torch"):
+        environment["model"] = str(bench.model or "random weights")
+    if bench.engine == "openai":
+        environment["model"] = str(bench.served_model or bench.model or "the server's first")
+    return {"schema": _SCHEMA, "environment": environment, "runs": [result.as_json() for result in results]}
+
+
+def check_bench(bench: Bench) -> None:
+    """Raises PolicyError or BenchError for what no engine can do."""
+    for policy in bench.policies:
+        if policy not in POLICIES:
+            raise PolicyError(unknown("policy", policy, POLICIES))
+    if bench.engine != "sim" and "oracle" in bench.policies:
+        raise PolicyError("policy 'oracle' reads the engine's block table: use it with --engine sim")
+    if bench.engine == "openai" and "none" in bench.policies:
+        raise PolicyError("policy 'none' is the server's to decide, which has its prefix cache on: leave it out")
+    if bench.base_urls and len(bench.base_urls) not in (1, len(bench.policies)):
+        raise BenchError("--engine openai needs one --base-url, one for each --policy, or none to start a server")
+    if "events" in bench.policies and (bench.engine != "openai" or len(bench.base_urls) > 1):
+        raise PolicyError("policy 'events' hears what one server's cache holds: use it with --engine openai")
+    if "events" in bench.policies and bench.base_urls and bench.events is None:
+        raise BenchError("policy 'events' needs --events-endpoint, where the server publishes its KV events")
+    if bench.events is not None and not bench.base_urls:
+        raise BenchError("--events-endpoint goes with --base-url")
+    if bench.engine != "openai" and (bench.base_urls or bench.served_model):
+        raise BenchError("--base-url and --served-model go with --engine openai")
+    if bench.engine != "torch" and bench.host_tokens:
+        raise BenchError("--host-tokens go with --engine torch")
+    if bench.engine == "vllm" and (bench.arrivals or bench.concurrency not in (None, 1)):
+        raise BenchError(
+            "--engine vllm serves one request at a time, in this process: for a load start a server, and use "
+            "--engine openai, or take --engine torch"
+        )
+    if bench.max_wait is not None and not bench.batch:
+        raise BenchError("--max-wait goes with --batch")
+    if bench.batch and bench.arrivals:
+        raise BenchError("--batch plans all requests before the first is served: it goes with --concurrency")
+
+
+def _server(bench: Bench, stack: ExitStack, pool: EnginePool[Any] | None) -> Serve:
+    """Serves a trace and seed under all policies; what it starts ends with the stack."""
+    if bench.engine == "openai":
+        from ragorder.eval.running.live import Servers
+
+        return Servers(bench, stack).serve
+    if bench.engine == "vllm":
+        from ragorder.eval.engines.vllm_pool import VLLMPool
+
+        return partial(serve_on_vllm, bench, pool or stack.enter_context(VLLMPool()))
+    if bench.engine == "torch":
+        from ragorder.eval.engines.torch_pool import TorchPool
+
+        return partial(serve_on_torch, bench, pool or stack.enter_context(TorchPool(bench.host_tokens or 0)))
+    return partial(serve_on_sim, bench)
+
+
+Source = Callable[[int], Trace]
+
+
+def sources_of(bench: Bench) -> Iterator[Source]:
+    """For each workload and corpus a function from seed to trace."""
+    for name in bench.workloads:
+        if name == PYDOCS:
+            yield _corpus_source(bench, _load(PYDOCS, bench))
+        else:
+            yield lambda seed, name=name: trace_of_workload(  # type: ignore[misc]
+                make_workload(name, seed, top_k=bench.top_k, requests=bench.requests or 0), bench.requests
+            )
+    for corpus in bench.corpora:
+        yield _corpus_source(bench, corpus if isinstance(corpus, Corpus) else _load(corpus, bench))
+
+
+def _corpus_source(bench: Bench, corpus: Corpus) -> Source:
+    top_k, repeat = bench.top_k or _CORPUS_TOP_K, bench.arrivals is not None
+    return lambda seed: trace_of_corpus(
+        corpus, top_k=top_k, order=bench.order, seed=seed, limit=bench.requests, repeat=repeat
+    )
+
+
+def _load(name: str, bench: Bench) -> Corpus:
+    ranked = max(20, bench.top_k or 0)
+    if name == PYDOCS:
+        return load_pydocs(retriever=bench.retriever, top_k=ranked, cache=cache_folder())
+    return load_folder(Path(name), retriever=bench.retriever, top_k=ranked)

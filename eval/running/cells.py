@@ -1,0 +1,47 @@
+"""A cell: the parameters of the runs that are compared with one another, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+__all__ = ["SuiteCell", "SuiteError", "complaint"]
+
+
+class SuiteError(ValueError):
+    """A suite does not exist, or its file is wrong. The message says where and what to change."""
+
+
+class SuiteCell(BaseModel):
+    """A cell of a suite of any kind. Unknown parameters are refused; the given ones are the cell's name."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    @classmethod
+    def read(cls, fields: Mapping[str, Any], where: str) -> Self:
+        """Raises SuiteError, which begins with `where`."""
+        try:
+            return cls.model_validate(dict(fields))
+        except ValidationError as error:
+            raise SuiteError(f"{where}: {complaint(error)}") from None
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The given parameters, as JSON values: the cell's name in the results."""
+        return {name: getattr(self, name) for name in type(self).model_fields if name in self.model_fields_set}
+
+    @property
+    def varies_with_seed(self) -> bool:
+        """Whether another seed measures something else on an exact engine."""
+        return True
+
+
+def complaint(error: ValidationError) -> str:
+    """The first error in one line, with the field's name. An unknown name comes before a missing one: it may be that
+    one, misspelt."""
+    first = min(error.errors(include_url=False), key=lambda each: each["type"] != "extra_forbidden")
+    field = ".".join(map(str, first["loc"]))
+    message = "unknown field" if first["type"] == "extra_forbidden" else first["msg"].removeprefix("Value error, ")
+    return f"{field}: {message}" if field else message

@@ -1,0 +1,116 @@
+"""The demonstration: the standard library's documentation served in retrieval order and in ours, side by side."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from rich.console import Console, Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from ragorder.eval.data.corpora import PYDOCS
+from ragorder.eval.engines.capacity import Capacity
+from ragorder.eval.report.console import legend, results_table
+from ragorder.eval.running.bench import run_traces
+from ragorder.eval.running.progress import Progress
+from ragorder.eval.running.runner import Run, Served
+from ragorder.eval.running.specs import Bench
+
+__all__ = ["DemoReport", "run_demo"]
+
+_COLOURS = ("cyan", "magenta", "yellow", "blue", "bright_red", "bright_green", "bright_blue", "bright_magenta")
+
+
+@dataclass(frozen=True, slots=True)
+class DemoReport:
+    """What the demonstration has to show."""
+
+    engine: str
+    plain: Run
+    ordered: Run
+
+    def print(self) -> None:
+        """The table, then one request's prompt before and after."""
+        console = Console()
+        results = [self.plain.result(), self.ordered.result()]
+        console.print(results_table(results))
+        console.print(legend(results), style="dim")
+        console.print(self._one_request())
+        console.print(self._what_is_real(), style="dim")
+
+    def _one_request(self) -> RenderableType:
+        pairs = list(zip(self.plain.served, self.ordered.served, strict=True))
+        before, after = max(pairs, key=lambda pair: pair[1].cached_documents - pair[0].cached_documents)
+        colours = {document.id: colour for document, colour in zip(before.documents, _COLOURS, strict=False)}
+        question = self.plain.trace.requests[before.number].question
+        side_by_side = Table.grid(expand=True)
+        side_by_side.add_row(_prompt("retrieval order", before, colours), _prompt("ragorder's order", after, colours))
+        return Group(
+            Text(f"\nRequest {before.number + 1}, of {len(pairs)} the one that gained most: {question}", style="bold"),
+            side_by_side,
+            Text.assemble(("██", "green"), " found in the cache  ", ("░░", "red"), " computed", style="dim"),
+        )
+
+    def _what_is_real(self) -> str:
+        real = (
+            "Real: the documents (this Python's standard library), the retrieval (BM25), the orders, the token counts"
+        )
+        if self.engine == "sim":
+            return (
+                f"{real} (characters / 4). Simulated: the engine's cache, to the block; there is no model and no time."
+            )
+        engine = "vLLM with its prefix cache" if self.engine == "vllm" else "the embedded engine with its cache"
+        return (
+            f"{real}, {engine}, the times of this machine. Random: the model's weights, so that "
+            "times and hits are honest and answers mean nothing."
+        )
+
+
+def run_demo(engine: str, model: Path | None, limit: int, waiting: int, progress: Progress) -> DemoReport:
+    """Serve the questions. Raises ImportError naming the extras to install, ValueError for what cannot be served."""
+    _check_installed(engine)
+    bench = Bench(
+        workloads=(PYDOCS,),
+        policies=("retrieval", "auto"),
+        engine=engine,
+        model=model,
+        capacity=Capacity(),
+        limit=limit,
+        waiting=waiting,
+    )
+    ((plain, ordered),) = run_traces(bench, progress, keep=True)
+    return DemoReport(engine, plain, ordered)
+
+
+def _check_installed(engine: str) -> None:
+    """All that lacks in one message: an engine is large, and not to be installed for the next message."""
+    needed = {"bm25s": "bm25"} | ({} if engine == "sim" else {engine: engine})
+    lacking = {module: extra for module, extra in needed.items() if not _is_there(module)}
+    if lacking:
+        modules, extras = " and ".join(lacking), ",".join(lacking.values())
+        raise ImportError(f"the demonstration needs {modules}: pip install 'ragorder[{extras}]'", name=min(lacking))
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ImportError:
+        return False
+
+
+def _prompt(title: str, served: Served, colours: dict[str, str]) -> Panel:
+    lines = Text("██ system prompt\n", style="green", overflow="ellipsis", no_wrap=True)
+    for place, document in enumerate(served.documents):
+        cached = place < served.cached_documents
+        lines.append("██ " if cached else "░░ ", style="green" if cached else "red")
+        lines.append(f"{document.id}\n", style=colours.get(document.id, "white"))
+    lines.append("░░ ", style="red")
+    lines.append("question", style="dim")
+    completion = served.completion
+    lines.append(f"\n{completion.cached_tokens:,} of {completion.prompt_tokens:,} tokens cached", style="bold")
+    if completion.ttft_s is not None:
+        lines.append(f"\nfirst token after {completion.ttft_s * 1e3:,.0f} ms", style="bold")
+    return Panel(lines, title=title)

@@ -1,0 +1,229 @@
+"""The protocol of an experiment, and the registry: one folder of `ragorder.eval.experiments` for each.
+
+A folder is an experiment if it has a module `experiment` with a subclass of `Experiment`. It brings its cells, its
+record, its measurement, its tables and pictures, and its suites (`*.toml`); nothing else names it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+
+from ragorder.eval import experiments as _folder
+from ragorder.eval.data.corpora import Corpus
+from ragorder.eval.data.corpora.loader import CorpusLoader
+from ragorder.eval.running.cells import SuiteCell, SuiteError
+from ragorder.eval.running.progress import Progress
+from ragorder.eval.running.record import Record
+
+if TYPE_CHECKING:
+    from ragorder.eval.report.part import Part
+    from ragorder.eval.report.reading import Results
+    from ragorder.eval.report.suites import SuiteInfo
+    from ragorder.eval.running.options import Options
+    from ragorder.eval.running.store import Store
+    from ragorder.eval.running.suite import Suite
+
+__all__ = ["Experiment", "Job", "Line", "Missing", "experiment_of", "experiments", "suite_files"]
+
+Line = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A cell of a suite with one seed, under those policies of which there are no results yet."""
+
+    suite: Suite
+    cell: Any
+    seed: int
+    policies: tuple[str, ...]
+    requests: int
+    corpus: Corpus | None = None
+
+    def without(self, policies: Collection[str]) -> Self:
+        return replace(self, policies=tuple(policy for policy in self.policies if policy not in policies))
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """A policy in a cell (empty: in the whole suite) that cannot be measured, and the reason."""
+
+    suite: str
+    cell: dict[str, Any]
+    policy: str
+    reason: str
+
+
+class Experiment(ABC):
+    """One kind of measurement in one invocation. Use it in a `with` block while jobs are measured."""
+
+    kind: ClassVar[str]
+    """What a suite's file says as `kind`."""
+    record: ClassVar[type[Record]]
+    cell: ClassVar[type[SuiteCell]]
+    policies: ClassVar[Collection[str] | None] = None
+    """Those that a suite may name; None: see `check`."""
+    unit: ClassVar[str] = "requests"
+    """What the progress bar counts."""
+    counted: ClassVar[Literal["runs", "quality"]] = "runs"
+    planned: ClassVar[bool] = False
+    """Whether `--dry-run` shows the plan of each suite."""
+    rehearses: ClassVar[bool] = False
+    """Whether `--dry-run` goes all the way, without a model."""
+    missing_by_cell: ClassVar[bool] = False
+    """Whether the report names cells, and not policies, of what is missing."""
+    checks: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    """Checks that the experiment's own tables show, with the fields that they need."""
+
+    def __init__(self, options: Options, store: Store, session: str, progress: Progress) -> None:
+        self.options, self.store, self.session, self.progress = options, store, session, progress
+        self.corpora = CorpusLoader(options.corpora)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        return None
+
+    @classmethod
+    def check(cls, suite: Suite, where: str) -> None:
+        """Raises SuiteError for a suite that cannot be measured by this experiment."""
+        list(cls.cells(suite, where))
+
+    @classmethod
+    def cells(cls, suite: Suite, where: str) -> Iterator[Any]:
+        """Raises SuiteError for a cell with unknown or wrong parameters."""
+        for point in suite.points:
+            yield cls.cell.read(point, f"{where}: cell {_short(point)}")
+
+    def plan(self, suite: Suite) -> Iterator[Job | Missing]:
+        """What is to be measured, without what the store has already, and what cannot be.
+
+        Raises CorpusError for a corpus that cannot be read.
+        """
+        asked = self.asked(suite)
+        for cell in suite.cells:
+            reasons = {policy: self.obstacle(suite, cell, policy) for policy in asked}
+            said = (self.missing(suite, cell, policy, why) for policy, why in reasons.items() if why)
+            yield from (each for each in said if each is not None)
+            together = list(self.together(suite, [policy for policy in asked if not reasons[policy]]))
+            if not together:
+                continue
+            requests, corpus = self.requests(suite, cell), self.corpus(cell)
+            if corpus is not None:
+                requests = min(requests, len(corpus.questions))
+            for seed in self.seeds(cell):
+                key = {"suite": suite.name, "cell": cell.fields, "seed": seed}
+                for policies in together:
+                    todo = tuple(policy for policy in policies if not self.done(**key, policy=policy))
+                    if todo:
+                        yield Job(suite, cell, seed, todo, requests, corpus)
+
+    def asked(self, suite: Suite) -> Sequence[str]:
+        """The suite's policies, or those of them that were asked for."""
+        chosen = self.options.policies
+        return [policy for policy in suite.policies if chosen is None or policy in chosen]
+
+    def obstacle(self, suite: Suite, cell: Any, policy: str) -> str | None:
+        """The reason why a policy cannot be measured in a cell, if there is one."""
+        return None
+
+    def missing(self, suite: Suite, cell: Any, policy: str, reason: str) -> Missing | None:
+        """What is kept of an obstacle; None: nothing more."""
+        return Missing(suite.name, cell.fields, policy, reason)
+
+    def together(self, suite: Suite, policies: Sequence[str]) -> Iterable[tuple[str, ...]]:
+        """The policies that are measured in one job."""
+        return [(policy,) for policy in policies]
+
+    def requests(self, suite: Suite, cell: Any) -> int:
+        """The most that a run serves."""
+        return min(suite.requests, self.options.limit or suite.requests)
+
+    def corpus(self, cell: Any) -> Corpus | None:
+        return None
+
+    def seeds(self, cell: Any) -> Sequence[int]:
+        """What is exact and the same with every seed is measured once."""
+        return self.options.seeds if cell.varies_with_seed else self.options.seeds[:1]
+
+    def done(self, **key: Any) -> bool:
+        return self.store.has(self.record.model_fields["type"].default, **key)
+
+    def in_order(self, jobs: Sequence[Job]) -> list[Job]:
+        """The jobs in the order in which they are measured."""
+        return list(jobs)
+
+    def measurement(self, job: Job) -> str | None:
+        """What a job measures, whichever suite it is for; None: jobs have nothing in common."""
+        return None
+
+    def steps(self, job: Job) -> int:
+        """Of the progress bar; 0: the measurement announces its own."""
+        return job.requests * len(job.policies)
+
+    @abstractmethod
+    def measure(self, job: Job, advance: Callable[[], None]) -> Iterator[Line | Missing]:
+        """Fields of the record (`policy`, `rows`, …) for each policy, or whole lines, which have a `type`.
+
+        A line is on the disk before the next one is asked for. Raises EngineError, ImportError or OSError for what ends
+        the whole invocation.
+        """
+
+    @classmethod
+    def report(cls, suite: SuiteInfo, results: Results) -> Part:
+        """The tables and pictures of a suite."""
+        from ragorder.eval.report.part import Part
+
+        return Part()
+
+    @classmethod
+    def own_suites(cls) -> Mapping[str, SuiteInfo]:
+        """Suites that stand in no file."""
+        return {}
+
+    @classmethod
+    def not_measured(cls, results: Results) -> str | None:
+        """What the report must say about what was not measured."""
+        return None
+
+
+def _folders() -> list[Path]:
+    found = (path for home in _folder.__path__ for path in Path(home).iterdir())
+    return sorted((path for path in found if (path / "experiment.py").is_file()), key=lambda path: path.name)
+
+
+@cache
+def experiments() -> dict[str, type[Experiment]]:
+    """Every experiment by its kind."""
+    found: dict[str, type[Experiment]] = {}
+    for folder in _folders():
+        module = import_module(f"{_folder.__name__}.{folder.name}.experiment")
+        for value in vars(module).values():
+            own = isinstance(value, type) and issubclass(value, Experiment) and value.__module__ == module.__name__
+            if own:
+                found[value.kind] = value
+    return found
+
+
+def experiment_of(kind: str) -> type[Experiment]:
+    """Raises SuiteError for a kind that does not exist."""
+    try:
+        return experiments()[kind]
+    except KeyError:
+        raise SuiteError(f"unknown kind {kind!r}: choose from {', '.join(experiments())}") from None
+
+
+def suite_files() -> list[Path]:
+    """The suites of all experiments."""
+    return sorted((path for folder in _folders() for path in folder.glob("*.toml")), key=lambda path: path.name)
+
+
+def _short(point: Mapping[str, Any]) -> str:
+    return "{" + ", ".join(f"{name} = {value}" for name, value in point.items()) + "}"

@@ -1,0 +1,148 @@
+"""What one run measured, request by request, in columns of numbers: a long run must not grow by its bookkeeping."""
+
+from __future__ import annotations
+
+import math
+import time
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from statistics import fmean
+
+from ragorder.eval.data.machine import resident_mb
+
+__all__ = ["Decile", "Measures", "order_times_us", "percentile", "thread_times_us"]
+
+_SERVED, _FAILED = 1, 2
+
+
+@dataclass(frozen=True, slots=True)
+class Decile:
+    """A tenth of a run's requests, in the order in which they were sent.
+
+    `in_flight_mean` counts the requests that were sent and not yet answered when one was sent, itself included;
+    `prediction_error_blocks_mean` is |predicted - reported|. `rss_mb` (of this process, all policies together) and
+    `tree_nodes` were read when the last request of the decile was sent. What there is none of is None.
+    """
+
+    requests: int
+    failures: int
+    cached_ratio: float
+    order_us: dict[str, float]
+    prediction_error_blocks_mean: float | None
+    in_flight_mean: float
+    rss_mb: float | None
+    tree_nodes: int | None
+
+
+class Measures:
+    """Columns of figures, one row for each request in the order in which they were sent, allocated at once."""
+
+    def __init__(self, requests: int, *, tree_nodes: Callable[[], int | None]) -> None:
+        self.requests = requests
+        self.order_ns = _column("q", requests)
+        self.prompt_tokens = _column("q", requests)
+        self.cached_tokens = _column("q", requests)
+        self.cached_documents = _column("q", requests)
+        self.predicted_tokens = _column("q", requests)
+        self.in_flight = _column("q", requests)
+        self.number = _column("q", requests)
+        self.build_ns = _column("q", requests)
+        self.displacement = _column("d", requests)
+        self.moved_share = _column("d", requests)
+        self.ttft_s = _column("d", requests)
+        self.total_s = _column("d", requests)
+        self._state = bytearray(requests)
+        self._tree_nodes = tree_nodes
+        self._samples: list[tuple[float | None, int | None]] = []
+
+    def sent(self, row: int, in_flight: int) -> None:
+        """Request `row` was sent when so many were in flight, itself included."""
+        self.in_flight[row] = in_flight
+        if row + 1 in _ends(self.requests):
+            self._samples.append((resident_mb(), self._tree_nodes()))
+
+    def served(self, row: int) -> None:
+        self._state[row] = _SERVED
+
+    def failed(self, row: int) -> None:
+        self._state[row] = _FAILED
+
+    @property
+    def failures(self) -> int:
+        return self._state.count(_FAILED)
+
+    def rows(self, start: int = 0, stop: int | None = None) -> list[int]:
+        """The requests that were served, of those from `start` to `stop`."""
+        return [row for row in range(*slice(start, stop).indices(self.requests)) if self._state[row] == _SERVED]
+
+    def errors_tokens(self, rows: Iterable[int]) -> list[int]:
+        """By how many tokens more was predicted than the engine reported."""
+        return [self.predicted_tokens[row] - self.cached_tokens[row] for row in rows]
+
+    def deciles(self, block_size: int, *, predicts: bool) -> list[Decile]:
+        """The run in ten parts (fewer if it had fewer requests)."""
+        ends = _ends(self.requests)
+        return [
+            self._decile(start, stop, sample, block_size, predicts)
+            for (start, stop), sample in zip(pairwise((0, *ends)), self._samples, strict=True)
+        ]
+
+    def _decile(
+        self, start: int, stop: int, sample: tuple[float | None, int | None], block_size: int, predicts: bool
+    ) -> Decile:
+        rows = self.rows(start, stop)
+        prompt_tokens = sum(self.prompt_tokens[row] for row in rows)
+        errors = [abs(error) / block_size for error in self.errors_tokens(rows)]
+        rss_mb, tree_nodes = sample
+        return Decile(
+            requests=stop - start,
+            failures=self._state.count(_FAILED, start, stop),
+            cached_ratio=round(sum(self.cached_tokens[row] for row in rows) / max(1, prompt_tokens), 6),
+            order_us=order_times_us(self.order_ns[start:stop]),
+            prediction_error_blocks_mean=round(fmean(errors), 4) if predicts and errors else None,
+            in_flight_mean=round(fmean(self.in_flight[start:stop]), 2),
+            rss_mb=rss_mb,
+            tree_nodes=tree_nodes,
+        )
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The percentile of the values, interpolated linearly; 0 of none."""
+    if not values:
+        return 0.0
+    ordered = sorted(values)
+    place = (len(ordered) - 1) * percent / 100
+    below = int(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+
+
+def order_times_us(order_ns: Sequence[int]) -> dict[str, float]:
+    """p50 and p99 of times that two intervals of the thread's clock measured, without what reading it takes."""
+    order_us = thread_times_us(order_ns, intervals=2)
+    return {"p50": round(percentile(order_us, 50), 2), "p99": round(percentile(order_us, 99), 2)}
+
+
+def thread_times_us(times_ns: Sequence[int], *, intervals: int = 1) -> list[float]:
+    """Times that so many intervals of the thread's clock measured, without what reading it takes."""
+    return [max(0, ns - intervals * _clock_ns()) / 1e3 for ns in times_ns]
+
+
+@lru_cache
+def _clock_ns() -> int:
+    """What reading the thread's clock twice takes of the thread's time."""
+    readings = [time.thread_time_ns() for _ in range(2_001)]
+    return sorted(after - before for before, after in pairwise(readings))[1_000]
+
+
+@lru_cache
+def _ends(requests: int) -> tuple[int, ...]:
+    """Where the tenths of so many requests end."""
+    return tuple(sorted({math.ceil(requests * part / 10) for part in range(1, 11)} - {0}))
+
+
+def _column(typecode: str, rows: int) -> array:  # type: ignore[type-arg]
+    return array(typecode, bytes(array(typecode).itemsize * rows))

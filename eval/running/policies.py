@@ -1,0 +1,187 @@
+"""The ordering policies that a benchmark compares: ours, the papers', and the plain ones."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+from ragorder.batch import Batch
+from ragorder.document import Document
+from ragorder.eval.data.names import unknown
+from ragorder.eval.data.trace import Request
+from ragorder.eval.engines.base import Cache
+from ragorder.eval.engines.openai import OpenAIEngine
+from ragorder.eval.engines.prompts import BuiltPrompts, Prompts
+from ragorder.eval.engines.sim import SimEngine
+from ragorder.eval.peers import PEERS, make_peer
+from ragorder.orderer import Orderer
+from ragorder.ordering import Ordering
+from ragorder.prompt import PromptBuilder
+from ragorder.trie.residency import EngineBlocks
+
+__all__ = ["ORDERERS", "POLICIES", "Policy", "PolicyError", "make_orderer", "make_policy"]
+
+Documents = list[Document]
+
+ORDERERS: dict[str, dict[str, Any]] = {
+    "greedy": {"search": "greedy", "tail": "rank", "residency": "none"},
+    "best": {"search": "best", "tail": "rank"},
+    "frequency": {"search": "best", "tail": "frequency"},
+    "queue": {"search": "best", "tail": "queue"},
+    "auto": {"search": "best", "tail": "auto"},
+}
+
+POLICIES = ("none", "retrieval", "sorted", "recency", "random", *ORDERERS, "events", "oracle", *PEERS)
+
+
+class PolicyError(ValueError):
+    """A policy does not exist or cannot run on this engine. The message says what to change."""
+
+
+class Policy(Protocol):
+    """Orders documents. An `Orderer` is one."""
+
+    def order(
+        self, documents: Documents, *, waiting: Sequence[Documents] = (), suffix_tokens: int | None = None
+    ) -> Ordering[Document]:
+        """One request's documents; `waiting` are those of the requests behind it."""
+
+    def order_batch(
+        self, requests: Sequence[Documents], *, suffix_tokens: int | None = None, max_wait: int | None = None
+    ) -> Iterable[Ordering[Document]]:
+        """All requests of a run, in the order in which they are to be served, none more than `max_wait` places late."""
+
+
+def make_policy(
+    name: str, *, engine: Cache, prompts: Prompts, seed: int = 0, settings: Mapping[str, Any] | None = None
+) -> Policy:
+    """A fresh policy for one run on a fresh engine. Orderers take `settings` besides their own.
+
+    Raises PolicyError, pydantic.ValidationError for settings that are wrong."""
+    if name in ORDERERS:
+        lengths = {"tokens": prompts.document_tokens, "prefix_tokens": prompts.prefix_tokens}
+        return make_orderer(name, engine=engine, **lengths, **(settings or {}))
+    if name == "events":
+        if not isinstance(engine, OpenAIEngine) or engine.blocks is None or not isinstance(prompts, BuiltPrompts):
+            raise PolicyError("policy 'events' hears what a server's cache holds: use it with --engine openai")
+        return _EventsOrderer(engine, engine.blocks, prompts.builder, settings or {})
+    if name in ("none", "retrieval"):
+        return _Plain(lambda documents: list(range(len(documents))))
+    if name == "sorted":
+        return _Plain(lambda documents: sorted(range(len(documents)), key=lambda rank: documents[rank].id))
+    if name == "recency":
+        return _Plain(_Recency())
+    if name == "random":
+        rng = random.Random(seed)
+        return _Plain(lambda documents: rng.sample(range(len(documents)), len(documents)))
+    if name == "oracle":
+        if not isinstance(engine, SimEngine):
+            raise PolicyError("policy 'oracle' reads the engine's block table: use it with --engine sim")
+        return _Plain(_Oracle(engine, prompts))
+    if name in PEERS:
+        return make_peer(name)
+    raise PolicyError(unknown("policy", name, POLICIES))
+
+
+def make_orderer(name: str, *, engine: Cache, **options: Any) -> Orderer:
+    """The orderer of one of the policies `ORDERERS`, for a fresh engine. `options` are those of `Orderer`; they win."""
+    cache = {
+        "capacity_tokens": engine.capacity_tokens,
+        "block_size": engine.block_size,
+        "partial_blocks_first": engine.partial_blocks_first,
+    }
+    return Orderer(**cache | ORDERERS[name] | options)
+
+
+class _EventsOrderer(Orderer):
+    """Policy auto, with the residency that the server's KV events tell. Its scope is the salt of the run's requests."""
+
+    def __init__(
+        self, engine: OpenAIEngine, blocks: EngineBlocks, builder: PromptBuilder, settings: Mapping[str, Any]
+    ) -> None:
+        super().__init__(
+            tokens=builder.document_tokens,
+            token_ids=builder.document_ids,
+            prefix_ids=builder.prefix_ids,
+            blocks=blocks,
+            capacity_tokens=engine.capacity_tokens,
+            block_size=engine.block_size,
+            prefix_tokens=builder.prefix_tokens,
+            partial_blocks_first=engine.partial_blocks_first,
+            **settings,
+        )
+        self._salt = engine.salt
+
+    def order(self, documents: Any, **options: Any) -> Ordering[Any]:
+        return super().order(documents, **options | {"scope": self._salt})
+
+    def order_batch(self, requests: Any, **options: Any) -> Batch[Any]:
+        return super().order_batch(requests, **options | {"scope": self._salt})
+
+
+class _Plain:
+    """A policy that is a function from documents to a permutation of their ranks; a batch is served as it came."""
+
+    def __init__(self, permute: Callable[[Documents], list[int]]) -> None:
+        self._permute = permute
+
+    def order(
+        self, documents: Documents, *, waiting: Sequence[Documents] = (), suffix_tokens: int | None = None
+    ) -> Ordering[Document]:
+        permutation = self._permute(documents)
+        return Ordering([documents[rank] for rank in permutation], permutation)
+
+    def order_batch(
+        self, requests: Sequence[Documents], *, suffix_tokens: int | None = None, max_wait: int | None = None
+    ) -> Iterator[Ordering[Document]]:
+        for index, documents in enumerate(requests):
+            ordering = self.order(documents)
+            ordering.index = index
+            yield ordering
+
+
+class _Recency:
+    """Most recently served documents first (RAGCache++ Table 9)."""
+
+    def __init__(self) -> None:
+        self._clock = 0
+        self._last_seen: dict[str, int] = {}
+
+    def __call__(self, documents: Documents) -> list[int]:
+        self._clock += 1
+        permutation = sorted(range(len(documents)), key=lambda rank: -self._last_seen.get(documents[rank].key, 0))
+        for document in documents:
+            self._last_seen[document.key] = self._clock
+        return permutation
+
+
+class _Oracle:
+    """The order with the longest prefix in the engine's true cache (RAGCache++ Table 9).
+
+    All permutations are considered up to 7 documents: an order that has left the cache gains nothing by what follows,
+    so that only cached beginnings are extended. Beyond 7, `budget` beginnings at most.
+    """
+
+    def __init__(self, engine: SimEngine, prompts: Prompts, budget: int = 2_000) -> None:
+        self._engine = engine
+        self._prompts = prompts
+        self._budget = budget
+
+    def __call__(self, documents: Documents) -> list[int]:
+        count = len(documents)
+        budget = self._budget if count > 7 else -1
+        best: list[int] = []
+        best_cached = -1
+        stack: list[list[int]] = [[]]
+        while stack and budget:
+            budget -= 1
+            begun = stack.pop()
+            ids = self._prompts.token_ids(0, Request("", []), [documents[rank] for rank in begun])
+            end = self._prompts.prefix_tokens + sum(self._prompts.document_tokens(documents[rank]) for rank in begun)
+            cached = self._engine.cached_tokens(ids[:end])
+            if cached > best_cached:
+                best, best_cached = begun, cached
+            if end - cached < self._engine.block_size:
+                stack += [[*begun, rank] for rank in reversed(range(count)) if rank not in begun]
+        return best + [rank for rank in range(count) if rank not in best]

@@ -1,0 +1,300 @@
+"""One policy on one engine over one trace: what it did, and what the cache saved."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+from ragorder.document import Document
+from ragorder.eval.data.trace import Request, Trace
+from ragorder.eval.engines.base import Cache, Completion
+from ragorder.eval.engines.prompts import BuiltPrompts, Prompts
+from ragorder.eval.running.measures import Measures, order_times_us, percentile, thread_times_us
+from ragorder.eval.running.policies import Policy
+from ragorder.eval.running.results import Column, Columns, RunResult, Throughput
+from ragorder.eval.running.timeline import Timeline
+from ragorder.orderer import Orderer
+from ragorder.ordering import Ordering
+from ragorder.prompt import PromptBuilder
+
+__all__ = ["Run", "Sent", "Served"]
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """A request on its way: the `row` of its figures, its `number` in the trace, its documents in order."""
+
+    row: int
+    number: int
+    ordering: Ordering[Document]
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """One served request: its place in the trace, its documents as they stood in the prompt, and how many of them, from
+    the first, the engine had in its cache."""
+
+    number: int
+    documents: list[Document]
+    cached_documents: int
+    completion: Completion
+
+
+class Run:
+    """One policy on one engine over one trace. A driver takes each request with `send`, has the engine serve it, and
+    ends it with `end` or `fail`. `in_flight` requests are on their way.
+
+    `load` says under which load, for the result. With `keep` the served requests are kept in `served`. Where the engine
+    takes prompts without words, `text_builder` builds the text as an application would, so that this can be timed.
+    With `timeline` the run knows how the cache filled.
+    """
+
+    def __init__(
+        self,
+        trace: Trace,
+        policy_name: str,
+        policy: Policy,
+        engine: Cache,
+        prompts: Prompts,
+        *,
+        seed: int = 0,
+        waiting: int = 0,
+        batch: bool = False,
+        max_wait: int | None = None,
+        load: dict[str, Any] | None = None,
+        keep: bool = False,
+        text_builder: PromptBuilder | None = None,
+        timeline: bool = False,
+    ) -> None:
+        self.trace = trace
+        self.policy_name = policy_name
+        self.engine = engine
+        self.seed = seed
+        self.waiting = waiting
+        self.batch = batch
+        self.max_wait = max_wait
+        self.load = load
+        self.in_flight = 0
+        self.served: list[Served] = []
+        self._policy = policy
+        self._prompts = prompts
+        self._keep = keep
+        self._text_builder = text_builder
+        self.timeline = Timeline.of(engine, len(trace.requests)) if timeline else None
+        self._builds = text_builder is not None or isinstance(prompts, BuiltPrompts)
+        # A policy that orders in a process of its own says what it took there.
+        self._clock_ns: Callable[[], int] = getattr(policy, "clock_ns", time.thread_time_ns)
+        self._most_in_flight = 0
+        self._first_s = self._last_s = 0.0
+        self._orderings = self._plan() if batch else self._one_by_one()
+        self._measures = Measures(len(trace.requests), tree_nodes=self._tree_nodes)
+        self._sent = 0
+
+    @property
+    def remaining(self) -> int:
+        """How many requests have not been sent yet."""
+        return len(self.trace.requests) - self._sent
+
+    def send(self) -> Sent:
+        """Order the next request's documents. It is in flight from here on."""
+        number, ordering, order_ns = next(self._orderings)
+        sent = Sent(self._sent, number, ordering)
+        self._sent += 1
+        self.in_flight += 1
+        self._most_in_flight = max(self._most_in_flight, self.in_flight)
+        self._measures.number[sent.row] = number
+        self._measures.order_ns[sent.row] = order_ns
+        self._measures.sent(sent.row, self.in_flight)
+        if self.timeline is not None:
+            self.timeline.sent(sent.row, self._tree_nodes())
+        return sent
+
+    def token_ids(self, sent: Sent) -> Sequence[int]:
+        """The prompt of a request."""
+        request, documents, builder = self.trace.requests[sent.number], sent.ordering.documents, self._text_builder
+        start = time.thread_time_ns()
+        if builder is not None:
+            builder.build(request.question, documents)
+        else:
+            token_ids = self._prompts.token_ids(sent.number, request, documents)
+        self._measures.build_ns[sent.row] = time.thread_time_ns() - start
+        return token_ids if builder is None else self._prompts.token_ids(sent.number, request, documents)
+
+    def end(self, sent: Sent, completion: Completion) -> None:
+        """The engine answered."""
+        measures, row, ordering = self._measures, sent.row, sent.ordering
+        self._finish(row, lambda: ordering.confirm(completion.cached_tokens))
+        measures.served(row)
+        measures.prompt_tokens[row] = completion.prompt_tokens
+        measures.cached_tokens[row] = completion.cached_tokens
+        measures.predicted_tokens[row] = ordering.cached_tokens
+        measures.displacement[row] = ordering.displacement
+        measures.moved_share[row] = _moved_share(ordering.permutation)
+        measures.ttft_s[row] = math.nan if completion.ttft_s is None else completion.ttft_s
+        measures.total_s[row] = math.nan if completion.total_s is None else completion.total_s
+        self._last_s = time.perf_counter()
+        cached_documents = self._cached_documents(ordering.documents, completion.cached_tokens)
+        measures.cached_documents[row] = cached_documents
+        if self._keep:
+            self.served.append(Served(sent.number, ordering.documents, cached_documents, completion))
+
+    def fail(self, sent: Sent) -> None:
+        """The request got no answer."""
+        self._finish(sent.row, sent.ordering.discard)
+        self._measures.failed(sent.row)
+
+    def columns(self) -> Columns:
+        """What was measured of each request that was answered so far."""
+        measures = self._measures
+        served = measures.rows()
+        at = {measures.number[row]: row for row in served}
+
+        def column(values: Sequence[float], digits: int | None = None) -> Column:
+            rounded = values if digits is None else [round(value, digits) for value in values]
+            rows = (at.get(number) for number in range(len(self.trace.requests)))
+            return [None if row is None else rounded[row] for row in rows]
+
+        timed = any(not math.isnan(measures.ttft_s[row]) for row in served)
+        predicts = isinstance(self._policy, Orderer)
+        return Columns(
+            prompt_tokens=column(measures.prompt_tokens),
+            cached_tokens=column(measures.cached_tokens),
+            cached_documents=column(measures.cached_documents),
+            predicted_tokens=column(measures.predicted_tokens) if predicts else None,
+            ttft_ms=column([seconds * 1e3 for seconds in measures.ttft_s], 3) if timed else None,
+            order_us=column(thread_times_us(measures.order_ns, intervals=2), 1),
+            build_us=column(thread_times_us(measures.build_ns), 1) if self._builds else None,
+            displacement=column(measures.displacement, 4),
+            moved_share=column(measures.moved_share, 4),
+        )
+
+    def throughput(self, *, skip: int = 0) -> Throughput | None:
+        """Without the first `skip` requests where they were served one at a time. None without a clock."""
+        measures = self._measures
+        alone = self._most_in_flight == 1
+        rows = measures.rows(skip if alone else 0)
+        if not rows or any(math.isnan(measures.total_s[row]) for row in rows):
+            return None
+        seconds = sum(measures.total_s[row] for row in rows) if alone else self._last_s - self._first_s
+        tokens = sum(measures.prompt_tokens[row] + self.engine.kept_output_tokens + 1 for row in rows)
+        return Throughput(round(len(rows) / seconds, 4), round(tokens / seconds, 2))
+
+    @property
+    def failures(self) -> int:
+        """How many requests got no answer."""
+        return self._measures.failures
+
+    @property
+    def fallbacks(self) -> int:
+        """How many requests an internal error of the policy left in retrieval order."""
+        return int(getattr(self._policy, "fallbacks", 0))
+
+    @property
+    def fallback_reason(self) -> str | None:
+        """What the first of these was, where the policy says so."""
+        return getattr(self._policy, "first_error", None)
+
+    def result(self) -> RunResult:
+        """The figures of all requests that were answered so far."""
+        requests, measures, block_size = self.trace.requests, self._measures, self.engine.block_size
+        predicts = isinstance(self._policy, Orderer)
+        rows = measures.rows()
+        prompt_tokens = sum(measures.prompt_tokens[row] for row in rows)
+        cached_tokens = sum(measures.cached_tokens[row] for row in rows)
+        errors = measures.errors_tokens(rows) if predicts else []
+        ttft_s = [measures.ttft_s[row] for row in rows]
+        return RunResult(
+            workload=self.trace.name,
+            policy=self.policy_name,
+            engine=self.engine.name,
+            order=self.trace.order,
+            seed=self.seed,
+            top_k=max((len(request.documents) for request in requests), default=0),
+            capacity_tokens=self.engine.capacity_tokens,
+            waiting=self.waiting,
+            batch=self.batch,
+            max_wait=self.max_wait,
+            requests=len(requests),
+            failures=measures.failures,
+            prompt_tokens=prompt_tokens,
+            cached_tokens=cached_tokens,
+            cached_ratio=round(cached_tokens / max(1, prompt_tokens), 6),
+            prefix_documents_mean=round(fmean([measures.cached_documents[row] for row in rows] or [0]), 4),
+            displacement_mean=round(fmean([measures.displacement[row] for row in rows] or [0]), 4),
+            prediction_within_block=_mean([abs(error) <= block_size for error in errors]),
+            prediction_error_blocks_mean=_mean([abs(error) / block_size for error in errors]),
+            prediction_bias_blocks=_mean([error / block_size for error in errors]),
+            ttft_ms=_milliseconds([seconds for seconds in ttft_s if not math.isnan(seconds)]),
+            order_us=order_times_us(measures.order_ns),
+            load=self.load,
+            deciles=None if self.load is None else measures.deciles(block_size, predicts=predicts),
+        )
+
+    def _one_by_one(self) -> Iterator[tuple[int, Ordering[Document], int]]:
+        requests, order = self.trace.requests, self._policy.order
+        for number, request in enumerate(requests):
+            waiting = [later.documents for later in requests[number + 1 : number + 1 + self.waiting]]
+            suffix_tokens = self._suffix_tokens(request)
+            self._first_s = self._first_s or time.perf_counter()
+            start = self._clock_ns()
+            ordering = order(request.documents, waiting=waiting, suffix_tokens=suffix_tokens)
+            yield number, ordering, self._clock_ns() - start
+
+    def _plan(self) -> Iterator[tuple[int, Ordering[Document], int]]:
+        requests = self.trace.requests
+        suffix_tokens = max((self._suffix_tokens(request) for request in requests), default=0)
+        documents = [request.documents for request in requests]
+        self._first_s = time.perf_counter()
+        start = self._clock_ns()
+        wait = {} if self.max_wait is None else {"max_wait": self.max_wait}
+        orderings = iter(self._policy.order_batch(documents, suffix_tokens=suffix_tokens, **wait))
+        planning = (self._clock_ns() - start) // max(1, len(requests))
+        while True:
+            start = self._clock_ns()
+            ordering = next(orderings, None)
+            if ordering is None:
+                return
+            yield ordering.index, ordering, self._clock_ns() - start + planning
+
+    def _suffix_tokens(self, request: Request) -> int:
+        return self._prompts.suffix_tokens(request) + self.engine.kept_output_tokens
+
+    def _finish(self, row: int, finish: Callable[[], None]) -> None:
+        self.in_flight -= 1
+        start = self._clock_ns()
+        finish()
+        self._measures.order_ns[row] += self._clock_ns() - start
+
+    def _cached_documents(self, documents: Sequence[Document], cached_tokens: int) -> int:
+        end = self._prompts.prefix_tokens
+        for place, document in enumerate(documents):
+            end += self._prompts.document_tokens(document)
+            if end - end % self.engine.block_size > cached_tokens:
+                return place
+        return len(documents)
+
+    def _tree_nodes(self) -> int | None:
+        return self._policy.tree_size if isinstance(self._policy, Orderer) else None
+
+
+def _moved_share(permutation: Sequence[int]) -> float:
+    return sum(place != rank for place, rank in enumerate(permutation)) / max(1, len(permutation))
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return round(fmean(values), 4) if values else None
+
+
+def _milliseconds(seconds: Sequence[float]) -> dict[str, float] | None:
+    if not seconds:
+        return None
+    milliseconds = [second * 1e3 for second in seconds]
+    return {
+        "p50": round(percentile(milliseconds, 50), 3),
+        "p95": round(percentile(milliseconds, 95), 3),
+        "mean": round(fmean(milliseconds), 3),
+    }

@@ -1,0 +1,164 @@
+"""One invocation of `ragorder eval run`: one loop over suites, cells, seeds and policies."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+from ragorder.eval.data.machine import describe_environment
+from ragorder.eval.running.experiment import Experiment, Job, Line, Missing, experiment_of
+from ragorder.eval.running.options import Options
+from ragorder.eval.running.progress import Progress, silent
+from ragorder.eval.running.record import SCHEMA
+from ragorder.eval.running.store import Store
+from ragorder.eval.running.suite import Suite
+
+__all__ = ["Outcome", "Plan", "plan_run", "run_suites"]
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What an invocation did: `runs` served, `copied` from another suite that had measured the same, `unavailable`
+    ones, and quality lines."""
+
+    runs: int = 0
+    copied: int = 0
+    unavailable: int = 0
+    quality: int = 0
+
+
+def run_suites(suites: Sequence[Suite], options: Options, store: Store, progress: Progress) -> Outcome:
+    """Run what the store lacks. Each line is written as soon as it is measured.
+
+    Raises HarnessError if the store has results of other options; CorpusError, EngineError, ImportError or OSError for
+    what ends the whole invocation. An obstacle in one cell becomes a line of type "unavailable".
+    """
+    _check_same(options, store)
+    return _Session(suites, options, store, progress).run()
+
+
+@dataclass(slots=True)
+class Plan:
+    """Jobs to serve, jobs that one of these answers as well, and what cannot be measured."""
+
+    served: list[Job] = field(default_factory=list)
+    copied: list[Job] = field(default_factory=list)
+    missing: list[Missing] = field(default_factory=list)
+
+
+def plan_run(suites: Sequence[Suite], options: Options, store: Store) -> Plan:
+    """What `run_suites` would do with the suites whose experiments are planned. Raises as it does."""
+    _check_same(options, store)
+    plan = Plan()
+    for kind, chosen in _by_kind(suites).items():
+        if experiment_of(kind).planned:
+            experiment = experiment_of(kind)(options, store, "", silent)
+            for job in _jobs(experiment, chosen, plan.missing):
+                answers = (each for each in plan.served if _same(experiment, each, job))
+                copied = any(set(job.policies) <= set(each.policies) for each in answers)
+                (plan.copied if copied else plan.served).append(job)
+    return plan
+
+
+def _same(experiment: Experiment, one: Job, other: Job) -> bool:
+    measured = experiment.measurement(other)
+    return measured is not None and measured == experiment.measurement(one)
+
+
+def _check_same(options: Options, store: Store) -> None:
+    for session in store.sessions:
+        options.check_same(session["arguments"], store.folder)
+
+
+def _by_kind(suites: Sequence[Suite]) -> dict[str, list[Suite]]:
+    found: dict[str, list[Suite]] = {}
+    for suite in suites:
+        found.setdefault(suite.kind, []).append(suite)
+    return found
+
+
+def _jobs(experiment: Experiment, suites: Sequence[Suite], missing: list[Missing]) -> list[Job]:
+    """In the order in which they are measured; what cannot be measured is added to `missing`."""
+    jobs: list[Job] = []
+    for suite in suites:
+        for found in _plan(experiment, suite):
+            (missing if isinstance(found, Missing) else jobs).append(found)  # type: ignore[arg-type]
+    return experiment.in_order(jobs)
+
+
+def _plan(experiment: Experiment, suite: Suite) -> Iterator[Job | Missing]:
+    options = experiment.options
+    short_form = suite.short_form if options.reduced and not suite.needs else None
+    if suite.needs:
+        reason = f"needs {suite.needs}"
+    elif options.reduced and short_form is None:
+        reason = "has no short form: run it without --reduced"
+    else:
+        yield from experiment.plan(short_form or suite)
+        return
+    asked = [each for each in suite.policies if options.policies is None or each in options.policies]
+    yield from (Missing(suite.name, {}, policy, reason) for policy in asked or ["auto"])
+
+
+class _Session:
+    def __init__(self, suites: Sequence[Suite], options: Options, store: Store, progress: Progress) -> None:
+        self.id = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{secrets.token_hex(3)}"
+        self._suites = suites
+        self._options = options
+        self._store = store
+        self._progress = progress
+        self._outcome = Outcome()
+
+    def run(self) -> Outcome:
+        self._begin()
+        for kind, suites in _by_kind(self._suites).items():
+            experiment = experiment_of(kind)(self._options, self._store, self.id, self._progress)
+            missing: list[Missing] = []
+            jobs = _jobs(experiment, suites, missing)
+            for each in missing:
+                self._miss(each)
+            if jobs and (experiment.rehearses or not self._options.dry_run):
+                self._measure(experiment, jobs)
+        return self._outcome
+
+    def _begin(self) -> None:
+        environment = describe_environment()
+        line = {"type": "session", "schema": SCHEMA, "session": self.id, "started": environment["time"]}
+        arguments = self._options.arguments(self._suites)
+        self._store.append({**line, "arguments": arguments, "environment": environment})
+
+    def _measure(self, experiment: Experiment, jobs: Sequence[Job]) -> None:
+        steps = sum(map(experiment.steps, jobs))
+        advance = self._progress(experiment.unit, steps) if steps else silent("", 0)
+        with experiment:
+            for job in jobs:
+                for found in experiment.measure(job, advance):
+                    if isinstance(found, Missing):
+                        self._miss(found)
+                    else:
+                        self._keep(experiment, job, found)
+
+    def _keep(self, experiment: Experiment, job: Job, found: Line) -> None:
+        line = found if "type" in found else self._record(experiment, job, found)
+        self._store.append(line)
+        if "copied_from" in found:
+            self._outcome.copied += 1
+        elif experiment.counted == "quality":
+            self._outcome.quality += 1
+        else:
+            self._outcome.runs += 1
+
+    def _record(self, experiment: Experiment, job: Job, found: Line) -> Line:
+        named = {"session": self.id, "suite": job.suite.name, "cell": job.cell.fields, "seed": job.seed}
+        kind = experiment.record.model_fields["type"].default
+        return experiment.record.model_validate({"type": kind, **named, **found}).line()
+
+    def _miss(self, missing: Missing) -> None:
+        self._outcome.unavailable += 1
+        key: dict[str, Any] = {"suite": missing.suite, "cell": missing.cell, "policy": missing.policy}
+        key["reason"] = missing.reason
+        if not self._store.has("unavailable", **key):
+            self._store.append({"type": "unavailable", "session": self.id, **key})

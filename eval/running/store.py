@@ -1,0 +1,162 @@
+"""Results as they are kept: JSON lines, appended and never overwritten."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Self
+
+from ragorder.eval.running.record import RESULTS
+
+__all__ = ["Store", "StoreError"]
+
+Line = Mapping[str, Any]
+
+
+class StoreError(ValueError):
+    """Results cannot be kept in this folder. The message says what to change."""
+
+
+class Store:
+    """The results in a folder. Use it in a `with` block: one process at a time writes.
+
+    A line that a crash tore is passed over, and ended before anything else is appended. Each line is on the disk when
+    `append` returns.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._file: IO[bytes] | None = None
+        self._places: dict[str, int] = {}
+        self._sessions: list[Line] = []
+        self._measured: dict[str, list[tuple[str, str, int]]] = {}
+
+    def __enter__(self) -> Self:
+        """Raises StoreError if the folder cannot be written to, or another process does."""
+        path = self.folder / RESULTS
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("a+b")
+        except OSError as error:
+            raise StoreError(f"{path}: cannot be written ({error})") from None
+        if not _lock(self._file):
+            self._file.close()
+            raise StoreError(f"{path}: another process is writing there: wait for it, or choose another folder")
+        self._read()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        assert self._file is not None
+        self._file.close()
+        self._file = None
+
+    @classmethod
+    @contextmanager
+    def reading(cls, folder: Path) -> Iterator[Store]:
+        """What is there, if anything, for somebody who writes nothing: nothing is made, locked or completed."""
+        store = cls(folder)
+        path = folder / RESULTS
+        if path.is_file():
+            with path.open("rb") as file:
+                for place, line in _lines(file):
+                    store._know(line, place)
+        yield store
+
+    @property
+    def sessions(self) -> list[Line]:
+        """What earlier invocations were asked for."""
+        return list(self._sessions)
+
+    def has(self, type: str, **key: Any) -> bool:
+        """Whether there is a line of this type with these fields: `suite`, `cell`, `policy`, and what else makes a line
+        of its type one of a kind (a run's `seed`, the `reason` why something is unavailable)."""
+        return _name({"type": type, **key}) in self._places
+
+    def append(self, line: Line) -> None:
+        """Raises OSError."""
+        file = self._file
+        assert file is not None, "use the store in a `with` block"
+        place = file.seek(0, os.SEEK_END)
+        file.write((json.dumps(line, separators=(",", ":"), allow_nan=False) + "\n").encode())
+        file.flush()
+        os.fsync(file.fileno())
+        self._know(line, place)
+
+    def measured(self, measurement: str, policies: tuple[str, ...]) -> list[Line] | None:
+        """The lines of these policies if another suite has measured just this, all in one session."""
+        groups: dict[str, dict[str, int]] = {}
+        for together, policy, place in self._measured.get(measurement, ()):
+            groups.setdefault(together, {})[policy] = place
+        for found in groups.values():
+            if all(policy in found for policy in policies):
+                return [self._line(found[policy]) for policy in policies]
+        return None
+
+    def _read(self) -> None:
+        file = self._file
+        assert file is not None
+        for place, line in _lines(file):
+            self._know(line, place)
+        if file.seek(0, os.SEEK_END):
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                file.write(b"\n")
+                file.flush()
+
+    def _line(self, place: int) -> Line:
+        assert self._file is not None
+        self._file.seek(place)
+        line: Line = json.loads(self._file.readline())
+        return line
+
+    def _know(self, line: Line, place: int) -> None:
+        if line.get("type") == "session":
+            self._sessions.append({name: value for name, value in line.items() if name != "environment"})
+            return
+        self._places[_name(line)] = place
+        if line.get("type") == "run" and "measurement" in line:
+            measured = self._measured.setdefault(line["measurement"], [])
+            measured.append((f"{line['suite']} {line['session']}", line["policy"], place))
+
+
+_MEASURED = ("suite", "cell", "seed", "policy", "dry_run")
+_KEYS = {
+    "unavailable": ("suite", "cell", "policy", "reason"),
+    "check": ("name", "suite", "cell", "seed", "policy", "dry_run"),
+}
+"""What makes a line of its type one of a kind; all others are measurements."""
+
+
+def _name(line: Line) -> str:
+    keys = _KEYS.get(str(line.get("type")), _MEASURED)
+    return json.dumps([line.get("type"), *(line.get(key) for key in keys)], sort_keys=True)
+
+
+def _lines(file: IO[bytes]) -> Iterator[tuple[int, Line]]:
+    """Whole lines with their places. A line that is no JSON object is passed over."""
+    place = file.seek(0)
+    for raw in file:
+        try:
+            line = json.loads(raw) if raw.endswith(b"\n") else None
+        except (ValueError, RecursionError):
+            line = None
+        if isinstance(line, dict):
+            yield place, line
+        place += len(raw)
+
+
+def _lock(file: IO[bytes]) -> bool:
+    """Where the system has no locks, nobody is kept out."""
+    try:
+        import fcntl
+    except ImportError:
+        return True
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
