@@ -79,7 +79,6 @@ class AdmissionQueue:
             raise HTTPError(503, message, code="too_many_waiting", headers=retry) from None
 
     def as_json(self) -> dict[str, Any]:
-        """The figures since the start of the process."""
         return {
             "max_in_flight": self._limiter.limit,
             "in_flight": self._limiter.in_flight,
@@ -89,7 +88,6 @@ class AdmissionQueue:
         }
 
     def collect(self) -> Iterable[Metric]:
-        """The metrics, for a Prometheus registry."""
         from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
 
         waiting, in_flight = len(self._limiter.queue), self._limiter.in_flight

@@ -41,7 +41,7 @@ _NULL = Raw(b"null")
 
 
 class TooManyError(ValueError):
-    """A list has more items than are read."""
+    """The list is too long."""
 
 
 class _Message(Struct):
@@ -97,7 +97,7 @@ class Passage(NamedTuple):
 
 
 class Body:
-    """The fields of a request's body; those that are not changed stay byte for byte."""
+    """A request's body by field."""
 
     route: ClassVar[str]
 
@@ -117,7 +117,7 @@ class Body:
         raise NotImplementedError
 
     def put(self, passage: Passage, text: str) -> None:
-        """Replace the text of a passage by one of as many parts."""
+        """Replace a passage by a text of as many parts."""
         raise NotImplementedError
 
     def number(self, name: str) -> int | None:
@@ -125,7 +125,7 @@ class Body:
         return decode(self.fields[name], int) if name in self.fields else None
 
     def string(self, name: str) -> str | None:
-        """A string field; None if it is absent or null. Raises HTTPError if it is anything else."""
+        """None for an absent or null field. Raises HTTPError if it is not a string."""
         if name not in self.fields or self.fields[name] == _NULL:
             return None
         value = decode(self.fields[name], str)

@@ -72,7 +72,7 @@ class RenamedIds:
         self._watching = True
 
     def look(self, salt: str | None, documents: Iterable[tuple[str, str]]) -> None:
-        """Look at the documents (id, text) of a request."""
+        """`documents`: ids and texts of a request."""
         if not self._watching:
             return
         # A text that occurs twice in a request says nothing about the next one.

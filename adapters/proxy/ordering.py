@@ -56,7 +56,6 @@ class OrderedRequest:
         return [(PERMUTATION, ranks), *predicted] if len(ranks) <= _LONGEST_HEADER else predicted
 
     def begin(self, status: int, headers: Headers) -> None:
-        """The answer's status and headers."""
         if self._ordering is not None and 200 <= status < 300:
             self._reader = reader_for(headers)
 

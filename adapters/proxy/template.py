@@ -16,55 +16,52 @@ _FIELDS = ("id", "text", "title")
 
 
 class TemplateError(ValueError):
-    """By such a template no document can be found again. The message says what to change."""
+    """Documents cannot be recognised by this template. The message says what to change."""
 
 
 @dataclass(frozen=True, slots=True)
 class DocumentRun:
-    """Documents that stand one behind the other in a text: `pieces` are the text cut up, in front of the first
-    document, then documents and the white space between them by turns, and what stands behind the last."""
+    """Consecutive documents in a text. `pieces` joined are the text: its head, then documents and the white space
+    between them alternately, and its tail."""
 
     pieces: Sequence[str]
 
     @property
     def head(self) -> str:
-        """What stands in front of the first document."""
         return self.pieces[0]
 
     @property
     def documents(self) -> Sequence[str]:
-        """The documents as they stand in the text, header and all."""
+        """The documents as they are in the text, with their headers."""
         return self.pieces[1::2]
 
     @property
     def gaps(self) -> Sequence[str]:
-        """The white space between the documents."""
         return self.pieces[2:-1:2]
 
     @property
     def tail(self) -> str:
-        """What stands behind the last document."""
         return self.pieces[-1]
 
     def filled(self, documents: Sequence[str]) -> str:
-        """The text with other documents in the places of its own."""
+        """The text with `documents` instead of its own."""
         pieces = list(self.pieces)
         pieces[1::2] = documents
         return "".join(pieces)
 
     def arranged(self, permutation: Sequence[int]) -> str:
-        """The text with its documents in another order; `permutation` says which of them stands at each place."""
+        """The text with its documents in another order: `permutation` has the index of the document at each place."""
         documents = self.documents
         return self.filled([documents[place] for place in permutation])
 
 
-# Start and end. A plain pair of numbers is nothing to the garbage collector, which stops every thread to look at the
-# hundred thousands of them that a hostile text has.
+# Start and end. The garbage collector does not track plain pairs of numbers, of which a hostile text has hundreds of
+# thousands; it would stop every thread to scan them.
 _Span = tuple[int, int]
 
 
 class DocumentParts(NamedTuple):
-    """A document cut up: what stands in front of its id, that, and what stands behind it."""
+    """A document split at its id."""
 
     before: str
     id: str
@@ -72,7 +69,6 @@ class DocumentParts(NamedTuple):
 
     @property
     def rest(self) -> str:
-        """The document without its id."""
         return self.before + self.after
 
     def under(self, id: str) -> str:
@@ -81,12 +77,12 @@ class DocumentParts(NamedTuple):
 
 
 class DocumentTemplate:
-    """How one document stands in a message: `<document id="{id}">\\n{text}\\n</document>`, with {text} and, if wanted,
-    {id} and {title}; a literal brace is written twice. White space around the template does not matter.
+    """The form of one document in a message, such as `<document id="{id}">\\n{text}\\n</document>`, with {text} and,
+    optionally, {id} and {title}; a literal brace is written twice. Surrounding white space is ignored.
 
-    Documents are found by the marks in front of and behind them. Where marks do not take turns (a document's text has
-    one in it, or something else in the message has), the documents next to them are left where they are. Between two
-    of them may be white space, and the end of a part of the message (`BOUNDARY`); in none of them may be that.
+    Documents are recognised by the marks in front of and behind them. Where these do not alternate (a document's text
+    or another part of the message contains one), the adjacent documents are not recognised. Between two documents may
+    be white space, and the end of a part of the message (`BOUNDARY`), which no document may contain.
 
     Raises TemplateError.
     """
@@ -105,10 +101,10 @@ class DocumentTemplate:
         sample = self._open + "".join(f"1{literal}" for literal in (*self._between, self._close))
         run = self.find(f"{sample}{sample}{sample}")
         if run is None or list(run.documents) != [sample] * 3:
-            raise TemplateError("three documents in a row are not found again: choose marks that cannot be mistaken")
+            raise TemplateError("three documents in a row are not recognised: choose marks that cannot be confused")
 
     def find(self, text: str) -> DocumentRun | None:
-        """The longest run of two or more documents, the first of equals; None if there is none. Takes linear time."""
+        """The longest run of two or more documents, the first of equals; None if there is none. Linear time."""
         longest: list[_Span] = []
         run: list[_Span] = []
         for start, end in self._documents(text):
@@ -124,24 +120,22 @@ class DocumentTemplate:
         return DocumentRun([text[start:end] for start, end in pairwise(edges)])
 
     def has_one(self, text: str) -> bool:
-        """Whether there is any document in a text."""
         return next(self._documents(text), None) is not None
 
     @property
     def shows_id(self) -> bool:
-        """Whether a document's id stands in it."""
         return "id" in self._fields
 
     def named(self, document: str) -> DocumentParts:
-        """A document, as it stands in a text, with its id taken out of it."""
+        """A document of a run, split at its id."""
         if not self.shows_id:
             return DocumentParts(document, "", "")
         place = self._id_in(document)
         return DocumentParts(document[: place.start], document[place], document[place.stop :])
 
     def _id_in(self, document: str) -> slice:
-        # A text may have in it what stands between fields: a field in front of it is looked for from the front, one
-        # behind it from behind, so that nothing of the text is taken for the id.
+        # A document's text may contain the separator of fields: a field before the text is searched from the front, one
+        # after it from the back, so that the text is never taken for the id.
         start, end = len(self._open), len(document) - len(self._close)
         place = self._fields.index("id")
         if place < self._fields.index("text"):
@@ -154,8 +148,8 @@ class DocumentTemplate:
         return slice(document.rfind(literal, start, end) + len(literal), end)
 
     def _documents(self, text: str) -> Iterator[_Span]:
-        """Each opening mark with the closing mark behind it, if neither is doubled: no opening mark between them, no
-        closing mark behind them that could be the real one."""
+        """Each opening mark with the next closing mark, if neither is doubled: no opening mark between them, and no
+        second closing mark before the next opening one."""
         opened_at = text.find(self._open)
         while opened_at >= 0:
             inside = opened_at + len(self._open)

@@ -1,4 +1,4 @@
-"""The upstream server, and the connections to it."""
+"""The upstream server and its connections."""
 
 from __future__ import annotations
 

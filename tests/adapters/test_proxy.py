@@ -719,8 +719,8 @@ class TestTemplates:
             ("---{text}---", "part of one another"),
             ("### {id}\n{text}\n### end", "part of one another"),
             ("ab{text}a", "part of one another"),
-            ("<d>{id}<d>{text}</d>", "not found again"),
-            ("<d>{id}</d>{text}</d>", "not found again"),
+            ("<d>{id}<d>{text}</d>", "not recognised"),
+            ("<d>{id}</d>{text}</d>", "not recognised"),
         ],
     )
     def test_one_by_which_nothing_can_be_found_is_refused(self, template: str, said: str) -> None:
