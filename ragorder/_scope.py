@@ -41,7 +41,7 @@ class EngineContents(NamedTuple):
 class ScopeOwner(Protocol):
     clock: Iterator[int]
     defer: Callable[[Callable[[], None]], None]
-    """Calls a outcome in its turn."""
+    """Calls an outcome in its turn."""
     report: Callable[[Exception], None]
     """Counts an internal error."""
 
