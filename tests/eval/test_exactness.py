@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.exactness import TRACES, Ask, Exactness, Served, compare, make_asks, serve_on_vllm
-from support.rings import ALL, examples
+from support.rings import examples
 
 from ragorder.eval.engines.sim import SimEngine
 from ragorder.eval.engines.vllm import VLLMEngine
 
 BLOCK = 4
-REQUESTS = 500 if ALL else 150
+REQUESTS = 500
 
 
 def ids(first: int, count: int) -> list[int]:
