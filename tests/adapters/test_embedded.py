@@ -1308,6 +1308,7 @@ class TestEnd:
         assert served.popen.communicate(timeout=60)[1] == ""
         assert served.popen.returncode == 128 + signal.SIGTERM
 
+    @pytest.mark.slow
     def test_those_that_do_not_are_broken_off_and_nothing_of_them_is_told(
         self, launch: Callable[..., Served], tmp_path: Path
     ) -> None:

@@ -337,6 +337,7 @@ def test_proxy(vllm_server: Any, vllm_model: Path, requests: list[Request], plai
     assert stats.cached_tokens > 1.5 * (stats.other_cached_tokens or 0)
 
 
+@pytest.mark.slow
 def test_the_proxy_in_shadow_mode(
     vllm_server: Any, vllm_model: Path, builder: PromptBuilder, requests: list[Request], plain: Served
 ) -> None:

@@ -293,6 +293,7 @@ class TestVLLM:
         assert predicted >= 0.99 * len(requests)
         assert ordered >= 2 * retrieval > 0
 
+    @pytest.mark.slow
     def test_bench_serves_a_workload_on_it(self, vllm_model: Path, tmp_path: Path, python: Any) -> None:
         """In a process of its own: closing engines here would take the session's process groups away."""
         arguments = ["bench", "--engine", "vllm", "--model", str(vllm_model), "--workload", "paper-shuf"]

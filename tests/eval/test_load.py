@@ -1332,6 +1332,7 @@ class TestBenchOnVLLM:
         assert auto["cached_tokens"] > retrieval["cached_tokens"]
         assert auto["prompt_tokens"] == retrieval["prompt_tokens"]
 
+    @pytest.mark.slow
     def test_one_at_a_time_the_mirror_predicts_it(self, vllm_server: Any) -> None:
         """The second run begins with what the first one left, under another salt, and must not notice."""
         vllm_server.reset()
@@ -1357,6 +1358,7 @@ class TestBenchOnVLLM:
         assert events["cached_tokens"] > retrieval["cached_tokens"]
         assert (events["requests"], events["failures"]) == (12, 0)
 
+    @pytest.mark.slow
     def test_a_fresh_salt_is_a_fresh_cache(self, vllm_server: Any) -> None:
         vllm_server.reset()
         options = self.options(vllm_server)
