@@ -151,6 +151,11 @@ class Option(click.Option):
 class Command(click.Command):
     """click's command, whose options stand under the headings of their sections."""
 
+    def __init__(self, *args: Any, **attributes: Any) -> None:
+        super().__init__(*args, **attributes)
+        # Its own, not only the group's: click remembers the help option of the first call, which may be a direct one.
+        self.context_settings = {"help_option_names": ["-h", "--help"], **self.context_settings}
+
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         sections: dict[str, list[tuple[str, str]]] = {}
         for param in self.get_params(ctx):

@@ -157,6 +157,13 @@ class TestHelp:
         assert command.get_short_help_str(200)
         assert command.help.split()[0] in done.output
 
+    def test_a_command_that_is_called_by_itself_first_has_it_in_the_group(self, python: Any) -> None:
+        calls = "for args in (serve, ['--help']), (serve, ['-h']), (main, ['serve', '-h']):"
+        imports = "from click.testing import CliRunner as R\nfrom ragorder.cli import main\n"
+        imports += "from ragorder.cli.serve import serve\n"
+        script = f"{imports}{calls}\n    print(R().invoke(*args).exit_code)"
+        assert python("-c", script).stdout.split() == ["0", "0", "0"]
+
     @pytest.mark.parametrize(("path", "option"), OPTIONS, ids=lambda part: str(getattr(part, "name", part)))
     def test_every_option_has_it(self, path: tuple[str, ...], option: click.Option) -> None:
         assert option.help
