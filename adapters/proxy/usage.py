@@ -1,4 +1,4 @@
-"""What an answer says of itself, read from its bytes as they pass by."""
+"""Usage of an answer, read from its bytes as they pass through."""
 
 from __future__ import annotations
 

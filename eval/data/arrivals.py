@@ -1,4 +1,4 @@
-"""When requests arrive: drawn from a Poisson process, or as a trace of a real service recorded them."""
+"""Arrival times of requests: Poisson, or recorded in a trace of a real service."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Arrivals:
             return poisson_arrivals(self.rate, count, seed)
         if count > len(self.trace) * self.replicas:
             raise ArrivalsError(f"{self.name} has {self.count:,} arrivals: lower --limit ({count:,})")
-        # The arrivals of one gap lie before all of the next: nobody else can be among the first.
+        # The arrivals of one gap lie before all of the next: no other can be among the first.
         needed = self.trace[: -(-count // self.replicas) + 1]
         arrivals = replicate(needed, self.replicas, seed) if self.replicas > 1 else needed
         return [replace(each, at_s=each.at_s / self.time_scale) for each in arrivals[:count]]

@@ -1,4 +1,4 @@
-"""Where what was made on this machine is kept: models, corpora."""
+"""Cache folder of models and corpora that are made on this machine."""
 
 from __future__ import annotations
 

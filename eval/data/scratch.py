@@ -20,7 +20,7 @@ _YOUNG_S = 60.0
 class OwnFolder:
     """A folder in the system's temporary one, for its user alone. It has a name at once, and exists once it is taken.
 
-    A process that is killed leaves its folders behind; whoever takes one with the same `prefix` later removes them.
+    Folders of killed processes are removed by the next process that uses the same `prefix`.
     """
 
     def __init__(self, prefix: str) -> None:
@@ -48,7 +48,7 @@ class OwnFolder:
 def _remove_abandoned(prefix: str) -> None:
     """Those whose owner holds their lock no more. A young one may be about to be locked."""
     for folder in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
-        # It may be somebody else's, or go meanwhile.
+        # It may belong to another process, or go meanwhile.
         with suppress(OSError), (folder / _LOCK).open("rb") as file:
             status = os.fstat(file.fileno())
             if status.st_uid == os.geteuid() and time.time() - status.st_mtime > _YOUNG_S and _lock(file):
@@ -56,7 +56,7 @@ def _remove_abandoned(prefix: str) -> None:
 
 
 def _lock(file: IO[bytes]) -> bool:
-    """Whether nobody else has it. Where the system has no locks, somebody has."""
+    """Whether no other process holds it. Where the system has no locks, it counts as held."""
     try:
         import fcntl
     except ImportError:

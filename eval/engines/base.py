@@ -1,4 +1,4 @@
-"""What the evaluation asks of a serving engine."""
+"""Interface of a serving engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How large an engine's cache is to be."""
+"""Cache sizes of engines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a real engine serves: a model, and prompts in its tokens."""
+"""Models of real engines, and their tokenizers."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ class OpenAIEngine:
     server knows `ignore_eos`, and at most so many where it does not. Every request carries `salt` as its `cache_salt`,
     which is random: `reset` draws a new one. Where blocks are evicted least recently used first, those of an old salt
     are always older than any of the new one, so that a fresh salt finds the cache as if it were empty, and fills it as
-    if it were. `blocks` are those that the server's KV events tell of, if somebody listens to them.
+    if it were. `blocks` are those that the server's KV events tell of, if a subscriber listens to them.
     """
 
     name = "openai"

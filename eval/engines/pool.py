@@ -40,7 +40,7 @@ class EnginePool(ABC, Generic[E]):
     """
 
     block_size: ClassVar[int]
-    """Where nobody says another."""
+    """Unless another one is given."""
 
     def __init__(self) -> None:
         self._size: EngineSize | None = None
@@ -75,7 +75,7 @@ class EnginePool(ABC, Generic[E]):
         output_tokens: int = 1,
     ) -> tuple[list[E], BuiltPrompts]:
         """An engine for each policy (without prefix caching for "none"), and the prompts that they take. They are this
-        caller's until somebody takes engines again.
+        caller's until engines are taken again.
 
         Raises ValueError if the longest prompt does not fit the capacity.
         """

@@ -234,11 +234,11 @@ def _temporary(folder: Path) -> dict[str, str]:
 
 
 def _shared_memory(group: int) -> set[Path]:
-    """The files in /dev/shm that the processes of a group have mapped or named after themselves: whoever is killed
-    leaves them there."""
+    """The files in /dev/shm that the processes of a group have mapped or named after themselves, and leave there if
+    they are killed."""
     found: set[Path] = set()
     for process in Path("/proc").glob("[0-9]*"):
-        # Others come and go meanwhile, and may be somebody else's.
+        # Others come and go meanwhile, and may belong to another process.
         with suppress(OSError):
             if os.getpgid(int(process.name)) == group:
                 found.update(Path(_SHARED).glob(f"*-{process.name}-*"))
@@ -248,7 +248,7 @@ def _shared_memory(group: int) -> set[Path]:
 
 
 def _free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on now; taken together, so that they differ."""
+    """Ports without a listener now; taken together, so that they differ."""
     sockets = [socket.socket() for _ in range(count)]
     try:
         for each in sockets:

@@ -158,7 +158,7 @@ class TorchEngine:
 
         ends = token_ids.document_ends if isinstance(token_ids, PromptIds) else ()
         sampling = self._sampling if output_tokens is None else replace(self._sampling, max_tokens=output_tokens)
-        # Nobody finds what was served under a salt that nobody else has.
+        # What was served under a unique salt is never found again.
         salt = None if self._prefix_caching else secrets.token_hex(16)
         return Request(list(token_ids), ends, sampling, salt)
 
@@ -212,7 +212,7 @@ class TorchEngine:
 
 @contextmanager
 def _no_progress_bar() -> Iterator[None]:
-    """transformers draws one into everybody's standard error while it loads."""
+    """transformers draws a bar on standard error while it loads."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()

@@ -24,7 +24,7 @@ class PeerError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Somebody else's ordering: the requirement that pip installs without its dependencies, and those of these that
+    """Another project's ordering: the requirement that pip installs without its dependencies, and those of these that
     ordering needs."""
 
     name: str

@@ -1,4 +1,4 @@
-"""What ordering would save on a log of past requests, without an engine and without a word of a document."""
+"""Replay of a log of past requests: savings by ordering, without an engine and without any document text."""
 
 from ragorder.eval.replay.jobs import ReplayError
 from ragorder.eval.replay.log import Log, LogBuilder, LogError

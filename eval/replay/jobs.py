@@ -66,7 +66,7 @@ def _watch(futures: Sequence[Future[Figures]], told: Any, advance: Advance) -> N
 
 
 class _StoppedError(Exception):
-    """Nobody wants the figures any more."""
+    """The replay was cancelled."""
 
 
 _shared: tuple[Log, Setup, Any, Any]

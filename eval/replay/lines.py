@@ -58,7 +58,7 @@ def numbered_lines(source: IO[bytes], name: str, progress: Progress | None) -> I
 
 
 def _watch(source: IO[bytes], name: str, progress: Progress | None) -> tuple[int, Callable[[int], None]]:
-    """The size of a file in bytes, and what is to be told how far it is read. Of a pipe nobody knows: 0."""
+    """The size of a file in bytes, and what is to be told how far it is read. A pipe's size is not known: 0."""
     try:
         size = os.fstat(source.fileno()).st_size
         source.tell()

@@ -1,4 +1,4 @@
-"""How much requests have in common: what any order of their documents could reuse at most, and why."""
+"""Overlap of requests: the most that any order of their documents could reuse, and why."""
 
 from __future__ import annotations
 

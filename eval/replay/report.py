@@ -1,4 +1,4 @@
-"""What a replay found: figures by policy and capacity, what ordering would save, and what to make of it."""
+"""Report of a replay: figures by policy and capacity, savings, and a summary."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class LogInfo:
 
 @dataclass(frozen=True, slots=True)
 class CapacityInfo:
-    """The size of a cache: as it was asked for ("5%"), and in tokens (None: unlimited). `asked` is whether somebody
-    did, or whether it belongs to the sweep."""
+    """The size of a cache: as written in the option ("5%"), and in tokens (None: unlimited). `asked`: chosen by the
+    user, not by the sweep."""
 
     name: str
     tokens: int | None

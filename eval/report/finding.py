@@ -1,4 +1,4 @@
-"""What the paper's own trace measures, in words, with the numbers of these results."""
+"""Findings on the paper's own trace in words, with the numbers of these results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is compared between policies: each figure with its unit and which way is better."""
+"""Metrics that are compared between policies, with their units and directions."""
 
 from __future__ import annotations
 

@@ -258,7 +258,7 @@ def _command(session: SessionRecord, folder: Path) -> str:
 
 
 _NO_OPTIONS = ("output", "like")
-"""Said already, and which engine the simulated one is like: nobody chooses that."""
+"""Shown elsewhere, and the engine that the simulated one mimics, which is not an option."""
 
 _OPTIONS = {"policies": "--policy", "orders": "--policy", "question_order": "--order", "capacity": "--capacity-tokens"}
 """Options whose names are not those of the arguments as a session keeps them."""

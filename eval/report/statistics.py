@@ -1,4 +1,4 @@
-"""What repeated measurements say: summaries, and paired differences with bootstrap confidence intervals.
+"""Statistics of repeated measurements: summaries, and paired differences with bootstrap confidence intervals.
 
 **Paired.** Two policies serve the same requests in the same order, so what is resampled are requests, with what every
 policy did on them. What makes requests differ (long prompts, cold regions) is then in no interval.

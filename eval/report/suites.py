@@ -1,4 +1,4 @@
-"""What the report needs to know of a suite: its words, what it sweeps, and the paper's own numbers."""
+"""Facts of a suite that the report shows: its words, its sweeps, and the paper's own numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drivers: who sends a run's next request, and when. In turn, or under load on a virtual or on the real clock.
+"""Drivers: which run sends its next request, and when. In turn, or under load on a virtual or on the real clock.
 
 A driver takes requests from a `Run` and has its engine serve them. Those that need no real time are generators, which
 stop after each request that was sent, so that several runs can take turns.
@@ -219,7 +219,7 @@ async def _serve_on(run: Run, engine: AsyncEngine, load: Load, advance: Advance)
 
 
 async def _serve_one(run: Run, engine: AsyncEngine, load: Load, advance: Advance) -> None:
-    """Order, build and send without letting go of the event loop, so that nobody comes in between."""
+    """Order, build and send without letting go of the event loop, so that no other request comes in between."""
     sent = run.send()
     try:
         completion = await engine.complete(run.token_ids(sent), load.length(sent.row))

@@ -1,4 +1,4 @@
-"""What one run measured, request by request, in columns of numbers: a long run must not grow by its bookkeeping."""
+"""Measurements of one run in columns of numbers, one entry a request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `ragorder eval run` is asked for."""
+"""Options of `ragorder eval run`."""
 
 from __future__ import annotations
 

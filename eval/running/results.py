@@ -1,4 +1,4 @@
-"""What was measured of a run: each request's figures, and what they come to."""
+"""Results of a run: each request's figures, and their summary."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class Store:
     @classmethod
     @contextmanager
     def reading(cls, folder: Path) -> Iterator[Store]:
-        """What is there, if anything, for somebody who writes nothing: nothing is made, locked or completed."""
+        """The store for reading, if there is one: nothing is made, locked or completed."""
         store = cls(folder)
         path = folder / RESULTS
         if path.is_file():
@@ -150,7 +150,7 @@ def _lines(file: IO[bytes]) -> Iterator[tuple[int, Line]]:
 
 
 def _lock(file: IO[bytes]) -> bool:
-    """Where the system has no locks, nobody is kept out."""
+    """Where the system has no locks, every process may write."""
     try:
         import fcntl
     except ImportError:

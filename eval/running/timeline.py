@@ -1,4 +1,4 @@
-"""How a cache filled along a run, read off now and then."""
+"""Timeline of a cache during a run, sampled now and then."""
 
 from __future__ import annotations
 

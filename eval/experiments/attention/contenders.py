@@ -1,4 +1,5 @@
-"""Who is measured: each makes, of a problem, something to call that computes it, and says what its time is of."""
+"""Implementations that are measured: each turns a problem into a call that computes it, and names what its time
+covers."""
 
 from __future__ import annotations
 

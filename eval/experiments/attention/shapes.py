@@ -1,4 +1,4 @@
-"""What is measured: shapes, and the tensors of one, laid out as the engine has them."""
+"""Shapes that are measured, and their tensors in the engine's layout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was measured, as tables: on the terminal and in Markdown."""
+"""Tables of the results, for the terminal and in Markdown."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _lines(rows: Sequence[Row]) -> list[tuple[str, ...]]:
 
 
 def _fastest_other(row: Row, rows: Sequence[Row]) -> float | None:
-    """Our kernel's rivals are the others, everybody else's all but itself."""
+    """The fastest other contender."""
     ours = row.contender.startswith("triton")
     times = [
         other.median_ms

@@ -1,4 +1,4 @@
-"""What the proxy gains in conversations, by where the documents stand, as the server counts it.
+"""Cached tokens of conversations through the proxy, by where the documents stand, from the server's counters.
 
 `python -m ragorder.eval.conversations` asks a server the same in retrieval order and through the proxy. The server is a
 simulated one, or with `--engine vllm` a real one with a small random model: some minutes without a GPU.

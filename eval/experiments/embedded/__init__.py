@@ -1,4 +1,4 @@
-"""What the embedded engine takes: `python -m ragorder.eval.experiments.embedded`."""
+"""Measurements of the embedded engine: `python -m ragorder.eval.experiments.embedded`."""
 
 from ragorder.eval.experiments.embedded.prefill import MEASURES, Layout, prefill_experiments
 from ragorder.eval.experiments.embedded.results import Verdict, judge

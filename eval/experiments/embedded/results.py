@@ -1,4 +1,4 @@
-"""What the measurements say: medians, how often one is the other, and whether that is as good as it must be."""
+"""Results of the measurements: medians, ratios, and verdicts against the goals."""
 
 from __future__ import annotations
 

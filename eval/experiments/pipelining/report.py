@@ -1,4 +1,4 @@
-"""What pipelines save: cold starts, searches with speculation, throughput under saturation."""
+"""Tables and pictures of pipelines: cold starts, speculation, throughput under saturation."""
 
 from __future__ import annotations
 

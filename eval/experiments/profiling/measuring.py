@@ -144,7 +144,7 @@ def measure_profile(
     progress: Progress = lambda description, steps: lambda: None,
 ) -> PrefillProfile:
     """The server's profile: the median time to the first token of so many requests for each cell, as this process sees
-    it. `seed` draws the tokens and the order of the cells. Nobody else should use the server, or this machine.
+    it. `seed` draws the tokens and the order of the cells. The server and this machine should serve nothing else.
 
     Raises EngineError for a server that does not report cached tokens, does not cache, or had something else cached
     than it was sent, and if a request fails; ImportError naming the extra to install.
@@ -218,8 +218,8 @@ class _Requests:
                     return answer.ttft_s
                 problem = (
                     f"of {cached:,} tokens that it had been sent just before, in front of {new:,} others, the server "
-                    f"had {answer.cached_tokens:,} cached, in the last of {_TRIES} tries: see that nobody else uses "
-                    "it, that it is one engine (no data parallelism), and that --block-size is right, or lower --cached"
+                    f"had {answer.cached_tokens:,} cached, in the last of {_TRIES} tries: see that it serves nothing "
+                    "else, that it is one engine (no data parallelism), and that --block-size is right, or lower --cached"
                 )
             self.again += 1
             del self._prefixes[cell]

@@ -1,4 +1,4 @@
-"""What the proxy costs: the latency that it adds, and whether many streams hold.
+"""Cost of the proxy: added latency, and many concurrent streams.
 
 `python -m ragorder.eval.proxy_load --rate 50 --seconds 20 --streams 1000` starts a server that answers at once and the
 proxy in front of it, each in a process of its own, and asks both the same, in turn.
@@ -177,7 +177,7 @@ def _process(command: Sequence[str], stream: str, address: str) -> Iterator[int]
     said: IO[str] = getattr(process, stream)
     try:
         port = _port(said, address)
-        # What nobody reads would block the process in the end.
+        # An unread pipe would block the process in the end.
         threading.Thread(target=said.read, daemon=True).start()
         yield port
     finally:

@@ -61,7 +61,7 @@ async def instant_upstream(
 
 @click.command()
 def main() -> None:
-    """Serve until somebody ends it."""
+    """Serve until the process is ended."""
     from uvicorn import Config, Server
 
     listening = socket.create_server(("127.0.0.1", 0), backlog=4096)

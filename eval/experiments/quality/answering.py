@@ -1,4 +1,4 @@
-"""Who answers: an engine in this process, an OpenAI-compatible server, or nobody (a stub for dry runs)."""
+"""Sources of answers: an engine in this process, an OpenAI-compatible server, or a stub for dry runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the answers in different orders say together: paired comparisons, places of the gold documents, a verdict."""
+"""Comparison of answers between orders: paired differences, places of the gold documents, a verdict."""
 
 from __future__ import annotations
 

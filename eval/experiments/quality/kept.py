@@ -1,4 +1,4 @@
-"""What earlier sessions left on quality in a file of results, and what all of it says together."""
+"""Quality results of earlier sessions in a results file, and their comparison."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model can be expected to know: whether its weights are random, and how many there are."""
+"""Facts of a model that limit its answers: random weights, number of weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether another order changes answers: exact match and F1, paired question by question."""
+"""Tables of answer quality by order: exact match and F1, paired by question."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ __all__ = ["answering"]
 
 _CAPACITY = Capacity(tokens=100_000)
 _ENGINES = {"vllm": (VLLMEngine, 32), "torch": (TorchEngine, 16)}
-"""In this process, with the tokens of a block where nobody says."""
+"""In this process, with the tokens of a block unless given."""
 
 
 @contextmanager

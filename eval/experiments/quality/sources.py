@@ -168,7 +168,7 @@ def _from_hub(dataset: Dataset, *, streaming: bool) -> Iterator[Record]:
 
 def _reach(dataset: Dataset) -> None:
     """Raises whatever the Hub's client raises. Without a network `datasets` tries again for half a minute before it
-    says so; this asks once. With HF_HUB_OFFLINE=1 `datasets` looks into its cache alone, and nobody is asked."""
+    says so; this asks once. With HF_HUB_OFFLINE=1 `datasets` looks into its cache alone, without a network request."""
     hub: Any = import_module("huggingface_hub")
     try:
         hub.HfApi().dataset_info(dataset.hub, timeout=_PATIENCE_S)

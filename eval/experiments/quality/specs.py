@@ -31,7 +31,7 @@ class QualityBench:
 
     `suite`, `suite_cell` (None: made of the rest) and `session` are written into the results as they are.
 
-    A `dry_run` asks nobody: a stub says the accepted answer, and then nothing.
+    A `dry_run` calls no engine: a stub says the accepted answer, and then nothing.
     """
 
     dataset: str

@@ -1,5 +1,5 @@
-"""What cache-aware reordering brings (RAGCache section 5.2, Fig. 21): mean time to first token under overload, against
-first come, first served.
+"""Cache-aware reordering (RAGCache section 5.2, Fig. 21): mean time to first token under overload, against first come,
+first served.
 
 `python -m ragorder.eval.reordering` plays it on the simulated engine, on a virtual clock: its times are those of a
 model (`ServiceTimes`), and no measurement. With `--base-url URL`, or with `--own-server`, it measures a server.

@@ -49,7 +49,7 @@ DISCIPLINES = (
 @dataclass(slots=True)
 class Outcome:
     """How a trace was served: the time to first token of each request from its arrival, in seconds, what the cache had,
-    the time from the first arrival to the last token, and the most that anybody was overtaken by."""
+    the time from the first arrival to the last token, and the most requests that overtook one."""
 
     ttft_s: list[float]
     prompt_tokens: int = 0

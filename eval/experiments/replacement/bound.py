@@ -1,4 +1,4 @@
-"""What no replacement policy can exceed."""
+"""Upper bound on the hits of any replacement policy."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ __all__ = ["most_hits"]
 
 
 def most_hits(stream: Stream, tokens: int, warmup: int = 0) -> float:
-    """At most so many documents can be hit behind the warm-up with room for so many tokens, whoever goes first, even by
-    a policy that knows the future.
+    """The most documents that can be hit behind the warm-up with room for `tokens`, even if the future is known.
 
     To be hit, a node must have stayed since its last use: its tokens, for as many requests as lie between. All stays
     together have tokens x requests of room, and the cheapest ones are taken until that is used up (PFOO-U: Berger,

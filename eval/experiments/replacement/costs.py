@@ -1,4 +1,4 @@
-"""What a prefill takes on the machine of RAGCache's evaluation."""
+"""Prefill times on the machine of RAGCache's evaluation."""
 
 from __future__ import annotations
 

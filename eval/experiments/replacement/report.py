@@ -1,4 +1,4 @@
-"""What replacement policies keep: hit rates and prefill times by size, what is required of PGDSF, scheduling times."""
+"""Tables of replacement policies: hit rates and prefill times by size, goals of PGDSF, scheduling times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How large a tier is to be."""
+"""Tier sizes of the replacement suites."""
 
 from __future__ import annotations
 

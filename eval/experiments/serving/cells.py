@@ -75,7 +75,7 @@ class ServingCell(SuiteCell):
         if self.corpus is None and "order" in self.model_fields_set:
             raise ValueError("order is that of a corpus' questions: a workload has none")
         if self.batch and self.waiting:
-            raise ValueError("in a batch nobody waits: leave out waiting")
+            raise ValueError("a batch has no waiting requests: leave out waiting")
         return self
 
     @property

@@ -67,7 +67,7 @@ class Serving(Experiment):
             if policy != "auto":
                 return "events are followed by policy auto"
             if options.base_url is not None and options.events is None:
-                return "nobody said where the server publishes its KV events: give --events-endpoint"
+                return "the address of the server's KV events is not known: give --events-endpoint"
         if engine == "vllm" and (cell.concurrency or 1) > 1:
             return "vLLM in this process serves one request at a time: use --engine openai or torch"
         swept = {name for point in (suite.sweep, *suite.extra) for name in point}

@@ -1,4 +1,4 @@
-"""What searching in stages costs, and how early its answers are right.
+"""Cost of searching in stages, and the stage at which its result is final.
 
 `python -m ragorder.eval.staging` measures the CPU time that stages add, on vectors drawn at random;
 `--corpus pydocs`, or a folder's, also after which stage the best documents of real questions are final.

@@ -1,4 +1,4 @@
-"""What tiers save on a real engine: times to the first token with them and without, by what the working set fits."""
+"""Tables of tiers on a real engine: times to the first token with and without tiers, by working set."""
 
 from __future__ import annotations
 

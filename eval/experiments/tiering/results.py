@@ -1,4 +1,4 @@
-"""What the measurements say: times compared, and whether they are as good as they must be."""
+"""Results of tiering runs: paired times to the first token, and verdicts against the goals."""
 
 from __future__ import annotations
 

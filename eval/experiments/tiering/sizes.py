@@ -1,4 +1,4 @@
-"""How large the tiers are beside the working set."""
+"""Tier sizes relative to the working set."""
 
 from __future__ import annotations
 
