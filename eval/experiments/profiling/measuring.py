@@ -219,7 +219,7 @@ class _Requests:
                 problem = (
                     f"of {cached:,} tokens that it had been sent just before, in front of {new:,} others, the server "
                     f"had {answer.cached_tokens:,} cached, in the last of {_TRIES} tries: see that it serves nothing "
-                    "else, that it is one engine (no data parallelism), and that --block-size is right, or lower --cached"
+                    "else and is one engine (no data parallelism), and that --block-size is right, or lower --cached"
                 )
             self.again += 1
             del self._prefixes[cell]
