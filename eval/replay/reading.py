@@ -89,14 +89,10 @@ class DefaultLengths(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    document_tokens: int = Field(default=256, ge=0, le=_MAX_TOKENS, description="Length of a document.")
-    prefix_tokens: int = Field(
-        default=64, ge=0, le=_MAX_TOKENS, description="Tokens in front of the documents (system prompt)."
-    )
-    suffix_tokens: int = Field(
-        default=20, ge=1, le=_MAX_TOKENS, description="Tokens behind the documents (question, template)."
-    )
-    output_tokens: int = Field(default=32, ge=0, le=_MAX_TOKENS, description="Tokens of an answer.")
+    document_tokens: Length = Field(default=256, description="Length of a document.")
+    prefix_tokens: Length = Field(default=64, description="Tokens in front of the documents (system prompt).")
+    suffix_tokens: PositiveLength = Field(default=20, description="Tokens behind the documents (question, template).")
+    output_tokens: Length = Field(default=32, description="Tokens of an answer.")
 
 
 def read_log(

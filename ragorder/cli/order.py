@@ -115,9 +115,9 @@ def order(
 
     REQUESTS is that file, plain or gzipped, or - for standard input. A request is {"documents": [{"id", "text",
     "tokens", "metadata"}, …], "scope"}, best document first; only ids are needed, a bare string stands for one, and
-    other fields are passed through. An order repeats those fields and gives "documents" (ids, in the order of the prompt), "permutation" (their
-    retrieval ranks, from 0), "index" (the number of the request), "prefix_documents" and "cached_tokens" (what the
-    engine is expected to hold of it).
+    other fields are passed through. An order repeats those fields and gives "documents" (ids, in the order of the
+    prompt), "permutation" (their retrieval ranks, from 0), "index" (the number of the request), "prefix_documents" and
+    "cached_tokens" (what the engine is expected to hold of it).
 
     Every order counts as served.
     """

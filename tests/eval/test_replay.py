@@ -1072,7 +1072,7 @@ class TestTheCommandRefuses:
         assert refusal(path).lstrip() == expected
 
     def test_bad_standard_input(self) -> None:
-        assert refusal("-", input=b"{}").lstrip().startswith('Error: <stdin>:1: "documents" must be a list')
+        assert refusal("-", input=b"{}").lstrip().startswith('Error: <stdin>:1: "time" is missing')
         assert "<stdin>: no requests in it" in refusal("-", input=b"")
 
     def test_a_missing_file(self) -> None:
