@@ -479,7 +479,7 @@ class TestEveryVersionOfVLLM:
         spec = object.__new__(tiers.spec.TierSpec)
         spec._worker = None
         spec.config = SimpleNamespace(canonical_layout=False, extra_config={"sync_load_budget_bytes": 1 << 20})
-        with pytest.raises(ValueError, match="sync_load_budget_bytes is not for CPUs"):
+        with pytest.raises(ValueError, match="sync_load_budget_bytes is not supported on CPUs"):
             spec.get_worker(None)
 
 
