@@ -112,8 +112,8 @@ class EngineWorker:
             raise EngineStoppedError(self._failure)
         if len(requests) > self.max_unfinished:
             raise TooManyAtOnceError(
-                f"{len(requests):,} prompts in one request are more than the {self.max_unfinished:,} that can be answered"
-                " or wait at a time (--max-requests and --max-waiting): send fewer in each"
+                f"{len(requests):,} prompts in one request exceed the {self.max_unfinished:,} that can be answered "
+                "or wait at a time (--max-requests and --max-waiting): send fewer in each"
             )
         if self._unfinished + len(requests) > self.max_unfinished:
             raise TooManyWaitingError(f"{self._unfinished:,} requests are being answered or waiting already")

@@ -26,8 +26,8 @@ _NEVER_TAGGED = (
     "in messages"
 )
 _RENAMED = (
-    "document ids are not stable (are they ranks?): the same text comes under new ids, and the cache has nothing behind "
-    "a new id; give stable ids, show none, or use --number-by-place"
+    "document ids are not stable (are they ranks?): the same text comes under new ids, and the cache has nothing "
+    "behind a new id; give stable ids, show none, or use --number-by-place"
 )
 
 

@@ -136,8 +136,8 @@ def openapi() -> dict[str, Any]:
             "title": "ragorder serve",
             "version": version("ragorder"),
             "description": "An OpenAI-compatible proxy that orders the documents of a request for the prefix cache of "
-            f"the server behind it. They are in the field `{FIELD}` of a body; requests without it are forwarded unchanged."
-            " Request the usage of streams (stream_options.include_usage): it reports the cached tokens.",
+            f"the server behind it. They are in the field `{FIELD}` of a body; others are forwarded unchanged. "
+            "Request the usage of streams (stream_options.include_usage): it reports the cached tokens.",
         },
         "paths": {
             "/v1/chat/completions": {"post": _operation("chat", "ChatBody")},
