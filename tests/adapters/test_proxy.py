@@ -1884,7 +1884,7 @@ class TestServeOptions:
         ("options", "said"),
         [
             (["--api-key", " "], "--api-key: the key is empty"),
-            (["--template", "{text}"], "--template: something visible"),
+            (["--template", "{text}"], "--template: a template needs visible text"),
             (["--template", "@/does/not/exist"], "No such file"),
             (["--template", "@."], "Is a directory"),
             (["--template", "<d>{text}</d>", "--number-by-place"], "--number-by-place: --template shows no {id}"),

@@ -515,7 +515,7 @@ class TestTheCopiesOnACPU:
         import torch
 
         for tensor in (torch.zeros(2, 64, dtype=torch.int16), torch.zeros(2, 32, dtype=torch.int8), torch.zeros(2)):
-            with pytest.raises(ValueError, match="not one of blocks of 64 bytes"), Caches(tiers, 1, tensor):
+            with pytest.raises(ValueError, match="does not consist of blocks of 64 bytes"), Caches(tiers, 1, tensor):
                 pass
         with pytest.raises(ValueError, match="blocks_per_chunk is 0"), Caches(tiers, 0):
             pass
