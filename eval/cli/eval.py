@@ -92,6 +92,13 @@ def list_suites() -> None:
         "--policy", "policies", multiple=True, metavar="NAME", help="Only these of each suite's policies. Repeatable."
     ),
     option(
+        "--set",
+        "parameters",
+        multiple=True,
+        metavar="NAME=VALUE,...",
+        help="Replace a parameter of each suite's cells; several values are swept. Repeatable.",
+    ),
+    option(
         "--corpora",
         type=click.Path(path_type=Path, file_okay=False, exists=True),
         metavar="DIR",
@@ -160,7 +167,7 @@ def run(
         raise click.UsageError("--replay-endpoint and --events-topic go with --events-endpoint")
     events = EventsAddress(events_endpoint, replay_endpoint, events_topic or "") if events_endpoint else None
     try:
-        chosen = choose_suites(suites)
+        chosen = [suite.with_parameters(options["parameters"]) for suite in choose_suites(suites)]
     except SuiteError as error:
         raise click.UsageError(str(error)) from None
     if options["corpora"] is not None:
