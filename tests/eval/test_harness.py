@@ -188,7 +188,7 @@ class TestSuites:
             ("top_k = 5", "topk = 5", r"mine.toml: cell \{.*topk = 5.*\}: topk: unknown field"),
             ("top_k = 5", "top_k = 0", "top_k: Input should be greater than or equal to 1"),
             ("top_k = 5", 'retriever = "colbert"', "retriever: Input should be 'bm25' or 'dense'"),
-            ('["hotpotqa"]', '["squad"]', "dataset: unknown data set 'squad': choose from hotpotqa"),
+            ('["hotpotqa"]', '["squad"]', "dataset: Input should be 'hotpotqa', 'musique'"),
             ("keep_first=2", "keep_frist=2", "mine.toml: policies: unknown guard 'keep_frist=2'"),
         ],
     )
@@ -233,6 +233,32 @@ sweep = { capacity_tokens = [4_000, 8_000] }
 
 def shortened(old: str = "", new: str = "") -> Suite:
     return suite(SUITE.replace("\n[report]\n", REDUCED.replace(old, new) if old else REDUCED))
+
+
+class TestParametersOfACommand:
+    def test_take_the_place_of_the_suites_own(self) -> None:
+        changed = suite().with_parameters(["capacity_tokens=10k,unlimited", "workload=zipf10"])
+        assert changed.points == [{"workload": "zipf10", "capacity_tokens": tokens} for tokens in (10_000, None)]
+
+    def test_and_of_those_of_its_short_form(self) -> None:
+        short = shortened().with_parameters(["workload=geo", "capacity_tokens=5%"]).short_form
+        assert short is not None and short.points == [{"workload": "geo", "capacity_tokens": "5%"}]
+
+    def test_and_of_further_cells(self) -> None:
+        text = 'extra = [{ waiting = [8], workload = ["paper"] }]' + SUITE.replace("capacity_tokens = 20_000\n", "")
+        changed = suite(text).with_parameters(["waiting=1", "top_k=2,3"])
+        assert changed.points == [
+            *({"waiting": 1, "workload": name, "top_k": k} for name in ("paper-shuf", "geo") for k in (2, 3)),
+            *({"waiting": 1, "workload": "paper", "top_k": k} for k in (2, 3)),
+        ]
+
+    def test_without_a_value_the_default_applies(self) -> None:
+        changed = suite().with_parameters(["capacity_tokens=", "workload=geo"])
+        assert changed.points == [{"workload": "geo"}]
+
+    def test_must_make_whole_cells(self) -> None:
+        with pytest.raises(SuiteError, match="either a workload or a corpus"):
+            suite().with_parameters(["corpus=pydocs"])
 
 
 class TestAShortForm:
