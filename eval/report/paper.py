@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ragorder.eval.report.suites import PaperRow, SuiteInfo
+from ragorder.eval.report.suites import ShownPaperRow, SuiteInfo
 from ragorder.eval.report.words import THIN, cell_words, figure, policy_words, signed
 from ragorder.eval.running.record import Cell
 
@@ -50,7 +50,7 @@ def paper_rows(suite: SuiteInfo) -> tuple[list[str], list[list[str]]]:
     return headings, rows
 
 
-def number(row: PaperRow, name: str) -> float | None:
+def number(row: ShownPaperRow, name: str) -> float | None:
     value = row.values.get(name)
     return float(value) if isinstance(value, int | float) else None
 
@@ -81,7 +81,7 @@ def _on(hardware: str) -> str:
     return f" ({hardware})" if hardware else ""
 
 
-def _shown(row: PaperRow, name: str, decimals: int | None = None) -> str:
+def _shown(row: ShownPaperRow, name: str, decimals: int | None = None) -> str:
     value = row.values.get(name)
     if value is None:
         return "–"
@@ -93,7 +93,7 @@ def _decimals(values: Sequence[float]) -> int:
     return max((len(f"{value:.3f}".rstrip("0").partition(".")[2]) for value in values), default=0)
 
 
-def _change(row: PaperRow, name: str, plain: float | None, baseline: str) -> str:
+def _change(row: ShownPaperRow, name: str, plain: float | None, baseline: str) -> str:
     value = number(row, name)
     if row.policy == baseline:
         return "baseline"

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from ragorder.eval.running.record import Cell
 from ragorder.eval.running.suite import Suite, load_suites
 
-__all__ = ["PaperRow", "SuiteInfo", "info_of", "known_suites"]
+__all__ = ["ShownPaperRow", "SuiteInfo", "info_of", "known_suites"]
 
 
 @dataclass(frozen=True, slots=True)
-class PaperRow:
+class ShownPaperRow:
     """One row of the paper's: figures by name, for a policy (ours of that name) in a cell."""
 
     label: str
@@ -39,7 +39,7 @@ class SuiteInfo:
     figure: str = ""
     x: str | None = None
     metrics: Sequence[str] = ()
-    paper: Sequence[PaperRow] = ()
+    paper: Sequence[ShownPaperRow] = ()
     needs: str = ""
 
     def about(self, *words: str) -> bool:
@@ -65,7 +65,7 @@ def info_of(suite: Suite) -> SuiteInfo:
         x=suite.report.x,
         metrics=suite.report.metrics,
         paper=[
-            PaperRow(
+            ShownPaperRow(
                 label=row.label or "",
                 policy=row.policy,
                 hardware=row.hardware,

@@ -16,14 +16,14 @@ from ragorder.eval.running.cells import SuiteError, complaint
 from ragorder.eval.running.experiment import experiment_of, suite_files
 from ragorder.eval.running.policies import POLICIES
 
-__all__ = ["GROUPS", "PaperRow", "Reduced", "Report", "Suite", "choose_suites", "load_suite", "load_suites"]
+__all__ = ["GROUPS", "PaperRow", "Reduced", "ReportSpec", "Suite", "choose_suites", "load_suite", "load_suites"]
 
 GROUPS = ("paper", "ours", "all")
 _FROM_PAPER = re.compile(r"(ragcache-)?(table|figure)-\d+|pressure")
 _STRICT = ConfigDict(extra="forbid", frozen=True)
 
 
-class Report(BaseModel):
+class ReportSpec(BaseModel):
     """How the report shows a suite."""
 
     model_config = _STRICT
@@ -101,7 +101,7 @@ class Suite(BaseModel):
     sweep: Mapping[str, tuple[Any, ...]] = {}
     extra: tuple[Mapping[str, tuple[Any, ...]], ...] = ()
     reduced: Reduced | None = None
-    report: Report
+    report: ReportSpec
     paper: tuple[PaperRow, ...] = ()
 
     @field_validator("kind")

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from ragorder.document import Document
-from ragorder.eval.data.corpora.base import Corpus, CorpusError, Question
+from ragorder.eval.data.corpora.base import Corpus, CorpusError, CorpusQuestion
 from ragorder.eval.data.retrieval import Retriever
 
 __all__ = ["load_folder"]
 
 
 @dataclass(frozen=True, slots=True)
-class _Line:
+class _CorpusLine:
     """One JSON object and where it stands."""
 
     path: Path
@@ -82,7 +82,7 @@ def load_folder(folder: Path, *, retriever: Retriever | None = None, top_k: int 
     chunk_file = _find(folder, "chunks")
     chunks = _whole(sources) if chunk_file is None else _cut(sources, chunk_file)
     lines = _by_id(_read(_only(folder, "questions")))
-    questions = [Question(id, line.string("question")) for id, line in lines.items()]
+    questions = [CorpusQuestion(id, line.string("question")) for id, line in lines.items()]
     if retriever is None:
         rankings = _run(_run_file(folder), lines, chunks, top_k)
     else:
@@ -92,7 +92,7 @@ def load_folder(folder: Path, *, retriever: Retriever | None = None, top_k: int 
     return Corpus(folder.resolve().name, chunks.documents, questions, rankings)
 
 
-def _whole(sources: Mapping[str, _Line]) -> _Chunks:
+def _whole(sources: Mapping[str, _CorpusLine]) -> _Chunks:
     documents = [
         Document(f"{id}#0", line.string("text"), metadata={"source": id, "title": line.text("title")})
         for id, line in sources.items()
@@ -100,7 +100,7 @@ def _whole(sources: Mapping[str, _Line]) -> _Chunks:
     return _Chunks(documents, {id: position for position, id in enumerate(sources)})
 
 
-def _cut(sources: Mapping[str, _Line], path: Path) -> _Chunks:
+def _cut(sources: Mapping[str, _CorpusLine], path: Path) -> _Chunks:
     texts = {id: (line.string("text"), line.text("title")) for id, line in sources.items()}
     documents: list[Document] = []
     positions: dict[str | int, int] = {}
@@ -130,7 +130,7 @@ def _cut(sources: Mapping[str, _Line], path: Path) -> _Chunks:
     return _Chunks(documents, positions)
 
 
-def _run(path: Path, questions: Mapping[str, _Line], chunks: _Chunks, top_k: int) -> list[list[int]]:
+def _run(path: Path, questions: Mapping[str, _CorpusLine], chunks: _Chunks, top_k: int) -> list[list[int]]:
     ranked: dict[str, list[int]] = {}
     for id, line in _by_id(_read(path)).items():
         if id not in questions:
@@ -142,7 +142,7 @@ def _run(path: Path, questions: Mapping[str, _Line], chunks: _Chunks, top_k: int
     return [ranked[id] for id in questions]
 
 
-def _ranking(line: _Line, positions: Mapping[str | int, int]) -> list[int]:
+def _ranking(line: _CorpusLine, positions: Mapping[str | int, int]) -> list[int]:
     cids = line.value("chunks")
     if not isinstance(cids, list):
         raise line.error(f"'chunks' must be a list of chunk ids, got {_kind(cids)}")
@@ -156,8 +156,8 @@ def _ranking(line: _Line, positions: Mapping[str | int, int]) -> list[int]:
     return list(ranking)
 
 
-def _by_id(lines: Iterator[_Line]) -> dict[str, _Line]:
-    known: dict[str, _Line] = {}
+def _by_id(lines: Iterator[_CorpusLine]) -> dict[str, _CorpusLine]:
+    known: dict[str, _CorpusLine] = {}
     for line in lines:
         id = line.identifier("id")
         if id in known:
@@ -196,7 +196,7 @@ def _matches(folder: Path, stem: str) -> list[Path]:
     return sorted([*folder.glob(f"{stem}.jsonl"), *folder.glob(f"{stem}.jsonl.gz")])
 
 
-def _read(path: Path) -> Iterator[_Line]:
+def _read(path: Path) -> Iterator[_CorpusLine]:
     number = 0
     found = False
     try:
@@ -212,14 +212,14 @@ def _read(path: Path) -> Iterator[_Line]:
         raise CorpusError(f"{path}:1: the file holds no lines: add at least one")
 
 
-def _parse(path: Path, number: int, raw: bytes) -> _Line:
+def _parse(path: Path, number: int, raw: bytes) -> _CorpusLine:
     try:
         fields = json.loads(raw.decode("utf-8-sig" if number == 1 else "utf-8"))
     except (ValueError, RecursionError) as error:
         raise CorpusError(f"{path}:{number}: not JSON in UTF-8 ({error}): write one object a line") from error
     if not isinstance(fields, dict):
         raise CorpusError(f"{path}:{number}: must be an object, got {_kind(fields)}: write {{...}}")
-    return _Line(path, number, fields)
+    return _CorpusLine(path, number, fields)
 
 
 def _kind(value: Any) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ragorder.eval.experiments.embedded.prefill import NOTHING, PLAIN
-from ragorder.eval.report.statistics import Comparison, Statistic, compare, need_scipy
+from ragorder.eval.report.statistics import PairedDifference, Statistic, compare, need_scipy
 
 __all__ = ["BASELINES", "Clock", "Verdict", "judge", "median", "required", "values_of"]
 
@@ -83,7 +83,7 @@ def _shorter(difference: float) -> float:
     return 0.0 if difference == math.inf else 1 / max(1e-9, 1 + difference)
 
 
-def _met(found: Comparison, ratio: float, low: float, least: float) -> Literal["met", "not met", "not decided"]:
+def _met(found: PairedDifference, ratio: float, low: float, least: float) -> Literal["met", "not met", "not decided"]:
     if ratio < least:
         return "not met"
     return "met" if found.known and low >= least else "not decided"

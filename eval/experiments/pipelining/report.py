@@ -9,8 +9,8 @@ from ragorder.eval.experiments.pipelining.record import PipeliningRecord
 from ragorder.eval.report.paper import number
 from ragorder.eval.report.part import Part
 from ragorder.eval.report.reading import Results
-from ragorder.eval.report.statistics import Comparison, compare, summary
-from ragorder.eval.report.suites import PaperRow, SuiteInfo
+from ragorder.eval.report.statistics import PairedDifference, compare, summary
+from ragorder.eval.report.suites import ShownPaperRow, SuiteInfo
 from ragorder.eval.report.tables import Entry, Table
 from ragorder.eval.report.words import THIN, change_words, figure, signed
 from ragorder.eval.running.record import key_of
@@ -182,7 +182,7 @@ def _bounds(line: PipeliningRecord) -> Floats:
     return bound
 
 
-def _compare(lines: _Group, plain: str, mode: str, name: str, *, statistic: Any, better: Any) -> Comparison:
+def _compare(lines: _Group, plain: str, mode: str, name: str, *, statistic: Any, better: Any) -> PairedDifference:
     sides = [[line.column(each, name) for line in lines] for each in (plain, mode)]
     return compare(*sides, statistic=statistic, relative=True, better=better)
 
@@ -230,7 +230,7 @@ def _search(line: PipeliningRecord) -> str:
     return f"{words}, cautious" if cell.get("cautious") else words
 
 
-def _beside(suite: SuiteInfo, lines: _Group) -> list[PaperRow]:
+def _beside(suite: SuiteInfo, lines: _Group) -> list[ShownPaperRow]:
     """The paper's rows at the same parameters; a search that is not stretched has none."""
     cell = lines[0].cell
     if cell["measure"] == "speculation" and not cell.get("search_ms"):
@@ -254,24 +254,24 @@ def _paper_ratios(suite: SuiteInfo, lines: _Group) -> str:
     return ", ".join(words) or "–"
 
 
-def _verdict(found: Comparison) -> str:
+def _verdict(found: PairedDifference) -> str:
     return found.verdict if found.known else "too few requests"
 
 
-def _interval(over: Comparison) -> str:
+def _interval(over: PairedDifference) -> str:
     if not over.known:
         return "too few requests for an interval"
     return f"[{figure(100 * (1 + over.low))}, {figure(100 * (1 + over.high))}]"
 
 
-def _ratio(exposed: Comparison) -> str:
+def _ratio(exposed: PairedDifference) -> str:
     """The interval of T2 / T1."""
     if not exposed.known:
         return "too few requests for an interval"
     return f"[{figure(1 / (1 + exposed.high), 2)}, {figure(1 / (1 + exposed.low), 2)}]"
 
 
-def _at_most_less(rates: Comparison) -> str:
+def _at_most_less(rates: PairedDifference) -> str:
     if rates.difference < -_LESS:
         return "no"
     if rates.known and rates.low >= -_LESS:

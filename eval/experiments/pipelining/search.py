@@ -18,7 +18,7 @@ from ragorder.pipelining import Provisional, Retrieval, StagedHNSW, StagedIVF, S
 if TYPE_CHECKING:
     from ragorder.eval.experiments.pipelining.vectors import Vectors
 
-__all__ = ["Plan", "paced", "plan_search", "played", "real_retrieval"]
+__all__ = ["StagePlan", "paced", "plan_search", "played", "real_retrieval"]
 
 _CLUSTERS = 128
 _LINKS = 32
@@ -27,7 +27,7 @@ _EF_FACTOR = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class StagePlan:
     """A search in stages. `shares` says what part of the search without stages each takes: together more than 1 where
     stages do work again."""
 
@@ -38,7 +38,7 @@ class Plan:
 
 def plan_search(
     kind: Literal["ivf", "hnsw"], vectors: Vectors, *, ratio: float, stages: int, growth: str, top_k: int, seed: int = 0
-) -> Plan:
+) -> StagePlan:
     """A search for the `top_k` of an index of these vectors, by inner product.
 
     "ivf": 128 clusters at most, of which `ratio` are searched, in stages of `growth` "equal" or "geometric" (each
@@ -52,7 +52,7 @@ def plan_search(
         index = faiss.IndexHNSWFlat(vectors.shape[1], _LINKS, faiss.METRIC_INNER_PRODUCT)
         index.add(vectors)
         shares = tuple(each / target for each in schedule)
-        return Plan(StagedHNSW(index, schedule=schedule), StagedHNSW(index, target, stages=1), shares)
+        return StagePlan(StagedHNSW(index, schedule=schedule), StagedHNSW(index, target, stages=1), shares)
     clusters = min(_CLUSTERS, len(vectors))
     quantizer = faiss.IndexFlatIP(vectors.shape[1])
     index = faiss.IndexIVFFlat(quantizer, vectors.shape[1], clusters, faiss.METRIC_INNER_PRODUCT)
@@ -62,7 +62,7 @@ def plan_search(
     probes = max(1, round(ratio * clusters))
     counts = _counts(probes, stages, growth)
     plain = StagedIVF(index, growth=[probes])
-    return Plan(StagedIVF(index, growth=counts), plain, tuple(count / probes for count in counts))
+    return StagePlan(StagedIVF(index, growth=counts), plain, tuple(count / probes for count in counts))
 
 
 def _counts(probes: int, stages: int, growth: str) -> list[int]:

@@ -10,8 +10,8 @@ from ragorder.eval.experiments.replacement.simulate import (
     simulate,
 )
 from ragorder.eval.experiments.replacement.sizes import KIB_PER_TOKEN, TierSize
-from ragorder.eval.experiments.replacement.streams import SKEWED, Stream, skewed_stream, stream_of_trace
-from ragorder.eval.experiments.replacement.tiers import QUESTION_TOKENS, SYSTEM_TOKENS, Served, Traffic, TwoTiers
+from ragorder.eval.experiments.replacement.streams import SKEWED, DocumentStream, skewed_stream, stream_of_trace
+from ragorder.eval.experiments.replacement.tiers import QUESTION_TOKENS, SYSTEM_TOKENS, TierHits, Traffic, TwoTiers
 
 __all__ = [
     "A10G",
@@ -22,9 +22,9 @@ __all__ = [
     "REPLACEMENT_POLICIES",
     "SKEWED",
     "SYSTEM_TOKENS",
-    "Served",
+    "DocumentStream",
     "Simulated",
-    "Stream",
+    "TierHits",
     "TierSize",
     "Traffic",
     "TwoTiers",

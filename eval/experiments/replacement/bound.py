@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from ragorder.eval.experiments.replacement.streams import Stream
+from ragorder.eval.experiments.replacement.streams import DocumentStream
 
 __all__ = ["most_hits"]
 
 
-def most_hits(stream: Stream, tokens: int, warmup: int = 0) -> float:
+def most_hits(stream: DocumentStream, tokens: int, warmup: int = 0) -> float:
     """The most documents that can be hit behind the warm-up with room for `tokens`, even if the future is known.
 
     To be hit, a node must have stayed since its last use: its tokens, for as many requests as lie between. All stays

@@ -15,8 +15,8 @@ from ragorder.eval.experiments.replacement import (
     HISTORY,
     REPLACEMENT_POLICIES,
     SKEWED,
+    DocumentStream,
     Simulated,
-    Stream,
     TierSize,
     most_hits,
     simulate,
@@ -48,7 +48,7 @@ class Replacement(Experiment):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._streams = _Streams(self.corpora)
+        self._streams = _DocumentStreams(self.corpora)
         self._said: set[tuple[str, str]] = set()
 
     def obstacle(self, suite: Suite, cell: ReplacementCell, policy: str) -> str | None:
@@ -117,7 +117,7 @@ class Replacement(Experiment):
         return replacement_part(suite, results)
 
 
-def _rows(stream: Stream, found: Simulated) -> dict[str, list[Any]]:
+def _rows(stream: DocumentStream, found: Simulated) -> dict[str, list[Any]]:
     return {
         "retrieved": [len(request) for request in stream.requests],
         "hits": [served.hits for served in found.served],
@@ -143,14 +143,14 @@ def _time(cell: ReplacementCell, seed: int, policy: str, requests: int) -> dict[
     return {"load_average": load, "scheduling": asdict(times)}
 
 
-class _Streams:
+class _DocumentStreams:
     """The streams of the suites, each drawn once, with the working set of its documents in the order as retrieved."""
 
     def __init__(self, corpora: CorpusLoader) -> None:
         self._corpora = corpora
-        self._drawn: dict[tuple[object, ...], tuple[Stream, int]] = {}
+        self._drawn: dict[tuple[object, ...], tuple[DocumentStream, int]] = {}
 
-    def take(self, cell: ReplacementCell, seed: int, requests: int) -> tuple[Stream, int]:
+    def take(self, cell: ReplacementCell, seed: int, requests: int) -> tuple[DocumentStream, int]:
         """Raises WorkloadError or CorpusError for more documents a request than there are, or an unknown workload."""
         key = (cell.workload, cell.corpus, cell.order, cell.top_k, seed, requests)
         if key not in self._drawn:
@@ -158,7 +158,7 @@ class _Streams:
             self._drawn[key] = stream, stream.working_set_tokens
         return self._drawn[key]
 
-    def _draw(self, cell: ReplacementCell, seed: int, requests: int) -> Stream:
+    def _draw(self, cell: ReplacementCell, seed: int, requests: int) -> DocumentStream:
         if cell.corpus is not None:
             corpus = self._corpora.take(cell.corpus)
             assert isinstance(corpus, Corpus), "what is missing was said before"

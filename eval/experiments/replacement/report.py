@@ -13,7 +13,7 @@ from ragorder.eval.report.canvas import Picture, draw, label_ends, style
 from ragorder.eval.report.paper import number
 from ragorder.eval.report.part import Part
 from ragorder.eval.report.reading import Results
-from ragorder.eval.report.statistics import Comparison, StatisticsError, compare
+from ragorder.eval.report.statistics import PairedDifference, StatisticsError, compare
 from ragorder.eval.report.suites import SuiteInfo
 from ragorder.eval.report.tables import Entry, Table
 from ragorder.eval.report.words import THIN, axis_words, figure
@@ -57,12 +57,12 @@ _METRICS = {"hits": "hits, % of retrieved documents", "prefill_ms": "mean prefil
 
 
 @dataclass(slots=True)
-class _Group:
+class _ComparedRuns:
     """A cell under all policies, with all seeds."""
 
     cell: Cell
     policies: dict[str, dict[int, ReplacementRecord]] = field(default_factory=dict)
-    _compared: dict[tuple[str, str, str], Comparison | None] = field(default_factory=dict)
+    _compared: dict[tuple[str, str, str], PairedDifference | None] = field(default_factory=dict)
 
     def lines(self, policy: str) -> list[ReplacementRecord]:
         return [line for _, line in sorted(self.policies.get(policy, {}).items())]
@@ -72,14 +72,14 @@ class _Group:
         total, of = (sum(float(line.column(name).sum()) for line in lines) for name in (metric, _OF[metric]))
         return _SCALE[metric] * total / of if of else None
 
-    def compare(self, policy: str, baseline: str, metric: str) -> Comparison | None:
+    def compare(self, policy: str, baseline: str, metric: str) -> PairedDifference | None:
         """By what share the policy's figure differs. None where there is nothing to compare."""
         key = (policy, baseline, metric)
         if key not in self._compared:
             self._compared[key] = self._compare(*key) if policy != baseline else None
         return self._compared[key]
 
-    def _compare(self, policy: str, baseline: str, metric: str) -> Comparison | None:
+    def _compare(self, policy: str, baseline: str, metric: str) -> PairedDifference | None:
         theirs, ours = self.policies.get(baseline, {}), self.policies.get(policy, {})
         seeds = sorted(theirs.keys() & ours.keys())
         sides, of = (
@@ -119,16 +119,16 @@ def _tables(suite: SuiteInfo, lines: Sequence[ReplacementRecord]) -> list[Table]
     return tables
 
 
-def _groups(lines: Sequence[ReplacementRecord]) -> list[_Group]:
+def _groups(lines: Sequence[ReplacementRecord]) -> list[_ComparedRuns]:
     """In the order in which they were written."""
-    groups: dict[object, _Group] = {}
+    groups: dict[object, _ComparedRuns] = {}
     for line in lines:
-        group = groups.setdefault(key_of(line.cell), _Group(line.cell))
+        group = groups.setdefault(key_of(line.cell), _ComparedRuns(line.cell))
         group.policies.setdefault(line.policy, {})[line.seed] = line
     return list(groups.values())
 
 
-def _figures(suite: SuiteInfo, groups: Sequence[_Group], metric: str) -> Table:
+def _figures(suite: SuiteInfo, groups: Sequence[_ComparedRuns], metric: str) -> Table:
     """Every policy in every cell, against the baseline."""
     policies = list(dict.fromkeys(policy for group in groups for policy in group.policies))
     baseline = suite.baseline
@@ -153,7 +153,7 @@ def _figures(suite: SuiteInfo, groups: Sequence[_Group], metric: str) -> Table:
     return table
 
 
-def _required(groups: Sequence[_Group]) -> Table:
+def _required(groups: Sequence[_ComparedRuns]) -> Table:
     headings = ["stream", "host", "hits by LRU's", "1.05 ×", "possible", "hits by GDSF's", "hits by LFU's"]
     table = Table(
         "PGDSF with history, held against what is required", [*headings, "prefill by GDSF's", "1 %"], labels=2
@@ -179,7 +179,7 @@ def _required(groups: Sequence[_Group]) -> Table:
     return table
 
 
-def _possible(group: _Group) -> float | None:
+def _possible(group: _ComparedRuns) -> float | None:
     """What could be hit at most, by what LRU hits; known of the documents in the order as retrieved."""
     plain = group.value(_LRU, "hits")
     if not plain or group.cell.get("ordered"):
@@ -192,7 +192,7 @@ def _times(ratio: float | None) -> str:
     return f"{figure(ratio, 3)} ×" if ratio is not None else "–"
 
 
-def _bound(found: Comparison | None, holds: Callable[[float], bool]) -> str:
+def _bound(found: PairedDifference | None, holds: Callable[[float], bool]) -> str:
     if found is None:
         return "–"
     words = "holds" if holds(found.difference) else "does not hold"
@@ -225,7 +225,7 @@ def _spread(values: Sequence[float]) -> Entry:
     return Entry(figure(ordered[len(ordered) // 2], 3), ends)
 
 
-def _labels(group: _Group) -> list[Entry]:
+def _labels(group: _ComparedRuns) -> list[Entry]:
     held = group.fact("working_set_tokens")
     seen = group.fact("seen_percent")
     device, host = (group.fact(f"{tier}_tokens") for tier in ("device", "host"))
@@ -252,7 +252,7 @@ def _room(tokens: float, kib_per_token: int) -> str:
     return f"{figure(tokens, 0)} tokens ({figure(gib, 0 if gib >= 10 else 1)}{THIN}GiB)"
 
 
-def _beside(suite: SuiteInfo, group: _Group) -> Entry:
+def _beside(suite: SuiteInfo, group: _ComparedRuns) -> Entry:
     """The paper's times at the same parameters."""
     for row in suite.paper:
         times = [number(row, name) for name in ("pgdsf", "gdsf", "lru", "lfu")]
@@ -261,23 +261,23 @@ def _beside(suite: SuiteInfo, group: _Group) -> Entry:
     return Entry("–")
 
 
-def _compared(found: Comparison | None) -> Entry:
+def _compared(found: PairedDifference | None) -> Entry:
     if found is None:
         return Entry("–")
     return Entry(f"{figure(1 + found.difference, 3)} ×", _interval(found), _verdict(found))
 
 
-def _ratio(found: Comparison) -> str:
+def _ratio(found: PairedDifference) -> str:
     return f"{figure(1 + found.difference, 2)} × {_interval(found, 2)}"
 
 
-def _interval(found: Comparison, decimals: int = 3) -> str:
+def _interval(found: PairedDifference, decimals: int = 3) -> str:
     if not found.known:
         return "too few requests for an interval"
     return f"[{figure(1 + found.low, decimals)}, {figure(1 + found.high, decimals)}]"
 
 
-def _verdict(found: Comparison) -> str:
+def _verdict(found: PairedDifference) -> str:
     return found.verdict if found.known else "too few requests"
 
 
@@ -288,7 +288,7 @@ def _words(policy: str) -> str:
     return name.upper() + (", history" if history else "")
 
 
-def _counted(groups: Sequence[_Group]) -> str:
+def _counted(groups: Sequence[_ComparedRuns]) -> str:
     lines = [line for group in groups for policy in group.policies for line in group.lines(policy)]
     seeds = sorted({line.seed for line in lines})
     served, warmup = (sorted({getattr(line, name) for line in lines}) for name in ("requests", "warmup"))
@@ -303,7 +303,7 @@ def _pictures(suite: SuiteInfo, lines: Sequence[ReplacementRecord]) -> list[Pict
     x = suite.x
     if x is None:
         return []
-    panels: dict[str, list[_Group]] = {}
+    panels: dict[str, list[_ComparedRuns]] = {}
     for group in _groups([line for line in lines if line.scheduling is None]):
         rest: Mapping[str, Any] = {name: value for name, value in group.cell.items() if name != x}
         panels.setdefault(_stream(rest), []).append(group)
@@ -312,7 +312,7 @@ def _pictures(suite: SuiteInfo, lines: Sequence[ReplacementRecord]) -> list[Pict
     return [_picture(words, x, panel, metric) for words, panel in drawn.items() for metric in metrics]
 
 
-def _picture(words: str, x: str, panel: Sequence[_Group], metric: str) -> Picture:
+def _picture(words: str, x: str, panel: Sequence[_ComparedRuns], metric: str) -> Picture:
     ticks = [_tier(str(group.cell[x])) for group in panel]
     policies = dict.fromkeys(policy for group in panel for policy in group.policies)
     values = {policy: [group.value(policy, metric) for group in panel] for policy in policies}

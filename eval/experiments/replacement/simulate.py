@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ragorder.eval.experiments.replacement.costs import A10G
-from ragorder.eval.experiments.replacement.streams import Stream
-from ragorder.eval.experiments.replacement.tiers import QUESTION_TOKENS, SYSTEM_TOKENS, Served, Traffic, TwoTiers
+from ragorder.eval.experiments.replacement.streams import DocumentStream
+from ragorder.eval.experiments.replacement.tiers import QUESTION_TOKENS, SYSTEM_TOKENS, TierHits, Traffic, TwoTiers
 from ragorder.kernels.policies import POLICIES
 from ragorder.kernels.profile import PrefillProfile
 from ragorder.orderer import Orderer
@@ -27,12 +27,12 @@ HISTORY_NODES = 65_536
 class Simulated:
     """What happened to each request, and what was copied in all."""
 
-    served: list[Served] = field(default_factory=list)
+    served: list[TierHits] = field(default_factory=list)
     traffic: Traffic = field(default_factory=Traffic)
 
 
 def simulate(
-    stream: Stream,
+    stream: DocumentStream,
     policy: str,
     device_tokens: int,
     host_tokens: int,
@@ -66,13 +66,13 @@ def simulate(
     return found
 
 
-def _computed(stream: Stream, request: tuple[int, ...], profile: PrefillProfile) -> Served:
+def _computed(stream: DocumentStream, request: tuple[int, ...], profile: PrefillProfile) -> TierHits:
     """All of it, the system prompt as well."""
     new = SYSTEM_TOKENS + sum(stream.tokens[document] for document in request) + QUESTION_TOKENS
-    return Served(0, 0, 0, new, profile(0, new))
+    return TierHits(0, 0, 0, new, profile(0, new))
 
 
-def _orderer(stream: Stream, capacity_tokens: int) -> Orderer:
+def _orderer(stream: DocumentStream, capacity_tokens: int) -> Orderer:
     """Tiers keep documents, of any length, and nothing of the question: so its blocks are tokens."""
     return Orderer(
         key=lambda document: document,

@@ -11,7 +11,7 @@ from ragorder.eval.experiments.replacement.costs import A10G
 from ragorder.kernels.policies import History, Tier, TierNode, make_policy
 from ragorder.kernels.profile import PrefillProfile
 
-__all__ = ["QUESTION_TOKENS", "SYSTEM_TOKENS", "Served", "Traffic", "TwoTiers"]
+__all__ = ["QUESTION_TOKENS", "SYSTEM_TOKENS", "TierHits", "Traffic", "TwoTiers"]
 
 SYSTEM_TOKENS = 64
 """In front of the documents; always on the device, and not counted in its size."""
@@ -21,7 +21,7 @@ QUESTION_TOKENS = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class TierHits:
     """One request: the first `hits` of its documents were cached, `host_hits` of these in the host only. `seconds` are
     those of its prefill."""
 
@@ -97,7 +97,7 @@ class TwoTiers:
             parent = node
         return path
 
-    def serve(self, documents: Sequence[int], tokens: Sequence[int]) -> Served:
+    def serve(self, documents: Sequence[int], tokens: Sequence[int]) -> TierHits:
         """One request with these documents in this order."""
         path = self.path(documents, tokens)
         hits = host_hits = 0
@@ -114,7 +114,7 @@ class TwoTiers:
         computed = set(path[hits:])
         for tier in (self.device, self.host):
             tier.use(path, cost=cost, computed=computed)
-        return Served(hits, host_hits, cached, new, self._profile(cached, new))
+        return TierHits(hits, host_hits, cached, new, self._profile(cached, new))
 
     def _make_resident(self, path: Sequence[int]) -> None:
         """All of the path that fits is on the device afterwards."""

@@ -1,7 +1,7 @@
 """The worth of tiers on a real engine: suite ragcache-ttft-tiers."""
 
-from ragorder.eval.experiments.tiering.requests import Stream, make_stream
-from ragorder.eval.experiments.tiering.results import ARMS, MOST_WORSE, REQUIRED, Verdict, judge
+from ragorder.eval.experiments.tiering.requests import PromptStream, make_stream
+from ragorder.eval.experiments.tiering.results import ARMS, MOST_WORSE, REQUIRED, TierVerdict, judge
 from ragorder.eval.experiments.tiering.sizes import ROOMS, TierSizes, kv_bytes_per_token, make_sizes
 
 __all__ = [
@@ -9,9 +9,9 @@ __all__ = [
     "MOST_WORSE",
     "REQUIRED",
     "ROOMS",
-    "Stream",
+    "PromptStream",
     "TierSizes",
-    "Verdict",
+    "TierVerdict",
     "judge",
     "kv_bytes_per_token",
     "make_sizes",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from ragorder.eval.data.corpora import Corpus
 from ragorder.eval.data.machine import load_average
 from ragorder.eval.data.trace import trace_of_corpus
-from ragorder.eval.experiments.tiering import ARMS, Stream, TierSizes, kv_bytes_per_token, make_sizes, make_stream
+from ragorder.eval.experiments.tiering import ARMS, PromptStream, TierSizes, kv_bytes_per_token, make_sizes, make_stream
 from ragorder.eval.experiments.tiering.cells import TieringCell
 from ragorder.eval.experiments.tiering.record import TieringRecord
 from ragorder.eval.running.experiment import Experiment, Job, Line, Missing
@@ -41,7 +41,7 @@ class Tiering(Experiment):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._stack = ExitStack()
-        self._drawn: _Streams | None = None
+        self._drawn: _PromptStreams | None = None
         self._running: tuple[object, Mapping[str, VLLMServer], TierSizes] | None = None
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -81,7 +81,7 @@ class Tiering(Experiment):
 
         cell: TieringCell = job.cell
         if self._drawn is None:
-            self._drawn = _Streams(self.options)
+            self._drawn = _PromptStreams(self.options)
         model = self._drawn.model
         assert job.corpus is not None
         streams = self._drawn.take(cell, job.corpus, job.requests)
@@ -103,7 +103,7 @@ class Tiering(Experiment):
                 }
 
     def _servers(
-        self, job: Job, streams: Mapping[int, Stream], model: Path
+        self, job: Job, streams: Mapping[int, PromptStream], model: Path
     ) -> tuple[Mapping[str, VLLMServer], TierSizes]:
         """Both servers stay as they are for all seeds of a cell."""
         from ragorder.eval.experiments.tiering.measuring import pair_of_servers
@@ -129,7 +129,7 @@ class Tiering(Experiment):
         return tiering_part(suite, results)
 
 
-class _Streams:
+class _PromptStreams:
     """The requests of all seeds, in the tokens of the model."""
 
     def __init__(self, options: Options) -> None:
@@ -138,9 +138,9 @@ class _Streams:
         self.model = options.model or random_model()
         self._options = options
         self._prompts = built_prompts(self.model)
-        self._drawn: dict[object, dict[int, Stream]] = {}
+        self._drawn: dict[object, dict[int, PromptStream]] = {}
 
-    def take(self, cell: TieringCell, corpus: Corpus, count: int) -> dict[int, Stream]:
+    def take(self, cell: TieringCell, corpus: Corpus, count: int) -> dict[int, PromptStream]:
         key = (cell.stream, count)
         if key not in self._drawn:
             self._drawn[key] = {

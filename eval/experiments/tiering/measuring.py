@@ -17,11 +17,11 @@ from ragorder.adapters.vllm_tiers import TierSettings
 from ragorder.eval.engines.base import EngineError, RequestError
 from ragorder.eval.engines.openai import OpenAIEngine
 from ragorder.eval.engines.server import VLLMServer
-from ragorder.eval.experiments.tiering.requests import Stream
+from ragorder.eval.experiments.tiering.requests import PromptStream
 from ragorder.eval.experiments.tiering.results import ARMS
 from ragorder.eval.experiments.tiering.sizes import TierSizes
 
-__all__ = ["Turn", "measure", "pair_of_servers"]
+__all__ = ["ArmRun", "measure", "pair_of_servers"]
 
 _PAUSE_S = 0.3
 """Between two turns: the other server's threads go on looking for work for a while."""
@@ -30,7 +30,7 @@ _WARM_UP_TOKENS = (64, 256, 512, 1024, 2048)
 
 
 @dataclass(slots=True)
-class Turn:
+class ArmRun:
     """What one arm did with the requests of one seed, warm-up included, and where the KV of those behind the warm-up
     came from."""
 
@@ -63,23 +63,23 @@ def pair_of_servers(
 
 async def measure(
     servers: Mapping[str, VLLMServer],
-    stream: Stream,
+    stream: PromptStream,
     *,
     warmup: int,
     segment: int,
     first: int = 0,
     advance: Callable[[], None] = lambda: None,
-) -> list[Turn]:
+) -> list[ArmRun]:
     """Both arms on one stream, one request at a time, `segment` requests in a turn; `first` says who begins.
 
     Device and host are empty at the start, and a cache salt of its own sees to it that nothing of an earlier stream is
     found on the disk. Raises EngineError for a server that stops answering.
     """
-    turns = [Turn(arm) for arm in ARMS]
+    runs = [ArmRun(arm) for arm in ARMS]
     async with AsyncExitStack() as stack:
         engines = []
-        for turn in turns:
-            server = servers[turn.arm]
+        for run in runs:
+            server = servers[run.arm]
             engine = OpenAIEngine(
                 server.base_url,
                 server.model_name,
@@ -87,20 +87,20 @@ async def measure(
                 capacity_tokens=server.capacity_tokens,
             )
             engines.append(await stack.enter_async_context(engine))
-            await _prepare(engine, server, stream, host=turn.arm == "tiers")
+            await _prepare(engine, server, stream, host=run.arm == "tiers")
         before = {}
         for number, rows in enumerate(_segments(len(stream.prompts), warmup, segment)):
-            order = list(zip(turns, engines, strict=True))
-            for turn, engine in order[:: 1 if (number + first) % 2 == 0 else -1]:
+            order = list(zip(runs, engines, strict=True))
+            for run, engine in order[:: 1 if (number + first) % 2 == 0 else -1]:
                 await asyncio.sleep(_PAUSE_S)
                 if rows.start == warmup:
-                    before[turn.arm] = await _hits(servers[turn.arm])
+                    before[run.arm] = await _hits(servers[run.arm])
                 for row in rows:
-                    await _serve(turn, engine, stream.prompts[row])
+                    await _serve(run, engine, stream.prompts[row])
                     advance()
-        for turn in turns:
-            turn.hits = await _hits(servers[turn.arm]) - before.get(turn.arm, Hits())
-    return turns
+        for run in runs:
+            run.hits = await _hits(servers[run.arm]) - before.get(run.arm, Hits())
+    return runs
 
 
 def _segments(requests: int, warmup: int, segment: int) -> Iterator[range]:
@@ -110,7 +110,7 @@ def _segments(requests: int, warmup: int, segment: int) -> Iterator[range]:
             yield range(first, min(first + segment, end))
 
 
-async def _prepare(engine: OpenAIEngine, server: VLLMServer, stream: Stream, *, host: bool) -> None:
+async def _prepare(engine: OpenAIEngine, server: VLLMServer, stream: PromptStream, *, host: bool) -> None:
     """First calls of every length are slow, and are not what is measured."""
     rng = random.Random(0)
     try:
@@ -123,15 +123,15 @@ async def _prepare(engine: OpenAIEngine, server: VLLMServer, stream: Stream, *, 
     engine.reset()
 
 
-async def _serve(turn: Turn, engine: OpenAIEngine, prompt: Sequence[int]) -> None:
+async def _serve(run: ArmRun, engine: OpenAIEngine, prompt: Sequence[int]) -> None:
     try:
         completion = await engine.complete(prompt)
     except RequestError as error:
-        raise EngineError(f"the server {turn.arm!r} failed a request ({error}): nothing can be compared") from None
+        raise EngineError(f"the server {run.arm!r} failed a request ({error}): nothing can be compared") from None
     assert completion.ttft_s is not None
-    turn.ttft_ms.append(round(1e3 * completion.ttft_s, 3))
-    turn.cached_tokens.append(completion.cached_tokens)
-    turn.prompt_tokens.append(completion.prompt_tokens)
+    run.ttft_ms.append(round(1e3 * completion.ttft_s, 3))
+    run.cached_tokens.append(completion.cached_tokens)
+    run.prompt_tokens.append(completion.prompt_tokens)
 
 
 async def _hits(server: VLLMServer) -> Hits:

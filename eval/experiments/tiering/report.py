@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ragorder.adapters.observing.tier_stats import SOURCES, TIERS
-from ragorder.eval.experiments.tiering import ARMS, MOST_WORSE, REQUIRED, Verdict, judge
+from ragorder.eval.experiments.tiering import ARMS, MOST_WORSE, REQUIRED, TierVerdict, judge
 from ragorder.eval.experiments.tiering.record import TieringRecord
 from ragorder.eval.report.canvas import LINE, Picture, draw, style
 from ragorder.eval.report.part import Part
@@ -37,7 +37,7 @@ _ALONE, _WITH = ARMS
 
 
 @dataclass(slots=True)
-class _Group:
+class _MeasuredArms:
     """A cell with both arms and those seeds that both have."""
 
     cell: Cell
@@ -51,7 +51,7 @@ class _Group:
         return [self.arms[arm][seed] for seed in self.seeds]
 
     @property
-    def verdict(self) -> Verdict | None:
+    def verdict(self) -> TierVerdict | None:
         """None where nothing can be compared."""
         sides = [[line.ttft_ms for line in self.lines(arm)] for arm in ARMS]
         try:
@@ -132,16 +132,16 @@ def _pictures(lines: Sequence[TieringRecord]) -> list[Picture]:
     return [draw(paint, title="What tiers save", alt=said, caption=caption, height=1.1 + 0.42 * len(names))]
 
 
-def _groups(lines: Sequence[TieringRecord]) -> list[tuple[_Group, Verdict]]:
+def _groups(lines: Sequence[TieringRecord]) -> list[tuple[_MeasuredArms, TierVerdict]]:
     """In the order in which they were written, those of which there is something to say."""
-    groups: dict[object, _Group] = {}
+    groups: dict[object, _MeasuredArms] = {}
     for line in lines:
         if line.policy in ARMS:
-            groups.setdefault(key_of(line.cell), _Group(line.cell)).arms[line.policy][line.seed] = line
+            groups.setdefault(key_of(line.cell), _MeasuredArms(line.cell)).arms[line.policy][line.seed] = line
     return [(group, verdict) for group in groups.values() if group.seeds and (verdict := group.verdict) is not None]
 
 
-def _stream(group: _Group) -> str:
+def _stream(group: _MeasuredArms) -> str:
     cell, line = group.cell, group.lines(_WITH)[0]
     words = f"{cell.get('corpus', '')}, top {cell['top_k']}" if "top_k" in cell else str(cell.get("corpus", ""))
     words += f", {cell['replacement']}" if "replacement" in cell else ""
@@ -159,7 +159,7 @@ def _megabytes(size: int) -> str:
     return f"{figure(size / 1e6, 0)}{THIN}MB"
 
 
-def _ratio(verdict: Verdict) -> Entry:
+def _ratio(verdict: TierVerdict) -> Entry:
     if not verdict.known:
         return Entry(f"{figure(verdict.ratio, 2)} ×", "too few requests for an interval", "too few requests")
     word = "better" if verdict.low > 1 else "worse" if verdict.high < 1 else "no difference"
@@ -174,14 +174,14 @@ def _bound(tier: str) -> str:
     return "" if math.isnan(bound) else f"{figure(bound, 2)} × or more"
 
 
-def _quantile(group: _Group, statistic: Any) -> Entry:
+def _quantile(group: _MeasuredArms, statistic: Any) -> Entry:
     sides = [[line.ttft_ms for line in group.lines(arm)] for arm in ARMS]
     found = compare(sides[0], sides[1], statistic=statistic, relative=True, better="lower")
     shown = f"{figure(found.baseline, 0)} → {figure(found.value, 0)}"
     return Entry(shown, change_words(found), found.verdict if found.known else "too few requests")
 
 
-def _counted(groups: Sequence[_Group]) -> str:
+def _counted(groups: Sequence[_MeasuredArms]) -> str:
     lines = [line for group in groups for line in group.lines(_WITH)]
     served, warmup = (sorted({getattr(line, name) for line in lines}) for name in ("requests", "warmup"))
     numbers = [" to ".join(f"{each:,}" for each in dict.fromkeys((some[0], some[-1]))) for some in (served, warmup)]

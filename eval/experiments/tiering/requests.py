@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from ragorder.eval.data.trace import Trace
 from ragorder.eval.engines.prompts import Prompts
 
-__all__ = ["Stream", "make_stream"]
+__all__ = ["PromptStream", "make_stream"]
 
 
 @dataclass(frozen=True, slots=True)
-class Stream:
+class PromptStream:
     """Prompts in order of arrival. `working_set_tokens` is the KV of all of them that can be used again: whole blocks,
     each prefix once."""
 
@@ -25,10 +25,10 @@ class Stream:
         return max(map(len, self.prompts))
 
 
-def make_stream(trace: Trace, prompts: Prompts, block_size: int) -> Stream:
+def make_stream(trace: Trace, prompts: Prompts, block_size: int) -> PromptStream:
     """The requests of a trace with their documents in retrieval order: what is compared is tiers, not orders."""
     ids = [prompts.token_ids(row, request, request.documents) for row, request in enumerate(trace.requests)]
-    return Stream(ids, _working_set(ids, block_size))
+    return PromptStream(ids, _working_set(ids, block_size))
 
 
 def _working_set(prompts: Sequence[Sequence[int]], block_size: int) -> int:

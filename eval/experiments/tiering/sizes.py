@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ragorder.eval.experiments.tiering.requests import Stream
+from ragorder.eval.experiments.tiering.requests import PromptStream
 
 __all__ = ["ROOMS", "TierSizes", "kv_bytes_per_token", "make_sizes"]
 
@@ -33,7 +33,7 @@ class TierSizes:
     working_set_tokens: int
 
 
-def make_sizes(room: str, streams: Sequence[Stream], *, block_size: int, bytes_per_token: int) -> TierSizes:
+def make_sizes(room: str, streams: Sequence[PromptStream], *, block_size: int, bytes_per_token: int) -> TierSizes:
     """One of the `ROOMS` for streams (one a seed) that are served by the same servers.
 
     Sizes follow the largest working set. The device's pool is never smaller than the longest prompt and its answer; the
