@@ -888,7 +888,7 @@ class TestProcesses:
         told, stop = array("q", [0]), SimpleNamespace(value=1)
         monkeypatch.setattr(jobs, "_shared", (random_log(0), Setup(), told, stop), raising=False)
         with pytest.raises(jobs._StoppedError):
-            jobs._work(0, jobs.Job("retrieval", None))
+            jobs._work(0, jobs.ReplayJob("retrieval", None))
         assert list(told) == [1]
 
     def test_end_when_the_replay_is_interrupted(self) -> None:
