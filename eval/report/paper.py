@@ -51,7 +51,7 @@ def paper_rows(suite: Suite) -> tuple[list[str], list[list[str]]]:
     return headings, rows
 
 
-def number(row: ShownPaperRow, name: str) -> float | None:
+def number(row: PaperRow, name: str) -> float | None:
     value = row.values.get(name)
     return float(value) if isinstance(value, int | float) else None
 
@@ -82,7 +82,7 @@ def _on(hardware: str) -> str:
     return f" ({hardware})" if hardware else ""
 
 
-def _shown(row: ShownPaperRow, name: str, decimals: int | None = None) -> str:
+def _shown(row: PaperRow, name: str, decimals: int | None = None) -> str:
     value = row.values.get(name)
     if value is None:
         return "–"
@@ -94,7 +94,7 @@ def _decimals(values: Sequence[float]) -> int:
     return max((len(f"{value:.3f}".rstrip("0").partition(".")[2]) for value in values), default=0)
 
 
-def _change(row: ShownPaperRow, name: str, plain: float | None, baseline: str) -> str:
+def _change(row: PaperRow, name: str, plain: float | None, baseline: str) -> str:
     value = number(row, name)
     if row.policy == baseline:
         return "baseline"

@@ -91,7 +91,7 @@ def load_folder(folder: Path, *, retriever: Retriever | None = None, top_k: int 
     chunk_file = _find(folder, "chunks")
     chunks = _whole(sources) if chunk_file is None else _cut(sources, chunk_file)
     lines = _by_id(_only(folder, "questions"), QuestionLine)
-    questions = [Question(id, line.fields.question) for id, line in lines.items()]
+    questions = [CorpusQuestion(id, line.fields.question) for id, line in lines.items()]
     if retriever is None:
         rankings = _run(_run_file(folder), lines, chunks, top_k)
     else:

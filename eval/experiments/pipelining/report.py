@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ragorder.eval.experiments.pipelining.record import PipeliningRecord
 from ragorder.eval.report.paper import number
 from ragorder.eval.report.part import Part
-from ragorder.eval.report.statistics import Comparison, compare, summary
+from ragorder.eval.report.statistics import PairedDifference, compare, summary
 from ragorder.eval.report.tables import Entry, Table
 from ragorder.eval.report.words import THIN, change_words, figure, signed
 from ragorder.eval.running.reading import Results

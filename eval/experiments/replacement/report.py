@@ -14,7 +14,7 @@ from ragorder.eval.report.groups import Group, group_runs
 from ragorder.eval.report.metrics import Metric
 from ragorder.eval.report.paper import number
 from ragorder.eval.report.part import Part
-from ragorder.eval.report.statistics import Comparison
+from ragorder.eval.report.statistics import PairedDifference
 from ragorder.eval.report.tables import Entry, Table
 from ragorder.eval.report.words import THIN, axis_words, figure
 from ragorder.eval.running.reading import Results
