@@ -1,4 +1,4 @@
-"""Pipelines measured on one server: the suites of kind "pipelining"."""
+"""The experiment of the suites of kind "pipelining": pipelines on one server."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Pipelining(Experiment):
         self._stack.close()
 
     def asked(self, suite: Suite) -> Sequence[str]:
-        """Without the baseline, which every line has beside the other mode."""
+        """Without the baseline, which each line has beside the other mode."""
         return [policy for policy in super().asked(suite) if policy != suite.baseline]
 
     def obstacle(self, suite: Suite, cell: PipeliningCell, policy: str) -> str | None:
@@ -93,7 +93,6 @@ class Pipelining(Experiment):
         }
 
     def _server(self) -> ServerFacts:
-        """The server that was named, or one that is started."""
         from ragorder.eval.experiments.pipelining.server import find_server
 
         if self._facts is None:
@@ -177,7 +176,7 @@ async def _search(
 
 
 def _requests(cell: PipeliningCell, corpus: Corpus, seed: int, count: int) -> list[tuple[int, Request]]:
-    """Questions of the corpus with their numbers, from somewhere: neighbours stay together, as they share documents."""
+    """Consecutive questions of the corpus with their numbers, from a random one on: neighbours share documents."""
     start = random.Random(seed).randrange(len(corpus.questions))
     numbers = [(start + each) % len(corpus.questions) for each in range(count)]
     return [

@@ -21,7 +21,7 @@ __all__ = ["embed"]
 
 
 def embed(texts: Sequence[str], cache: Path | None = None) -> Vectors:
-    """Normalised embeddings as `DenseRetriever` makes them, one row a text. `cache` is a folder in which they are kept.
+    """Normalised embeddings, one row a text, as `DenseRetriever` makes them; `cache` is a folder that keeps them.
 
     Raises ImportError naming the extra to install, OSError for a model that cannot be loaded.
     """

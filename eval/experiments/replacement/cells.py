@@ -1,4 +1,4 @@
-"""A cell of a suite about replacement: which stream goes through tiers of which size, or how large a tier is timed."""
+"""Cells of the suites of kind "replacement"."""
 
 from __future__ import annotations
 
@@ -22,13 +22,11 @@ _Size = Annotated[str, BeforeValidator(_size)]
 
 
 class ReplacementCell(SuiteCell):
-    """What one cell may say. `measure` is "hits" (a stream on simulated tiers) or "scheduling" (the time that a request
-    takes on one tier of so many `nodes`).
+    """`measure` "hits": a stream on simulated tiers; "scheduling": the time of a request on one tier of `nodes`.
 
-    hits: `workload` is a synthetic stream, "mmlu-like" and "nq-like" among them, `corpus` a folder below --corpora, or
-    "pydocs"; `order` is that of a corpus' questions. `device` and `host` are sizes: GiB ("8GiB") at `kib_per_token`, or
-    shares of the stream's working set ("5%"); a device that is a share has room for the longest request in any case.
-    `ordered`: ragorder places the documents, instead of the retriever.
+    `workload` is a synthetic stream, `corpus` a folder below --corpora, or "pydocs". `device` and `host` are GiB
+    ("8GiB") at `kib_per_token`, or shares of the stream's working set ("5%"), the device with room for the longest
+    request at least. `ordered`: ragorder places the documents.
     """
 
     measure: Literal["hits", "scheduling"] = "hits"
@@ -62,5 +60,4 @@ class ReplacementCell(SuiteCell):
 
     @property
     def varies_with_seed(self) -> bool:
-        """Whether another seed is another stream."""
         return self.corpus is None or self.order == "random"

@@ -11,7 +11,6 @@ _NEW = (1, 256, 512, 1_024, 2_048, 4_096, 8_192, 16_384, 32_768, 65_536)
 
 
 def _seconds(cached: int, new: int) -> float:
-    """What a launch takes, what a new token takes in the layers, and what it takes to attend to all before it."""
     return 0.025 + 2.2e-4 * new + 3.2e-8 * new * (cached + new / 2)
 
 

@@ -1,4 +1,4 @@
-"""Replacement policies on simulated tiers, and the time of scheduling: the suites of kind "replacement"."""
+"""The experiment of the suites of kind "replacement": policies on simulated tiers, and the time of scheduling."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Replacement(Experiment):
         return found if isinstance(found, str) else None
 
     def missing(self, suite: Suite, cell: ReplacementCell, policy: str, reason: str) -> Missing | None:
-        """A stream that cannot be had is missing under all policies: that is said once."""
+        """A stream that cannot be drawn is missing under all policies: that is reported once."""
         if (suite.name, reason) in self._said:
             return None
         self._said.add((suite.name, reason))
@@ -82,7 +82,7 @@ class Replacement(Experiment):
         advance()
 
     def _measure(self, job: Job, policy: str) -> dict[str, Any]:
-        """Raises WorkloadError or CorpusError for a stream that cannot be drawn so."""
+        """Raises WorkloadError or CorpusError for a stream that cannot be drawn."""
         cell: ReplacementCell = job.cell
         if cell.measure == "scheduling":
             return _time(cell, job.seed, policy, job.requests)
@@ -127,7 +127,7 @@ def _rows(stream: Stream, found: Simulated) -> dict[str, list[Any]]:
 
 
 def _time(cell: ReplacementCell, seed: int, policy: str, requests: int) -> dict[str, Any]:
-    """Wall times: worth something on a machine that does nothing else, so its load stands beside them."""
+    """Wall times, with the machine's load beside them."""
     from ragorder.eval.experiments.replacement.scheduling import measure_scheduling
 
     assert cell.nodes is not None
@@ -144,14 +144,14 @@ def _time(cell: ReplacementCell, seed: int, policy: str, requests: int) -> dict[
 
 
 class _Streams:
-    """The streams of the suites, each drawn once, with the working set of its documents in the order as retrieved."""
+    """Streams of the suites, each drawn once, with the working set of its documents in retrieval order."""
 
     def __init__(self, corpora: CorpusLoader) -> None:
         self._corpora = corpora
         self._drawn: dict[tuple[object, ...], tuple[Stream, int]] = {}
 
     def take(self, cell: ReplacementCell, seed: int, requests: int) -> tuple[Stream, int]:
-        """Raises WorkloadError or CorpusError for more documents a request than there are, or an unknown workload."""
+        """Raises WorkloadError or CorpusError for an unknown workload, or more documents a request than there are."""
         key = (cell.workload, cell.corpus, cell.order, cell.top_k, seed, requests)
         if key not in self._drawn:
             stream = self._draw(cell, seed, requests)

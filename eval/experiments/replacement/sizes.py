@@ -13,7 +13,7 @@ KIB_PER_TOKEN = 128
 
 @dataclass(frozen=True, slots=True)
 class TierSize:
-    """So many GiB, or a share of the stream's working set in percent."""
+    """A size in GiB, or in percent of the stream's working set."""
 
     gib: float | None = None
     percent: float | None = None
@@ -28,7 +28,6 @@ class TierSize:
         return cls(gib=number) if match[2] == "GiB" else cls(percent=number)
 
     def tokens(self, working_set_tokens: int, kib_per_token: int = KIB_PER_TOKEN) -> int:
-        """How many tokens have room in it."""
         if self.gib is not None:
             return int(self.gib * (1 << 20) / kib_per_token)
         assert self.percent is not None

@@ -1,4 +1,4 @@
-"""Policies compared on one engine, request by request: the suites of kind "serve"."""
+"""The experiment of the suites of kind "serve": policies compared on one engine, request by request."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Serving(Experiment):
         return None
 
     def together(self, suite: Suite, policies: Sequence[str]) -> Iterable[tuple[str, ...]]:
-        """All policies take turns, request by request. The baseline alone is worth nothing if others were asked for."""
+        """All policies take turns. The baseline is not measured alone if other policies were asked for."""
         alone = list(policies) == [suite.baseline] and len(self.asked(suite)) > 1
         return [] if alone or not policies else [tuple(policies)]
 
@@ -91,8 +91,8 @@ class Serving(Experiment):
         return super().seeds(cell) if self.options.engine == "sim" else self.options.seeds
 
     def in_order(self, jobs: Sequence[Job]) -> list[Job]:
-        """Jobs of real engines of one size one after another, since another size means other engines; of those that
-        measure the same the one with most policies first, so that it serves the others as well."""
+        """Jobs of one engine size in a row, since another size needs another engine; among jobs that measure the same,
+        the one with most policies first, so that its runs serve the others as well."""
 
         def size(job: Job) -> tuple[object, ...]:
             cell = job.cell
@@ -119,11 +119,9 @@ class Serving(Experiment):
         return json.dumps(what, sort_keys=True)
 
     def _warmup(self, job: Job) -> int:
-        """Requests that are in no figure; none in a batch, which is planned as a whole."""
         return 0 if job.cell.batch else min(job.suite.warmup, job.requests // 2)
 
     def _times_builds(self, job: Job) -> bool:
-        """Real engines take prompts that have to be built anyway."""
         return job.suite.times_builds or self.options.engine != "sim"
 
     def measure(self, job: Job, advance: Callable[[], None]) -> Iterator[Line | Missing]:
@@ -158,7 +156,6 @@ class Serving(Experiment):
             yield {"policy": policy, **self._figures(job, run)}
 
     def _peer_missing(self, peer: str) -> str | None:
-        """The reason why a peer cannot be had; it is tried once."""
         if peer not in self._peers:
             try:
                 make_peer(peer)

@@ -1,4 +1,4 @@
-"""Pictures of what moving documents brings."""
+"""Pictures of cached shares by moved documents."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ __all__ = ["positions"]
 
 
 def positions(groups: Sequence[Group], x: str | None) -> list[Picture]:
-    """Cached share by how far documents were moved, and by how many were: a point for each policy at each `x`, a
-    picture for each combination of what else varies."""
+    """Cached share by distance and by share of moved documents: a point for each policy at each `x`, a picture for each
+    combination of the other parameters."""
     panels = panels_of(groups, x) if x is not None else [("", list(groups))]
     found = (_picture(panel, x, others, metric) for others, panel in panels for metric in (PLACES, SHARE_MOVED))
     return [picture for picture in found if picture is not None]

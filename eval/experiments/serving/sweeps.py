@@ -1,4 +1,4 @@
-"""Line pictures of what is swept: the figure by parameter, and what ordering changes, with its interval."""
+"""Line pictures of swept parameters: values, and differences to the baseline with their intervals."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _APART = 0.09
 
 
 def sweep_pictures(suite: SuiteInfo, groups: Sequence[Group], baseline: str) -> list[Picture]:
-    """For each combination of what else varies two pictures a metric: figures, and differences to the baseline."""
+    """Two pictures a metric for each combination of the other parameters: values, and differences to the baseline."""
     x = _swept(suite, groups)
     if x is None:
         return []
@@ -31,7 +31,7 @@ def sweep_pictures(suite: SuiteInfo, groups: Sequence[Group], baseline: str) -> 
 
 
 def _swept(suite: SuiteInfo, groups: Sequence[Group]) -> str | None:
-    """The parameter that goes along the x axis: as the suite says, or the one with the most values if it is a size."""
+    """The parameter of the x axis: the suite's, or else the size with most values."""
     values = {name: {repr(g.cell.get(name)): g.cell.get(name) for g in groups} for name in groups[0].varies}
     values = {name: found for name, found in values.items() if len(found) >= 2}
     if suite.x is not None:
@@ -45,7 +45,7 @@ def _is_size(value: Any) -> bool:
 
 
 def panels_of(groups: Sequence[Group], x: str) -> list[tuple[str, list[Group]]]:
-    """The groups that differ in nothing but `x`, with what else tells them apart."""
+    """Groups that differ only in `x`, with the words for their other parameters."""
     panels: dict[str, list[Group]] = {}
     for group in groups:
         others = {name: value for name, value in group.varies.items() if name != x}
@@ -64,7 +64,7 @@ def _number(value: Any) -> bool:
 
 
 def _ticks(panel: Sequence[Group], x: str) -> list[str]:
-    """Evenly spaced: capacities and concurrencies double from one to the next, names have no distance at all."""
+    """Evenly spaced: sizes double from one to the next, and names have no distance."""
     return [value_on_axis(x, group.cell.get(x)) for group in panel]
 
 

@@ -1,4 +1,4 @@
-"""The worth of tiers on a real engine: suite ragcache-ttft-tiers."""
+"""Tiers on a real engine: suite ragcache-ttft-tiers."""
 
 from ragorder.eval.experiments.tiering.requests import Stream, make_stream
 from ragorder.eval.experiments.tiering.results import ARMS, MOST_WORSE, REQUIRED, Verdict, judge

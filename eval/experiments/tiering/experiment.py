@@ -1,4 +1,4 @@
-"""Tiers on a real engine, measured on two servers: the suites of kind "tiering"."""
+"""The experiment of the suites of kind "tiering": tiers on a real engine, measured on two servers."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Tiering(Experiment):
         self._stack.close()
 
     def asked(self, suite: Suite) -> Sequence[str]:
-        """Both arms or nothing: the prefix cache alone is what tiers are compared with."""
+        """Both arms or none: tiers are compared with the prefix cache alone."""
         return ARMS if set(ARMS[1:]) & set(super().asked(suite)) else ()
 
     def obstacle(self, suite: Suite, cell: TieringCell, policy: str) -> str | None:
@@ -105,7 +105,6 @@ class Tiering(Experiment):
     def _servers(
         self, job: Job, streams: Mapping[int, Stream], model: Path
     ) -> tuple[Mapping[str, VLLMServer], TierSizes]:
-        """Both servers stay as they are for all seeds of a cell."""
         from ragorder.eval.experiments.tiering.measuring import pair_of_servers
 
         cell: TieringCell = job.cell
@@ -130,7 +129,7 @@ class Tiering(Experiment):
 
 
 class _Streams:
-    """The requests of all seeds, in the tokens of the model."""
+    """Requests of all seeds, in the model's tokens."""
 
     def __init__(self, options: Options) -> None:
         from ragorder.eval.engines.models import built_prompts, random_model

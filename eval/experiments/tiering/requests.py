@@ -1,4 +1,4 @@
-"""The requests of one run as prompts, and how much KV they have in all."""
+"""Requests of one run as prompts, and the size of their KV."""
 
 from __future__ import annotations
 
@@ -13,20 +13,18 @@ __all__ = ["Stream", "make_stream"]
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """Prompts in order of arrival. `working_set_tokens` is the KV of all of them that can be used again: whole blocks,
-    each prefix once."""
+    """Prompts in order of arrival. `working_set_tokens` is their reusable KV: whole blocks, each prefix once."""
 
     prompts: Sequence[Sequence[int]]
     working_set_tokens: int
 
     @property
     def longest_tokens(self) -> int:
-        """Of all prompts."""
         return max(map(len, self.prompts))
 
 
 def make_stream(trace: Trace, prompts: Prompts, block_size: int) -> Stream:
-    """The requests of a trace with their documents in retrieval order: what is compared is tiers, not orders."""
+    """The requests of a trace, with documents in retrieval order."""
     ids = [prompts.token_ids(row, request, request.documents) for row, request in enumerate(trace.requests)]
     return Stream(ids, _working_set(ids, block_size))
 

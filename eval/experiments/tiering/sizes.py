@@ -25,7 +25,7 @@ ROOMS = tuple(_SHARES)
 
 @dataclass(frozen=True, slots=True)
 class TierSizes:
-    """Of all tiers, the device's in blocks, the others' in bytes; `disk_bytes` None: there is no disk."""
+    """The device's pool in blocks, the other tiers in bytes; `disk_bytes` None: there is no disk."""
 
     blocks: int
     host_bytes: int
@@ -34,10 +34,10 @@ class TierSizes:
 
 
 def make_sizes(room: str, streams: Sequence[Stream], *, block_size: int, bytes_per_token: int) -> TierSizes:
-    """One of the `ROOMS` for streams (one a seed) that are served by the same servers.
+    """One of the `ROOMS` for the streams (one a seed) of the same servers, by the largest working set.
 
-    Sizes follow the largest working set. The device's pool is never smaller than the longest prompt and its answer; the
-    disk is not emptied between the seeds, and has room for all of them.
+    The device's pool holds at least the longest prompt and its answer; the disk, which is not emptied between seeds,
+    holds all of them.
     """
     largest = max(stream.working_set_tokens for stream in streams)
     every = sum(stream.working_set_tokens for stream in streams)
@@ -52,7 +52,7 @@ def make_sizes(room: str, streams: Sequence[Stream], *, block_size: int, bytes_p
 
 
 def kv_bytes_per_token(config: Any, value_bytes: int) -> int:
-    """Of a model whose layers are all alike, from its configuration as transformers reads it."""
+    """For a model with uniform layers, from its transformers configuration."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return int(2 * config.num_hidden_layers * heads * size * value_bytes)
