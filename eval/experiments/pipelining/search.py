@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import os
 import random
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from itertools import accumulate
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ragorder.document import Document
 from ragorder.eval.data.corpora.base import Corpus
+from ragorder.eval.data.retrieval import DenseRetriever, default_model
 from ragorder.eval.experiments.pipelining.modes import Asked
 from ragorder.pipelining import Provisional, Retrieval, StagedHNSW, StagedIVF, StagedSearch, staged_retrieval
 
 if TYPE_CHECKING:
-    from ragorder.eval.experiments.pipelining.vectors import Vectors
+    import numpy as np
+    from numpy.typing import NDArray
 
-__all__ = ["Plan", "paced", "plan_search", "played", "real_retrieval"]
+    Vectors = NDArray[np.float32]
+
+__all__ = ["SearchPlan", "embed", "paced", "plan_search", "played", "real_retrieval"]
 
 _CLUSTERS = 128
 _LINKS = 32
@@ -27,7 +34,7 @@ _EF_FACTOR = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class SearchPlan:
     """A staged search. `shares` are each stage's part of the unstaged search; their sum exceeds 1 if stages repeat
     work."""
 
@@ -38,7 +45,7 @@ class Plan:
 
 def plan_search(
     kind: Literal["ivf", "hnsw"], vectors: Vectors, *, ratio: float, stages: int, growth: str, top_k: int, seed: int = 0
-) -> Plan:
+) -> SearchPlan:
     """A search for the `top_k` by inner product.
 
     "ivf": `ratio` of at most 128 clusters, in stages of `growth` "equal" or "geometric" (each doubles the clusters
@@ -52,7 +59,7 @@ def plan_search(
         index = faiss.IndexHNSWFlat(vectors.shape[1], _LINKS, faiss.METRIC_INNER_PRODUCT)
         index.add(vectors)
         shares = tuple(each / target for each in schedule)
-        return Plan(StagedHNSW(index, schedule=schedule), StagedHNSW(index, target, stages=1), shares)
+        return SearchPlan(StagedHNSW(index, schedule=schedule), StagedHNSW(index, target, stages=1), shares)
     clusters = min(_CLUSTERS, len(vectors))
     quantizer = faiss.IndexFlatIP(vectors.shape[1])
     index = faiss.IndexIVFFlat(quantizer, vectors.shape[1], clusters, faiss.METRIC_INNER_PRODUCT)
@@ -62,7 +69,7 @@ def plan_search(
     probes = max(1, round(ratio * clusters))
     counts = _counts(probes, stages, growth)
     plain = StagedIVF(index, growth=[probes])
-    return Plan(StagedIVF(index, growth=counts), plain, tuple(count / probes for count in counts))
+    return SearchPlan(StagedIVF(index, growth=counts), plain, tuple(count / probes for count in counts))
 
 
 def _counts(probes: int, stages: int, growth: str) -> list[int]:
@@ -136,6 +143,31 @@ def _provisional(
         missing = min(len(final), len(others), max(0, settled - stage))
         found.append(final[: len(final) - missing] + others[:missing])
     return found
+
+
+def embed(texts: Sequence[str], cache: Path | None = None) -> Vectors:
+    """Normalised embeddings, one row a text, as `DenseRetriever` makes them; `cache` is a folder that keeps them.
+
+    Raises ImportError naming the extra to install, OSError for a model that cannot be loaded.
+    """
+    import numpy as np
+
+    retriever = DenseRetriever(default_model())
+    if cache is None:
+        return np.ascontiguousarray(retriever._embed(texts), dtype=np.float32)
+    digest = hashlib.sha256(retriever.name.encode())
+    for text in texts:
+        data = text.encode("utf-8", "surrogatepass")
+        digest.update(len(data).to_bytes(8, "big") + data)
+    path = cache / f"vectors-{digest.hexdigest()[:16]}.npy"
+    with suppress(OSError, ValueError):
+        return np.load(path)  # type: ignore[no-any-return]
+    vectors = np.ascontiguousarray(retriever._embed(texts), dtype=np.float32)
+    cache.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(f".{os.getpid()}.npy")
+    np.save(unfinished, vectors)
+    unfinished.replace(path)
+    return vectors
 
 
 def _faiss() -> Any:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from ragorder.eval.experiments.replacement.streams import Stream
+from ragorder.eval.experiments.replacement.streams import DocumentStream
 
 __all__ = ["most_hits"]
 
 
-def most_hits(stream: Stream, tokens: int, warmup: int = 0) -> float:
+def most_hits(stream: DocumentStream, tokens: int, warmup: int = 0) -> float:
     """The most documents after the warm-up that any policy can hit with room for `tokens`, even if it knows the future.
 
     To be hit, a node must have stayed since its last use: its tokens times the requests between. All stays together

@@ -5,9 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ragorder.eval.experiments.replacement.costs import A10G
-from ragorder.eval.experiments.replacement.streams import Stream
-from ragorder.eval.experiments.replacement.tiers import QUESTION_TOKENS, SYSTEM_TOKENS, Served, Traffic, TwoTiers
+from ragorder.eval.experiments.replacement.streams import DocumentStream
+from ragorder.eval.experiments.replacement.tiers import (
+    A10G,
+    QUESTION_TOKENS,
+    SYSTEM_TOKENS,
+    SimulatedPrefill,
+    Traffic,
+    TwoTiers,
+)
 from ragorder.kernels.policies import POLICIES
 from ragorder.kernels.profile import PrefillProfile
 from ragorder.orderer import Orderer
@@ -27,12 +33,12 @@ HISTORY_NODES = 65_536
 class Simulated:
     """The result of each request, and all copied tokens."""
 
-    served: list[Served] = field(default_factory=list)
+    served: list[SimulatedPrefill] = field(default_factory=list)
     traffic: Traffic = field(default_factory=Traffic)
 
 
 def simulate(
-    stream: Stream,
+    stream: DocumentStream,
     policy: str,
     device_tokens: int,
     host_tokens: int,
@@ -66,12 +72,12 @@ def simulate(
     return found
 
 
-def _computed(stream: Stream, request: tuple[int, ...], profile: PrefillProfile) -> Served:
+def _computed(stream: DocumentStream, request: tuple[int, ...], profile: PrefillProfile) -> SimulatedPrefill:
     new = SYSTEM_TOKENS + sum(stream.tokens[document] for document in request) + QUESTION_TOKENS
-    return Served(0, 0, 0, new, profile(0, new))
+    return SimulatedPrefill(0, 0, 0, new, profile(0, new))
 
 
-def _orderer(stream: Stream, capacity_tokens: int) -> Orderer:
+def _orderer(stream: DocumentStream, capacity_tokens: int) -> Orderer:
     return Orderer(
         key=lambda document: document,
         tokens=stream.tokens.__getitem__,

@@ -13,7 +13,7 @@ from ragorder.document import Document
 from ragorder.eval.data.trace import Trace
 from ragorder.eval.data.workloads import WorkloadError
 
-__all__ = ["SKEWED", "Stream", "skewed_stream", "stream_of_trace"]
+__all__ = ["SKEWED", "DocumentStream", "skewed_stream", "stream_of_trace"]
 
 SKEWED = {"mmlu-like": 0.6, "nq-like": 0.4}
 """Streams with the statistics of RAGCache's, by name: which share of the requests the most popular 3 % of the documents
@@ -29,7 +29,7 @@ _NEIGHBOURS = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Stream:
+class DocumentStream:
     """Requests in order of arrival, each with the numbers of its documents, best first; `tokens` are document lengths
     by number."""
 
@@ -59,7 +59,7 @@ class Stream:
         return found
 
 
-def stream_of_trace(trace: Trace) -> Stream:
+def stream_of_trace(trace: Trace) -> DocumentStream:
     """The requests of a trace. A document that a request has twice counts once."""
     numbers: dict[str, int] = {}
     known: list[Document] = []
@@ -70,10 +70,10 @@ def stream_of_trace(trace: Trace) -> Stream:
                 numbers[document.key] = len(known)
                 known.append(document)
         requests.append(tuple(dict.fromkeys(numbers[document.key] for document in request.documents)))
-    return Stream(trace.name, requests, [max(1, document.token_count) for document in known])
+    return DocumentStream(trace.name, requests, [max(1, document.token_count) for document in known])
 
 
-def skewed_stream(name: str, seed: int, *, top_k: int, requests: int) -> Stream:
+def skewed_stream(name: str, seed: int, *, top_k: int, requests: int) -> DocumentStream:
     """A stream with the statistics that RAGCache reports of its own.
 
     Of 10,000 documents the most popular 3 % are first in the share of requests that `SKEWED` says (a Zipf law). The
@@ -114,7 +114,7 @@ def skewed_stream(name: str, seed: int, *, top_k: int, requests: int) -> Stream:
             if near not in request:
                 request.append(near)
         trace.append(tuple(request))
-    return Stream(name, trace, tokens)
+    return DocumentStream(name, trace, tokens)
 
 
 def _exponent(share: float) -> float:

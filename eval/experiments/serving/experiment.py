@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from ragorder.eval.data.corpora import Corpus
 from ragorder.eval.data.machine import load_average
 from ragorder.eval.engines.sim import SimEngine
 from ragorder.eval.experiments.serving.cells import ServingCell
@@ -35,25 +33,21 @@ class Serving(Experiment):
     policies: ClassVar[Any] = POLICIES
     planned = True
 
+    _engines: Engines | None = None
+
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._engines: Engines | None = None
         self._peers: dict[str, str | None] = {}
 
     def __enter__(self) -> Self:
         from ragorder.eval.experiments.serving.engines import Engines
 
         self._engines = Engines(self.options)
+        self.resources.callback(self._engines.close)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        assert self._engines is not None
-        self._engines.close()
-        self._engines = None
-
     def obstacle(self, suite: Suite, cell: ServingCell, policy: str) -> str | None:
-        corpus = self.corpora.take(cell.corpus) if cell.corpus is not None else None
-        return corpus if isinstance(corpus, str) else self._obstacle(suite, cell, policy)
+        return super().obstacle(suite, cell, policy) or self._obstacle(suite, cell, policy)
 
     def _obstacle(self, suite: Suite, cell: ServingCell, policy: str) -> str | None:
         options, engine = self.options, self.options.engine
@@ -81,11 +75,6 @@ class Serving(Experiment):
         """All policies take turns. The baseline is not measured alone if other policies were asked for."""
         alone = list(policies) == [suite.baseline] and len(self.asked(suite)) > 1
         return [] if alone or not policies else [tuple(policies)]
-
-    def corpus(self, cell: ServingCell) -> Corpus | None:
-        corpus = self.corpora.take(cell.corpus) if cell.corpus is not None else None
-        assert not isinstance(corpus, str), "a missing corpus was an obstacle"
-        return corpus
 
     def seeds(self, cell: ServingCell) -> Sequence[int]:
         return super().seeds(cell) if self.options.engine == "sim" else self.options.seeds

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ragorder.eval.experiments.serving.latency import depth_by_time, distributions
-from ragorder.eval.experiments.serving.positions import positions
-from ragorder.eval.experiments.serving.sweeps import panels_of, sweep_pictures, value_on_axis
+from ragorder.eval.experiments.serving.sweeps import panels_of, position_pictures, sweep_pictures, value_on_axis
 from ragorder.eval.experiments.serving.timelines import along, timelines
 from ragorder.eval.report.canvas import INK, LINE, Picture, draw, label_ends, name_marks, style, titled
 from ragorder.eval.report.groups import Group
@@ -32,7 +31,7 @@ def pictures_of(suite: SuiteInfo, groups: Sequence[Group], baseline: str) -> lis
     elif not found:
         found.append(_cells(groups))
     if suite.about("position", "moved_share", "displacement"):
-        found += positions(groups, suite.x)
+        found += position_pictures(groups, suite.x)
     if len(groups) <= _FEW_CELLS:
         for group in groups:
             found += timelines(group.label, {policy: (policy, group, policy) for policy in group.policies})

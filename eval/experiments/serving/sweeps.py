@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ragorder.eval.report.canvas import INK, Picture, Style, draw, label_ends, name_marks, style
+from ragorder.eval.report.canvas import INK, Picture, Style, draw, label_ends, name_marks, style, titled
 from ragorder.eval.report.groups import Group
-from ragorder.eval.report.metrics import CACHED, TTFT_P50, Metric
+from ragorder.eval.report.metrics import CACHED, PLACES, SHARE_MOVED, TTFT_P50, Metric
 from ragorder.eval.report.suites import SuiteInfo
 from ragorder.eval.report.words import axis_words, cell_words, figure, policy_words, signed, value_words
 
-__all__ = ["panels_of", "sweep_pictures", "value_on_axis"]
+__all__ = ["panels_of", "position_pictures", "sweep_pictures", "value_on_axis"]
 
 # Parameters whose values have no order: nothing lies between them, so no line does.
 _UNORDERED = ("guards", "residency", "order", "corpus", "batch", "policy")
@@ -169,3 +169,47 @@ def _draw(
         f"{policy_words(p)}: {', '.join(f'{ticks[at]} {form(v)}' for at, v, *_ in line)}" for p, line in lines.items()
     )
     return draw(paint, title=title, alt=f"{unit}; {said}", caption=caption, height=4.2 if x in _UNORDERED else 3.1)
+
+
+def position_pictures(groups: Sequence[Group], x: str | None) -> list[Picture]:
+    """Cached share by distance and by share of moved documents: a point for each policy at each `x`, a picture for each
+    combination of the other parameters."""
+    panels = panels_of(groups, x) if x is not None else [("", list(groups))]
+    found = (_moves(panel, x, others, metric) for others, panel in panels for metric in (PLACES, SHARE_MOVED))
+    return [picture for picture in found if picture is not None]
+
+
+def _moves(groups: Sequence[Group], swept: str | None, others: str, metric: Metric) -> Picture | None:
+    points = [
+        (x, y, policy, group.label if swept is None else value_on_axis(swept, group.cell.get(swept)))
+        for group in groups
+        for policy in group.policies
+        if (x := group.value(policy, metric)) is not None and (y := group.value(policy, CACHED)) is not None
+    ]
+    if not any(x for x, *_ in points):
+        return None
+    policies = list(dict.fromkeys(policy for *_, policy, _ in points))
+    named = "auto" if "auto" in policies else policies[-1]
+
+    def paint(axes: Any) -> None:
+        ends: list[tuple[float, float, str, Style]] = []
+        for x, y, policy, label in points:
+            looks = style(policy)
+            axes.plot(x, y, looks.marker, color=looks.colour, markersize=7, alpha=0.85, clip_on=False)
+            if label and policy == named:
+                ends.append((x, y, label, looks))
+        axes.set_xlim(left=0)
+        axes.set_ylim(0, axes.get_ylim()[1] * 1.05)
+        axes.set_xlabel(metric.heading)
+        axes.set_ylabel(CACHED.heading)
+        name_marks(axes, policies)
+        label_ends(axes, ends)
+
+    said = "; ".join(f"{label} {policy_words(p)}: {figure(x, 2)}, {figure(y)} %".strip() for x, y, p, label in points)
+    return draw(
+        paint,
+        title=titled("How far documents move" if metric is PLACES else "How many documents move", others),
+        alt=said,
+        caption=f"What a move buys: higher is more cached, further left is less moved. Named: {policy_words(named)}.",
+        height=3.8,
+    )

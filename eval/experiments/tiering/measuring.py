@@ -17,11 +17,10 @@ from ragorder.adapters.vllm_tiers import TierSettings
 from ragorder.eval.engines.base import EngineError, RequestError
 from ragorder.eval.engines.openai import OpenAIEngine
 from ragorder.eval.engines.server import VLLMServer
-from ragorder.eval.experiments.tiering.requests import Stream
 from ragorder.eval.experiments.tiering.results import ARMS
-from ragorder.eval.experiments.tiering.sizes import TierSizes
+from ragorder.eval.experiments.tiering.sizes import PromptStream, TierSizes
 
-__all__ = ["Turn", "measure", "pair_of_servers"]
+__all__ = ["ArmRun", "measure", "pair_of_servers"]
 
 _PAUSE_S = 0.3
 """Between two turns: the other server's threads go on looking for work for a while."""
@@ -30,7 +29,7 @@ _WARM_UP_TOKENS = (64, 256, 512, 1024, 2048)
 
 
 @dataclass(slots=True)
-class Turn:
+class ArmRun:
     """Results of one arm for the requests of one seed, warm-up included. `hits` are the sources of the KV after the
     warm-up."""
 
@@ -63,19 +62,19 @@ def pair_of_servers(
 
 async def measure(
     servers: Mapping[str, VLLMServer],
-    stream: Stream,
+    stream: PromptStream,
     *,
     warmup: int,
     segment: int,
     first: int = 0,
     advance: Callable[[], None] = lambda: None,
-) -> list[Turn]:
+) -> list[ArmRun]:
     """Both arms on one stream, one request at a time, in turns of `segment` requests; an odd `first` lets tiers begin.
 
     Device and host are empty at the start; a cache salt of each stream hides what earlier streams left on the disk.
     Raises EngineError for a server that stops answering.
     """
-    turns = [Turn(arm) for arm in ARMS]
+    turns = [ArmRun(arm) for arm in ARMS]
     async with AsyncExitStack() as stack:
         engines = []
         for turn in turns:
@@ -110,7 +109,7 @@ def _segments(requests: int, warmup: int, segment: int) -> Iterator[range]:
             yield range(first, min(first + segment, end))
 
 
-async def _prepare(engine: OpenAIEngine, server: VLLMServer, stream: Stream, *, host: bool) -> None:
+async def _prepare(engine: OpenAIEngine, server: VLLMServer, stream: PromptStream, *, host: bool) -> None:
     """Warm-up calls of every length, which are slow the first time; then empty caches."""
     rng = random.Random(0)
     try:
@@ -123,7 +122,7 @@ async def _prepare(engine: OpenAIEngine, server: VLLMServer, stream: Stream, *, 
     engine.reset()
 
 
-async def _serve(turn: Turn, engine: OpenAIEngine, prompt: Sequence[int]) -> None:
+async def _serve(turn: ArmRun, engine: OpenAIEngine, prompt: Sequence[int]) -> None:
     try:
         completion = await engine.complete(prompt)
     except RequestError as error:

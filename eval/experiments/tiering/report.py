@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ragorder.adapters.observing.tier_stats import SOURCES, TIERS
-from ragorder.eval.experiments.tiering import ARMS, MOST_WORSE, REQUIRED, Verdict, judge
+from ragorder.eval.experiments.tiering import ARMS, MOST_WORSE, REQUIRED, TierVerdict, judge
 from ragorder.eval.experiments.tiering.record import TieringRecord
 from ragorder.eval.report.canvas import LINE, Picture, draw, style
 from ragorder.eval.report.part import Part
@@ -51,7 +51,7 @@ class _Group:
         return [self.arms[arm][seed] for seed in self.seeds]
 
     @property
-    def verdict(self) -> Verdict | None:
+    def verdict(self) -> TierVerdict | None:
         """None where nothing can be compared."""
         sides = [[line.ttft_ms for line in self.lines(arm)] for arm in ARMS]
         try:
@@ -132,7 +132,7 @@ def _pictures(lines: Sequence[TieringRecord]) -> list[Picture]:
     return [draw(paint, title="What tiers save", alt=said, caption=caption, height=1.1 + 0.42 * len(names))]
 
 
-def _groups(lines: Sequence[TieringRecord]) -> list[tuple[_Group, Verdict]]:
+def _groups(lines: Sequence[TieringRecord]) -> list[tuple[_Group, TierVerdict]]:
     """In the order in which they were written, those of which there is something to say."""
     groups: dict[object, _Group] = {}
     for line in lines:
@@ -159,7 +159,7 @@ def _megabytes(size: int) -> str:
     return f"{figure(size / 1e6, 0)}{THIN}MB"
 
 
-def _ratio(verdict: Verdict) -> Entry:
+def _ratio(verdict: TierVerdict) -> Entry:
     if not verdict.known:
         return Entry(f"{figure(verdict.ratio, 2)} ×", "too few requests for an interval", "too few requests")
     word = "better" if verdict.low > 1 else "worse" if verdict.high < 1 else "no difference"
