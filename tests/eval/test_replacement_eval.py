@@ -27,7 +27,7 @@ from ragorder.eval.experiments.replacement import (
     SKEWED,
     SYSTEM_TOKENS,
     DocumentStream,
-    TierHits,
+    SimulatedPrefill,
     TierSize,
     TwoTiers,
     most_hits,
@@ -253,7 +253,9 @@ def skewed() -> DocumentStream:
     return skewed_stream("mmlu-like", 0, top_k=2, requests=1_500)
 
 
-def served_in(stream: DocumentStream, policy: str, device: str, host: str, skip: int, **options: Any) -> list[TierHits]:
+def served_in(
+    stream: DocumentStream, policy: str, device: str, host: str, skip: int, **options: Any
+) -> list[SimulatedPrefill]:
     sizes = [TierSize.parse(each).tokens(stream.working_set_tokens) for each in (device, host)]
     return simulate(stream, policy, *sizes, **options).served[skip:]
 

@@ -1,13 +1,11 @@
-"""Tiers on a real engine, measured on two servers: the suites of kind "tiering"."""
+"""The experiment of the suites of kind "tiering": tiers on a real engine, measured on two servers."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ragorder.eval.data.corpora import Corpus
@@ -37,23 +35,15 @@ class Tiering(Experiment):
     cell = TieringCell
     policies: ClassVar[Any] = ARMS
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self._stack = ExitStack()
-        self._drawn: _PromptStreams | None = None
-        self._running: tuple[object, Mapping[str, VLLMServer], TierSizes] | None = None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._stack.close()
+    _drawn: _PromptStreams | None = None
+    _running: tuple[object, Mapping[str, VLLMServer], TierSizes] | None = None
 
     def asked(self, suite: Suite) -> Sequence[str]:
-        """Both arms or nothing: the prefix cache alone is what tiers are compared with."""
+        """Both arms or none: tiers are compared with the prefix cache alone."""
         return ARMS if set(ARMS[1:]) & set(super().asked(suite)) else ()
 
     def obstacle(self, suite: Suite, cell: TieringCell, policy: str) -> str | None:
-        why = self._no_engine()
-        corpus = why or self.corpora.take(cell.corpus)
-        return corpus if isinstance(corpus, str) else None
+        return self._no_engine() or super().obstacle(suite, cell, policy)
 
     def _no_engine(self) -> str | None:
         if self.options.engine != "openai":
@@ -66,11 +56,6 @@ class Tiering(Experiment):
 
     def together(self, suite: Suite, policies: Sequence[str]) -> Iterable[tuple[str, ...]]:
         return [tuple(policies)] if policies else []
-
-    def corpus(self, cell: TieringCell) -> Corpus:
-        corpus = self.corpora.take(cell.corpus)
-        assert not isinstance(corpus, str), "a missing corpus was an obstacle"
-        return corpus
 
     def steps(self, job: Job) -> int:
         return len(ARMS) * job.requests
@@ -104,13 +89,12 @@ class Tiering(Experiment):
     def _servers(
         self, job: Job, streams: Mapping[int, PromptStream], model: Path
     ) -> tuple[Mapping[str, VLLMServer], TierSizes]:
-        """Both servers stay as they are for all seeds of a cell."""
         from ragorder.eval.experiments.tiering.measuring import pair_of_servers
 
         cell: TieringCell = job.cell
         same = (job.suite.name, repr(cell))
         if self._running is None or self._running[0] != same:
-            self._stack.close()
+            self.resources.close()
             self._running = None
             sizes = make_sizes(
                 cell.tier, list(streams.values()), block_size=cell.block_size, bytes_per_token=_bytes_per_token(model)
@@ -118,7 +102,7 @@ class Tiering(Experiment):
             longest = max(stream.longest_tokens for stream in streams.values())
             settings = {"policy": cell.replacement, "device_order": cell.device_order}
             pair = pair_of_servers(sizes, model, block_size=cell.block_size, longest_tokens=longest, settings=settings)
-            self._running = same, self._stack.enter_context(pair), sizes
+            self._running = same, self.resources.enter_context(pair), sizes
         return self._running[1:]
 
     @classmethod
@@ -129,7 +113,7 @@ class Tiering(Experiment):
 
 
 class _PromptStreams:
-    """The requests of all seeds, in the tokens of the model."""
+    """Requests of all seeds, in the model's tokens."""
 
     def __init__(self, options: Options) -> None:
         from ragorder.eval.engines.models import built_prompts, random_model

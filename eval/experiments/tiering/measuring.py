@@ -1,5 +1,5 @@
-"""The same requests on two servers, with and without tiers, which take turns: they share the machine's cores, so one is
-idle while the other serves."""
+"""The same requests on two servers, with and without tiers, in turn: they share the machine's cores, so one is idle
+while the other serves."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ from ragorder.adapters.vllm_tiers import TierSettings
 from ragorder.eval.engines.base import EngineError, RequestError
 from ragorder.eval.engines.openai import OpenAIEngine
 from ragorder.eval.engines.server import VLLMServer
-from ragorder.eval.experiments.tiering.requests import PromptStream
 from ragorder.eval.experiments.tiering.results import ARMS
-from ragorder.eval.experiments.tiering.sizes import TierSizes
+from ragorder.eval.experiments.tiering.sizes import PromptStream, TierSizes
 
 __all__ = ["ArmRun", "measure", "pair_of_servers"]
 
@@ -31,8 +30,8 @@ _WARM_UP_TOKENS = (64, 256, 512, 1024, 2048)
 
 @dataclass(slots=True)
 class ArmRun:
-    """What one arm did with the requests of one seed, warm-up included, and where the KV of those behind the warm-up
-    came from."""
+    """Results of one arm for the requests of one seed, warm-up included. `hits` are the sources of the KV after the
+    warm-up."""
 
     arm: str
     ttft_ms: list[float] = field(default_factory=list)
@@ -45,7 +44,7 @@ class ArmRun:
 def pair_of_servers(
     tiers: TierSizes, model: Path, *, block_size: int, longest_tokens: int, settings: Mapping[str, object]
 ) -> Iterator[dict[str, VLLMServer]]:
-    """Both servers by the name of their arm, running; `settings` are more of `TierSettings`."""
+    """Running servers by the name of their arm; `settings` are further fields of `TierSettings`."""
     blocks = longest_tokens // block_size + 2
     longest = min(blocks, tiers.blocks) * block_size
     sizes: dict[str, Any] = {"blocks": tiers.blocks, "block_size": block_size, "max_model_len": longest}
@@ -70,16 +69,16 @@ async def measure(
     first: int = 0,
     advance: Callable[[], None] = lambda: None,
 ) -> list[ArmRun]:
-    """Both arms on one stream, one request at a time, `segment` requests in a turn; `first` says who begins.
+    """Both arms on one stream, one request at a time, in turns of `segment` requests; an odd `first` lets tiers begin.
 
-    Device and host are empty at the start, and a cache salt of its own sees to it that nothing of an earlier stream is
-    found on the disk. Raises EngineError for a server that stops answering.
+    Device and host are empty at the start; a cache salt of each stream hides what earlier streams left on the disk.
+    Raises EngineError for a server that stops answering.
     """
-    runs = [ArmRun(arm) for arm in ARMS]
+    turns = [ArmRun(arm) for arm in ARMS]
     async with AsyncExitStack() as stack:
         engines = []
-        for run in runs:
-            server = servers[run.arm]
+        for turn in turns:
+            server = servers[turn.arm]
             engine = OpenAIEngine(
                 server.base_url,
                 server.model_name,
@@ -87,31 +86,31 @@ async def measure(
                 capacity_tokens=server.capacity_tokens,
             )
             engines.append(await stack.enter_async_context(engine))
-            await _prepare(engine, server, stream, host=run.arm == "tiers")
+            await _prepare(engine, server, stream, host=turn.arm == "tiers")
         before = {}
         for number, rows in enumerate(_segments(len(stream.prompts), warmup, segment)):
-            order = list(zip(runs, engines, strict=True))
-            for run, engine in order[:: 1 if (number + first) % 2 == 0 else -1]:
+            order = list(zip(turns, engines, strict=True))
+            for turn, engine in order[:: 1 if (number + first) % 2 == 0 else -1]:
                 await asyncio.sleep(_PAUSE_S)
                 if rows.start == warmup:
-                    before[run.arm] = await _hits(servers[run.arm])
+                    before[turn.arm] = await _hits(servers[turn.arm])
                 for row in rows:
-                    await _serve(run, engine, stream.prompts[row])
+                    await _serve(turn, engine, stream.prompts[row])
                     advance()
-        for run in runs:
-            run.hits = await _hits(servers[run.arm]) - before.get(run.arm, Hits())
-    return runs
+        for turn in turns:
+            turn.hits = await _hits(servers[turn.arm]) - before.get(turn.arm, Hits())
+    return turns
 
 
 def _segments(requests: int, warmup: int, segment: int) -> Iterator[range]:
-    """Turns end with the warm-up, so that what follows can be counted on its own."""
+    """Turns end with the warm-up, so that the requests after it can be counted separately."""
     for start, end in ((0, warmup), (warmup, requests)):
         for first in range(start, end, segment):
             yield range(first, min(first + segment, end))
 
 
 async def _prepare(engine: OpenAIEngine, server: VLLMServer, stream: PromptStream, *, host: bool) -> None:
-    """First calls of every length are slow, and are not what is measured."""
+    """Warm-up calls of every length, which are slow the first time; then empty caches."""
     rng = random.Random(0)
     try:
         for tokens in _WARM_UP_TOKENS:
@@ -123,15 +122,15 @@ async def _prepare(engine: OpenAIEngine, server: VLLMServer, stream: PromptStrea
     engine.reset()
 
 
-async def _serve(run: ArmRun, engine: OpenAIEngine, prompt: Sequence[int]) -> None:
+async def _serve(turn: ArmRun, engine: OpenAIEngine, prompt: Sequence[int]) -> None:
     try:
         completion = await engine.complete(prompt)
     except RequestError as error:
-        raise EngineError(f"the server {run.arm!r} failed a request ({error}): nothing can be compared") from None
+        raise EngineError(f"the server {turn.arm!r} failed a request ({error}): nothing can be compared") from None
     assert completion.ttft_s is not None
-    run.ttft_ms.append(round(1e3 * completion.ttft_s, 3))
-    run.cached_tokens.append(completion.cached_tokens)
-    run.prompt_tokens.append(completion.prompt_tokens)
+    turn.ttft_ms.append(round(1e3 * completion.ttft_s, 3))
+    turn.cached_tokens.append(completion.cached_tokens)
+    turn.prompt_tokens.append(completion.prompt_tokens)
 
 
 async def _hits(server: VLLMServer) -> Hits:
