@@ -1,4 +1,4 @@
-"""The one settings object of the tiers, and the exact --kv-transfer-config that it makes."""
+"""Settings of the tiers, and the --kv-transfer-config that they make."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ _KEY = "ragorder"
 
 
 class TierSettings(BaseModel):
-    """How large the tiers behind the device are, and what they give up first.
+    """Sizes and policy of the tiers behind the device.
 
-    An unknown name or a value that cannot be raises pydantic.ValidationError, which names the option to change.
+    Raises pydantic.ValidationError, which names the option to change.
+
+        TierSettings(host_bytes=32 << 30).kv_transfer_config()
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -51,16 +53,13 @@ class TierSettings(BaseModel):
     @model_validator(mode="after")
     def _whole_disk(self) -> Self:
         if self.disk_path is not None and self.disk_bytes is None:
-            raise ValueError("disk_path without disk_bytes: say how much the disk tier may take (disk_bytes)")
+            raise ValueError("disk_path without disk_bytes: give the space that the disk tier may take (disk_bytes)")
         if self.disk_bytes is not None and self.disk_path is None:
-            raise ValueError("disk_bytes without disk_path: say where the disk tier is to be (disk_path)")
+            raise ValueError("disk_bytes without disk_path: give the folder of the disk tier (disk_path)")
         return self
 
     def kv_transfer_config(self) -> dict[str, Any]:
-        """What vLLM takes as --kv-transfer-config (as JSON), or as `LLM(kv_transfer_config=…)`.
-
-        Paths in it are absolute. It works with the package installed; no entry point has to be loaded.
-        """
+        """Paths in it are absolute."""
         settings = self.model_copy(
             update={"disk_path": _absolute(self.disk_path), "profile": _absolute(self.profile)},
         )
@@ -95,7 +94,7 @@ class TierSettings(BaseModel):
 
     @classmethod
     def from_extra_config(cls, extra_config: Mapping[str, Any]) -> Self:
-        """The settings that travelled in `kv_connector_extra_config`. Raises ValueError if none did."""
+        """Raises ValueError if there are none."""
         if not isinstance(extra_config.get(_KEY), Mapping):
             raise ValueError(
                 f"kv_connector_extra_config has no {_KEY!r}: take the whole --kv-transfer-config that "
@@ -104,7 +103,7 @@ class TierSettings(BaseModel):
         return cls.model_validate(dict(extra_config[_KEY]))
 
     def prefill_profile(self) -> PrefillProfile:
-        """What a prefill takes. Raises ValueError if the file of `profile` cannot be read, and says what to change."""
+        """Raises ValueError if the file of `profile` cannot be read."""
         if self.profile is None:
             return LINEAR
         return PrefillProfile.from_file(self.profile)

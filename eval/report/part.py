@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from ragorder.eval.report.canvas import Picture
 from ragorder.eval.report.groups import Group
@@ -20,6 +21,6 @@ class Part:
     words: Sequence[str] = ()
     engine: str = ""
     setting: str = ""
-    groups: list[Group] = field(default_factory=list)
+    groups: list[Group[Any]] = field(default_factory=list)
     baseline: str = ""
     pictures: Callable[[], Sequence[Picture]] = tuple

@@ -85,7 +85,11 @@ def _cold(suite: SuiteInfo, groups: Sequence[_Group]) -> list[Table]:
         saved = _compare(lines, "none", "warmup", "ttft_ms", statistic="p50", better="lower")
         bounds = [_bounds(line) for line in lines]
         over = compare(
-            bounds, [line.column("warmup", "ttft_ms") for line in lines], statistic="p50", relative=True, better="lower"
+            bounds,
+            [line.figures("warmup", "ttft_ms") for line in lines],
+            statistic="p50",
+            relative=True,
+            better="lower",
         )
         row = [
             Entry(_retrieval(lines[0]), f"system prompt {lines[0].system_tokens:,} tokens"),
@@ -177,23 +181,23 @@ _TABLES: Mapping[str, Callable[[SuiteInfo, Sequence[_Group]], list[Table]]] = {
 def _bounds(line: PipeliningRecord) -> Floats:
     import numpy as np
 
-    waited = np.maximum(line.column("warmup", "retrieval_ms"), line.column("alone", "system_ms"))
-    bound: Floats = waited + line.column("alone", "documents_ms")
+    waited = np.maximum(line.figures("warmup", "retrieval_ms"), line.figures("alone", "system_ms"))
+    bound: Floats = waited + line.figures("alone", "documents_ms")
     return bound
 
 
 def _compare(lines: _Group, plain: str, mode: str, name: str, *, statistic: Any, better: Any) -> Comparison:
-    sides = [[line.column(each, name) for line in lines] for each in (plain, mode)]
+    sides = [[line.figures(each, name) for line in lines] for each in (plain, mode)]
     return compare(*sides, statistic=statistic, relative=True, better=better)
 
 
 def _stat(lines: _Group, mode: str, name: str) -> float | None:
-    found = summary([value for line in lines for value in line.column(mode, name)])
+    found = summary([value for line in lines for value in line.figures(mode, name)])
     return found.p50 if found else None
 
 
 def _sum(lines: _Group, mode: str, name: str) -> float:
-    return float(sum(line.column(mode, name).sum() for line in lines))
+    return float(sum(line.figures(mode, name).sum() for line in lines))
 
 
 def _started(lines: _Group) -> list[Sequence[int]]:
@@ -217,7 +221,7 @@ def _extra(lines: _Group) -> Entry:
 
 def _retrieval(line: PipeliningRecord) -> str:
     if (share := line.cell.get("retrieval_of_system")) is not None:
-        pause = summary([float(value) for value in line.column("none", "retrieval_ms")])
+        pause = summary([float(value) for value in line.figures("none", "retrieval_ms")])
         return f"{share:g} × T_sys ({figure(pause.p50 if pause else None, 0)}{THIN}ms)"
     return f"{line.cell['retrieval_ms']:g}{THIN}ms"
 
@@ -281,7 +285,7 @@ def _at_most_less(rates: Comparison) -> str:
 
 def _counted(groups: Sequence[_Group]) -> str:
     seeds = sorted({line.seed for lines in groups for line in lines})
-    served = sorted({len(line.column("none", "ttft_ms")) for lines in groups for line in lines})
+    served = sorted({len(line.figures("none", "ttft_ms")) for lines in groups for line in lines})
     warmup = sorted({line.warmup for lines in groups for line in lines})
     numbers = [" to ".join(f"{each:,}" for each in dict.fromkeys((some[0], some[-1]))) for some in (served, warmup)]
     return f"{numbers[0]} requests a seed and mode after {numbers[1]} of warm-up; seeds {', '.join(map(str, seeds))}."
