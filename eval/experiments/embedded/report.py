@@ -11,6 +11,7 @@ from ragorder.eval.experiments.embedded.record import EmbeddedRecord
 from ragorder.eval.experiments.embedded.results import BASELINES, Clock, Speedup, judge, median, required, values_of
 from ragorder.eval.experiments.embedded.shapes import ONE_THREAD
 from ragorder.eval.report.canvas import Picture, draw, style
+from ragorder.eval.report.groups import Group, group_runs
 from ragorder.eval.report.part import Part
 from ragorder.eval.report.reading import Results
 from ragorder.eval.report.statistics import StatisticsError
@@ -18,11 +19,10 @@ from ragorder.eval.report.suites import SuiteInfo
 from ragorder.eval.report.tables import Entry, Table
 from ragorder.eval.report.words import figure
 from ragorder.eval.running.measures import percentile
-from ragorder.eval.running.record import key_of
 
 __all__ = ["embedded_part"]
 
-_Arms = Mapping[str, Sequence[EmbeddedRecord]]
+_Group = Group[EmbeddedRecord]
 
 _TITLES = {
     "cached": "Time to the first token, by how many documents are cached",
@@ -33,45 +33,38 @@ _CLOCKS = {"wall_ms": "wall ms", "cpu_ms": "CPU ms"}
 
 
 def embedded_part(suite: SuiteInfo, results: Results) -> Part:
-    groups: dict[object, dict[str, list[EmbeddedRecord]]] = {}
-    for line in results.of(EmbeddedRecord, suite.name):
-        groups.setdefault((key_of(line.cell), key_of(line.engine)), {}).setdefault(line.policy, []).append(line)
-    arms = list(groups.values())
+    groups = group_runs(results.of(EmbeddedRecord, suite.name))
     return Part(
-        [_serving(each) if _cell(each).measure == "serving" else _prefill(each) for each in arms],
-        engine="; ".join(dict.fromkeys(_engine(each) for each in arms)),
-        pictures=lambda: [_picture(each) for each in arms],
+        [_serving(each) if _cell(each).measure == "serving" else _prefill(each) for each in groups],
+        engine="; ".join(dict.fromkeys(_engine(each.engine) for each in groups)),
+        pictures=lambda: [_picture(each) for each in groups],
     )
 
 
-def _first(arms: _Arms) -> EmbeddedRecord:
-    return next(iter(arms.values()))[0]
+def _cell(group: _Group) -> EmbeddedCell:
+    return group.runs()[0].setting
 
 
-def _cell(arms: _Arms) -> EmbeddedCell:
-    return _first(arms).setting
-
-
-def _engine(arms: _Arms) -> str:
-    engine = _first(arms).engine
+def _engine(engine: Mapping[str, Any]) -> str:
     return (
         f"the embedded engine, shape {engine['model']}, {engine['hardware']}, blocks of {engine['block_size']} tokens"
     )
 
 
-def _title(arms: _Arms) -> str:
-    cell = _cell(arms)
+def _title(group: _Group) -> str:
+    cell = _cell(group)
     return _TITLES.get(cell.measure) or f"Workload {cell.workload} by size of the cache"
 
 
-def _prefill(arms: _Arms) -> Table:
-    cell = _cell(arms)
-    baseline = arms.get(BASELINES[cell.measure])
-    clocks: Sequence[Clock] = ("wall_ms", "cpu_ms") if _first(arms).engine["hardware"] == ONE_THREAD else ("wall_ms",)
+def _prefill(group: _Group) -> Table:
+    cell = _cell(group)
+    baseline = group.runs(BASELINES[cell.measure])
+    clocks: Sequence[Clock] = ("wall_ms", "cpu_ms") if group.engine["hardware"] == ONE_THREAD else ("wall_ms",)
     headings = ["cached" if cell.measure != "overhead" else "served by", "tokens"]
     headings += [heading for clock in clocks for heading in (_CLOCKS[clock], "times shorter")]
-    table = Table(_title(arms), [*headings, "required"])
-    for arm, lines in arms.items():
+    table = Table(_title(group), [*headings, "required"])
+    for arm in group.policies:
+        lines = group.runs(arm)
         tokens = {sum(row) for line in lines for row in zip(*(line.column(tier) for tier in TIERS), strict=True)}
         row = [Entry(_arm(arm, cell)), Entry(", ".join(figure(each, 0) for each in sorted(tokens)))]
         verdicts: list[str] = []
@@ -85,17 +78,18 @@ def _prefill(arms: _Arms) -> Table:
         table.rows.append([*row, Entry(" / ".join(dict.fromkeys(verdicts)) or "–", bound)])
     table.note = (
         f"{cell.documents} documents of {cell.document_tokens} tokens behind {cell.system_tokens}, a question of "
-        f"{cell.question_tokens}. Medians of {cell.repeats} turns × seeds {_seeds(arms)}, with 95 % intervals."
+        f"{cell.question_tokens}. Medians of {cell.repeats} turns × seeds {_seeds(group)}, with 95 % intervals."
     )
     return table
 
 
-def _serving(arms: _Arms) -> Table:
-    cell = _cell(arms)
-    baselines = {name: arms[name] for name in (NO_CACHE, "device, lru") if name in arms}
+def _serving(group: _Group) -> Table:
+    cell = _cell(group)
+    baselines = {name: group.runs(name) for name in (NO_CACHE, "device, lru") if name in group.policies}
     headings = ["cache", "hits, %", "device, %", "host, %", "TTFT ms, p50", "p95", "mean"]
-    table = Table(_title(arms), [*headings, *(f"times shorter than {name}" for name in baselines)])
-    for arm, lines in arms.items():
+    table = Table(_title(group), [*headings, *(f"times shorter than {name}" for name in baselines)])
+    for arm in group.policies:
+        lines = group.runs(arm)
         times, prompt_tokens = _values(lines, "wall_ms"), sum(_values(lines, "prompt_tokens"))
         shares = [(sum(_values(lines, "hits")), sum(_values(lines, "retrieved")))]
         shares += [(sum(_values(lines, tier)), prompt_tokens) for tier in ("device", "host")]
@@ -104,9 +98,9 @@ def _serving(arms: _Arms) -> Table:
         row += [_ratio(_speedup(baseline, lines, "wall_ms", statistic="mean")) for baseline in baselines.values()]
         table.rows.append(row)
     top_k = "" if cell.top_k is None else f", top {cell.top_k}"
-    first = _first(arms)
+    first = group.runs()[0]
     table.note = (
-        f"{len(first.rows['wall_ms'])} requests × seeds {_seeds(arms)}{top_k}, the first {first.warmup} left out, one "
+        f"{len(first.rows['wall_ms'])} requests × seeds {_seeds(group)}{top_k}, the first {first.warmup} left out, one "
         f"at a time; device {cell.device}. Hits: of the documents; device and host: of the prompt tokens. Means "
         "compared, with 95 % intervals."
     )
@@ -126,10 +120,10 @@ def _values(lines: Sequence[EmbeddedRecord], name: str) -> list[float]:
 
 
 def _speedup(
-    baseline: Sequence[EmbeddedRecord] | None, lines: Sequence[EmbeddedRecord], clock: Clock, **options: Any
+    baseline: Sequence[EmbeddedRecord], lines: Sequence[EmbeddedRecord], clock: Clock, **options: Any
 ) -> Speedup | None:
     """None where there is nothing to compare with, as after an interruption."""
-    if baseline is None or baseline is lines:
+    if baseline == lines:
         return None
     try:
         return judge(baseline, lines, clock, **options)
@@ -147,16 +141,17 @@ def _ratio(speedup: Speedup | None) -> Entry:
     return Entry(f"{figure(speedup.ratio, 2)} ×", f"[{figure(speedup.low, 2)}, {figure(speedup.high, 2)}]")
 
 
-def _seeds(arms: _Arms) -> str:
-    return ", ".join(map(str, sorted({line.seed for lines in arms.values() for line in lines})))
+def _seeds(group: _Group) -> str:
+    return ", ".join(map(str, group.seeds))
 
 
-def _picture(arms: _Arms) -> Picture:
+def _picture(group: _Group) -> Picture:
     """The times of each arm: the median with its interval, or up to the 95th percentile of a workload's requests."""
-    cell = _cell(arms)
+    cell = _cell(group)
     serving = cell.measure == "serving"
     rows = []
-    for arm, lines in arms.items():
+    for arm in group.policies:
+        lines = group.runs(arm)
         times = _values(lines, "wall_ms")
         middle, low, high = median(times)
         rows.append((_arm(arm, cell), middle, middle if serving else low, percentile(times, 95) if serving else high))
@@ -174,4 +169,4 @@ def _picture(arms: _Arms) -> Picture:
 
     alt = "; ".join(f"{name}: {_ms(middle)} ms" for name, middle, *_ in rows)
     caption = "Medians; bars end at the 95th percentile." if serving else "Medians; bars are 95 % intervals."
-    return draw(paint, title=_title(arms), alt=alt, caption=caption, height=1.1 + 0.3 * len(rows))
+    return draw(paint, title=_title(group), alt=alt, caption=caption, height=1.1 + 0.3 * len(rows))
