@@ -74,9 +74,10 @@ def _options(arguments: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
 def _print(folder: Path, name: str, page: Path | None) -> None:
     from rich.console import Console
 
-    from ragorder.eval.report import known_suites, make_report, read_results, render_markdown
+    from ragorder.eval.report import make_report, read_results, render_markdown
+    from ragorder.eval.running.suite import load_suites
 
-    made = make_report(read_results(folder), known_suites())
+    made = make_report(read_results(folder), load_suites())
     for section in made.sections:
         for table in section.tables if section.suite.name == name else ():
             Console().print(table)

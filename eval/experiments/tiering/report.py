@@ -12,11 +12,11 @@ from ragorder.eval.experiments.tiering.record import TieringRecord
 from ragorder.eval.report.canvas import LINE, Picture, draw, style
 from ragorder.eval.report.groups import Group, group_runs
 from ragorder.eval.report.part import Part
-from ragorder.eval.report.reading import Results
 from ragorder.eval.report.statistics import StatisticsError, compare
-from ragorder.eval.report.suites import SuiteInfo
 from ragorder.eval.report.tables import Entry, Table
 from ragorder.eval.report.words import THIN, change_words, figure
+from ragorder.eval.running.reading import Results
+from ragorder.eval.running.suite import Suite
 
 if TYPE_CHECKING:
     from ragorder.eval.running.record import Floats
@@ -66,7 +66,7 @@ def _shares(group: _Group, arm: str) -> dict[str, float]:
     return {source: 100 * tokens / every for source, tokens in sums.items()}
 
 
-def tiering_part(suite: SuiteInfo, results: Results) -> Part:
+def tiering_part(suite: Suite, results: Results) -> Part:
     lines = results.of(TieringRecord, suite.name)
     return Part(_tables(lines), engine=_engine(lines), pictures=lambda: _pictures(lines))
 
