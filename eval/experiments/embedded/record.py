@@ -38,8 +38,8 @@ class EmbeddedRecord(Record):
 
     @property
     def requests(self) -> int:
-        return len(self.column("wall_ms"))
+        return len(self.figures("wall_ms"))
 
-    def column(self, name: str) -> list[float]:
+    def figures(self, name: str) -> list[float]:
         """The figures after the warm-up."""
         return self.rows[name][self.warmup :]

@@ -65,7 +65,7 @@ def _prefill(group: _Group) -> Table:
     table = Table(_title(group), [*headings, "required"])
     for arm in group.policies:
         lines = group.runs(arm)
-        tokens = {sum(row) for line in lines for row in zip(*(line.column(tier) for tier in TIERS), strict=True)}
+        tokens = {sum(row) for line in lines for row in zip(*(line.figures(tier) for tier in TIERS), strict=True)}
         row = [Entry(_arm(arm, cell)), Entry(", ".join(figure(each, 0) for each in sorted(tokens)))]
         verdicts: list[str] = []
         for clock in clocks:

@@ -44,7 +44,7 @@ def required(cell: EmbeddedCell, arm: str) -> float | None:
 
 def values_of(lines: Sequence[EmbeddedRecord], name: str) -> list[list[float]]:
     """A column of one arm, seed by seed, without the warm-up."""
-    return [line.column(name) for line in sorted(lines, key=lambda line: line.seed)]
+    return [line.figures(name) for line in sorted(lines, key=lambda line: line.seed)]
 
 
 def judge(
