@@ -9,7 +9,7 @@ from typing import Literal
 
 from ragorder.eval.experiments.embedded.cells import NO_CACHE, NOTHING, PLAIN, EmbeddedCell
 from ragorder.eval.experiments.embedded.record import EmbeddedRecord
-from ragorder.eval.report.statistics import Comparison, Statistic, compare, need_scipy
+from ragorder.eval.report.statistics import PairedDifference, Statistic, compare, need_scipy
 
 __all__ = ["BASELINES", "Clock", "Speedup", "judge", "median", "required", "values_of"]
 
