@@ -8,13 +8,14 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
+from support.commands import run_command
 from support.rings import grid
 
 from ragorder.eval.cli.eval import eval as evaluate
@@ -94,11 +95,7 @@ def lines(folder: Path, type: str | None = None) -> list[dict[str, Any]]:
     return [line for line in found if type is None or line["type"] == type]
 
 
-def invoke(*arguments: str | Path) -> Result:
-    done = CliRunner().invoke(evaluate, list(map(str, arguments)), env={"COLUMNS": "200", "OPENAI_API_KEY": ""})
-    assert done.exception is None or isinstance(done.exception, SystemExit), repr(done.exception)
-    assert "Traceback" not in done.output
-    return done
+invoke = partial(run_command, evaluate, env={"COLUMNS": "200", "OPENAI_API_KEY": ""})
 
 
 class TestSuites:

@@ -8,15 +8,17 @@ import json
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
+from support.commands import run_command
 
 pytest.importorskip("scipy")
 
@@ -1546,8 +1548,7 @@ class TestVLLM:
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
-def invoke(*arguments: Any) -> Result:
-    return CliRunner().invoke(command, [str(argument) for argument in arguments], env={"COLUMNS": "200"})
+invoke = partial(run_command, command, env={"COLUMNS": "200"})
 
 
 def kept(folder: Path) -> list[JSON]:

@@ -6,13 +6,14 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.commands import run_command
 from support.rings import examples
 
 pytest.importorskip("numpy")
@@ -475,10 +476,7 @@ class TestSuites:
         assert str(refused.value).startswith("mine.toml: ") and said in str(refused.value)
 
 
-def invoke(*arguments: Any) -> Any:
-    done = CliRunner().invoke(eval_command, [str(each) for each in arguments])
-    assert done.exception is None or isinstance(done.exception, SystemExit), repr(done.exception)
-    return done
+invoke = partial(run_command, eval_command)
 
 
 def lines(folder: Path, type: str) -> list[JSON]:
