@@ -413,7 +413,7 @@ class TestCommand:
     def test_it_says_what_it_serves(self, serve: Callable[..., Command]) -> None:
         said = serve().said
         assert "Cache: 4,096 tokens (given), blocks of 16 (given)" in said
-        assert "Mode: documents are put in cache order" in said
+        assert "Mode: documents are ordered for the cache" in said
         assert "Page: http://127.0.0.1:" in said
         assert "Mode: shadow" in serve("--shadow").said
         assert "unlimited tokens (given)" in serve("--capacity-tokens", "unlimited").said
