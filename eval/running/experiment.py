@@ -1,13 +1,14 @@
 """The protocol of an experiment, and the registry: one folder of `ragorder.eval.experiments` for each.
 
-A folder is an experiment if it has a module `experiment` with a subclass of `Experiment`. It brings its cells, its
-record, its measurement, its tables and pictures, and its suites (`*.toml`); nothing else names it.
+A folder is an experiment if its module `experiment` has a subclass of `Experiment`. It holds the cells, the record, the
+measurement, the suites (`*.toml`) and a part of the report (`report.part.Reporter`). Nothing else names it.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import import_module
@@ -15,7 +16,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
-from ragorder.eval import experiments as _folder
 from ragorder.eval.data.corpora import Corpus
 from ragorder.eval.data.corpora.loader import CorpusLoader
 from ragorder.eval.running.cells import SuiteCell, SuiteError
@@ -23,16 +23,15 @@ from ragorder.eval.running.progress import Progress
 from ragorder.eval.running.record import Record
 
 if TYPE_CHECKING:
-    from ragorder.eval.report.part import Part
-    from ragorder.eval.report.reading import Results
-    from ragorder.eval.report.suites import SuiteInfo
     from ragorder.eval.running.options import Options
+    from ragorder.eval.running.reading import Results
     from ragorder.eval.running.store import Store
     from ragorder.eval.running.suite import Suite
 
 __all__ = ["Experiment", "Job", "Line", "Missing", "experiment_of", "experiments", "suite_files"]
 
 Line = Mapping[str, Any]
+_FOLDER = "ragorder.eval.experiments"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +83,13 @@ class Experiment(ABC):
     def __init__(self, options: Options, store: Store, session: str, progress: Progress) -> None:
         self.options, self.store, self.session, self.progress = options, store, session, progress
         self.corpora = CorpusLoader(options.corpora)
+        self.resources = ExitStack()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        return None
+        self.resources.close()
 
     @classmethod
     def check(cls, suite: Suite, where: str) -> None:
@@ -131,8 +131,9 @@ class Experiment(ABC):
         return [policy for policy in suite.policies if chosen is None or policy in chosen]
 
     def obstacle(self, suite: Suite, cell: Any, policy: str) -> str | None:
-        """The reason why a policy cannot be measured in a cell, if there is one."""
-        return None
+        """The reason why a policy cannot be measured in a cell, such as a missing corpus; None: it can."""
+        found = self._corpus(cell)
+        return found if isinstance(found, str) else None
 
     def missing(self, suite: Suite, cell: Any, policy: str, reason: str) -> Missing | None:
         """What is kept of an obstacle; None: nothing more."""
@@ -147,7 +148,13 @@ class Experiment(ABC):
         return min(suite.requests, self.options.limit or suite.requests)
 
     def corpus(self, cell: Any) -> Corpus | None:
-        return None
+        found = self._corpus(cell)
+        assert not isinstance(found, str), "a missing corpus was an obstacle"
+        return found
+
+    def _corpus(self, cell: Any) -> Corpus | str | None:
+        name = getattr(cell, "corpus", None)
+        return None if name is None else self.corpora.take(name)
 
     def seeds(self, cell: Any) -> Sequence[int]:
         """What is exact and the same with every seed is measured once."""
@@ -177,14 +184,7 @@ class Experiment(ABC):
         """
 
     @classmethod
-    def report(cls, suite: SuiteInfo, results: Results) -> Part:
-        """The tables and pictures of a suite."""
-        from ragorder.eval.report.part import Part
-
-        return Part()
-
-    @classmethod
-    def own_suites(cls) -> Mapping[str, SuiteInfo]:
+    def own_suites(cls) -> Mapping[str, Suite]:
         """Suites that stand in no file."""
         return {}
 
@@ -195,7 +195,7 @@ class Experiment(ABC):
 
 
 def _folders() -> list[Path]:
-    found = (path for home in _folder.__path__ for path in Path(home).iterdir())
+    found = (path for home in import_module(_FOLDER).__path__ for path in Path(home).iterdir())
     return sorted((path for path in found if (path / "experiment.py").is_file()), key=lambda path: path.name)
 
 
@@ -204,7 +204,7 @@ def experiments() -> dict[str, type[Experiment]]:
     """Every experiment by its kind."""
     found: dict[str, type[Experiment]] = {}
     for folder in _folders():
-        module = import_module(f"{_folder.__name__}.{folder.name}.experiment")
+        module = import_module(f"{_FOLDER}.{folder.name}.experiment")
         for value in vars(module).values():
             own = isinstance(value, type) and issubclass(value, Experiment) and value.__module__ == module.__name__
             if own:

@@ -177,7 +177,7 @@ class TestTheOrderer:
         with pytest.raises(ValueError, match="either an orderer or settings"):
             CacheOrderRanker(orderer, settings={})
 
-    def test_has_no_other_settings_than_the_orderer_knows(self) -> None:
+    def test_settings_are_those_of_the_orderer(self) -> None:
         with pytest.raises(ValidationError, match="blocksize"):
             CacheOrderRanker(settings={"blocksize": 8})
 

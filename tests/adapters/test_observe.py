@@ -111,7 +111,7 @@ class TestObservedOrderer:
             o.retrieval_tokens or 0 for o in recorder.observations
         )
 
-    def test_compares_nothing_if_told_so(self) -> None:
+    def test_comparison_can_be_turned_off(self) -> None:
         recorder = Recorder()
         ObservedOrderer(make_orderer(), [recorder], compare=False).order(DOCUMENTS[:5])
         assert recorder.observations[0].retrieval_tokens is None
@@ -125,7 +125,7 @@ class TestObservedOrderer:
         assert (told.ordered_tokens, told.retrieval_tokens) == (0, 0)
         assert recorder.outcomes == [RequestOutcome(False)]
 
-    def test_is_told_once_how_a_request_ended(self) -> None:
+    def test_a_watcher_gets_each_outcome_once(self) -> None:
         recorder = Recorder()
         ordering = ObservedOrderer(make_orderer(), [recorder]).order(DOCUMENTS[:5])
         ordering.confirm(64, 600, prompt_tokens=580)

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from support.rings import grid
 
 from ragorder.eval.cli.eval import eval as evaluate
 from ragorder.eval.data.trace import trace_of_workload
@@ -196,7 +197,7 @@ class TestSuites:
         with pytest.raises(SuiteError, match=said):
             read_suite("mine", QUALITY.replace(old, new), "mine.toml")
 
-    def test_table_2_asks_in_guarded_orders_as_well(self) -> None:
+    def test_table_2_has_guarded_orders(self) -> None:
         guarded = {policy for policy in load_suites()["table-2"].policies if "+" in policy}
         assert guarded == {"auto+keep_first=2", "auto+keep_last=2", "auto+state_ranking"}
 
@@ -403,7 +404,7 @@ class TestARun:
         assert outcome == Outcome(runs=8)
         return folder
 
-    def test_begins_with_who_asked_for_what_and_where(self, folder: Path) -> None:
+    def test_results_begin_with_the_session_and_its_environment(self, folder: Path) -> None:
         session = lines(folder)[0]
         assert (session["type"], session["schema"]) == ("session", 1)
         assert session["arguments"]["seeds"] == [0, 1]
@@ -620,7 +621,7 @@ class TestWhatCannotBeHad:
         run(tmp_path / "out", *asked, seeds=(0,), dry_run=True)
         assert "hotpotqa" not in {line["cell"]["dataset"] for line in lines(tmp_path / "out", "unavailable")}
 
-    def test_questions_that_nobody_gave_come_from_the_hub_or_are_said_to_be_missing(
+    def test_questions_come_from_the_hub_or_are_reported_missing(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setitem(sys.modules, "datasets", None)
@@ -658,9 +659,7 @@ class TestWhatCannotBeHad:
         assert (outcome.runs, outcome.unavailable) == (2, 2)
         assert {line["cell"]["workload"] for line in lines(tmp_path, "unavailable")} == {"paper-shuf"}
 
-    def test_a_peer_that_breaks_down_takes_nobody_with_it(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_failing_peer_affects_no_other_policy(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         def broken(name: str) -> Any:
             raise PeerError("the peer's process ended")
 
@@ -720,7 +719,7 @@ class TestCells:
         assert batch[1]["rows"]["prompt_tokens"] == one[1]["rows"]["prompt_tokens"]
         assert self.cached(batch)["auto"] > self.cached(one)["auto"]
 
-    def test_builds_are_timed_where_the_report_asks_for_them(self, tmp_path: Path) -> None:
+    def test_builds_are_timed_if_the_report_needs_them(self, tmp_path: Path) -> None:
         text = SUITE.replace('figure = "strategies"', 'figure = "breakdown"\nmetrics = ["build_us"]')
         run(tmp_path, suite(text), seeds=(0,))
         assert all(min(line["rows"]["build_us"]) > 0 for line in lines(tmp_path, "run"))
@@ -857,12 +856,13 @@ class TestTheCommand:
 class TestOnARealEngine:
     @pytest.fixture(scope="class")
     def folder(self, tmp_path_factory: pytest.TempPathFactory, vllm_model: Path, python: Any) -> Path:
-        """Three jobs that come in the order in which their engines can be kept: two seeds with one size, and another.
+        """Jobs in the order in which their engines can be kept: two seeds with one size, and all with another.
 
         In a process of its own: engines that this one closes would leave the session's without their groups.
         """
         folder = tmp_path_factory.mktemp("vllm")
-        text = SUITE.replace('["paper-shuf", "geo"]', '["paper-shuf"]\ncapacity_tokens = [4_000, 3_000]')
+        sizes = grid([4_000, 3_000], 1)
+        text = SUITE.replace('["paper-shuf", "geo"]', f'["paper-shuf"]\ncapacity_tokens = {sizes}')
         text = text.replace("capacity_tokens = 20_000", "top_k = 2").replace("requests = 30", "requests = 12")
         text = text.replace('"retrieval", "auto"]', '"none", "retrieval", "auto", "oracle"]')
         (folder / "mine.toml").write_text(text, "utf-8")
@@ -870,7 +870,7 @@ class TestOnARealEngine:
         options = ["-o", folder, "--seeds", "0,1", "--engine", "vllm", "--model", vllm_model]
         done = python(*command, *options, timeout=500)
         assert done.returncode == 0, done.stderr[-3000:]
-        assert "12 runs served" in done.stdout
+        assert f"{6 * len(sizes)} runs served" in done.stdout
         return folder
 
     def test_the_same_suite_has_times_as_well(self, folder: Path, vllm_model: Path) -> None:

@@ -174,7 +174,7 @@ class TestTraces:
         path = written(tmp_path, f"{MOONCAKE}{line}\n", "trace.jsonl")
         with pytest.raises(ArrivalsError) as error:
             load_arrivals(path)
-        assert str(error.value) == f'{path}:4: expected a line such as {{"timestamp": 27, "output_length": 500}}'
+        assert str(error.value).startswith(f"{path}:4: ")
 
     @pytest.mark.parametrize("text", ["", "\n\n", AZURE.splitlines()[0]])
     def test_a_file_without_arrivals_is_refused(self, tmp_path: Path, text: str) -> None:
@@ -183,7 +183,7 @@ class TestTraces:
             load_arrivals(path)
         assert str(path) in str(error.value)
 
-    def test_another_table_is_told_the_columns(self, tmp_path: Path) -> None:
+    def test_a_table_with_other_columns_is_refused_with_the_expected_ones(self, tmp_path: Path) -> None:
         path = written(tmp_path, "time,length\n1,2\n")
         with pytest.raises(ArrivalsError, match=":1: expected the columns TIMESTAMP,ContextTokens,GeneratedTokens"):
             load_arrivals(path)
@@ -469,7 +469,7 @@ class TestAdmission:
         st.integers(1, 12),
         st.randoms(use_true_random=False),
     )
-    def test_has_room_says_whether_nobody_has_to_end(
+    def test_has_room_is_true_if_no_request_must_end(
         self, drawn: list[tuple[list[int], int]], blocks: int, rng: Any
     ) -> None:
         class Ending(SimEngine):
@@ -493,9 +493,10 @@ class TestAdmission:
 
 
 class TestPredicting:
-    @pytest.mark.parametrize("workload", ["paper-shuf", "mix8", "zipf10"])
-    @pytest.mark.parametrize("concurrency", [1, 4, 16])
-    @pytest.mark.parametrize("capacity", [20_000, 100_000])
+    @pytest.mark.parametrize(
+        ("workload", "concurrency", "capacity"),
+        grid(list(product(["paper-shuf", "mix8", "zipf10"], [1, 4, 16], [20_000, 100_000])), 7),
+    )
     def test_the_mirror_is_exact_under_concurrency(self, workload: str, concurrency: int, capacity: int) -> None:
         result, _ = drive(Load(concurrency), trace=trace_of(workload, 400), capacity_tokens=capacity)
         assert result.prediction_within_block is not None
@@ -1021,7 +1022,9 @@ class TestChecks:
             ({"fault": lambda number: "cut"}, "does not serve a prompt of token ids"),
         ],
     )
-    def test_a_server_that_cannot_be_measured_is_told_why(self, options: dict[str, Any], said: str) -> None:
+    def test_a_server_that_cannot_be_measured_is_refused_with_the_reason(
+        self, options: dict[str, Any], said: str
+    ) -> None:
         with pytest.raises(EngineError, match=said):
             self.check(FarServer(**options))
 
@@ -1033,7 +1036,7 @@ class TestFindingTheModel:
     def test_another_can_be_named(self, far: FarServer) -> None:
         assert find_model(far.base_url, "other").root == "other"
 
-    def test_one_that_is_not_there_is_told_the_choices(self, far: FarServer) -> None:
+    def test_an_unknown_name_is_refused_with_the_choices(self, far: FarServer) -> None:
         with pytest.raises(EngineError, match="no model 'nearer': give --served-model far or other"):
             find_model(far.base_url, "nearer")
 
@@ -1141,7 +1144,7 @@ class TestOnTheCommandLine:
             (("--batch", "--arrivals", "poisson:1"), "--batch plans all requests before the first is served"),
             (("--concurrency", "0"), "--concurrency"),
             (("--arrivals", "poisson:fast"), "such as poisson:2.5"),
-            (("--arrivals", "/nowhere/trace.csv"), "/nowhere/trace.csv: cannot be read"),
+            (("--arrivals", "/nowhere/trace.csv"), "/nowhere/trace.csv: No such file"),
             (("--arrivals", "poisson:1", "--time-scale", "2"), "choose another rate"),
             (("--arrivals", "poisson:1", "--replicas", "2"), "choose another rate"),
             (("--arrivals", "TRACE", "--time-scale", "0"), "--time-scale"),
@@ -1292,7 +1295,7 @@ class TestBenchOnAServer:
         assert "the server takes 300: lower --top-k or --output-tokens" in said
         assert far.bodies == []
 
-    def test_a_server_that_reports_no_cached_tokens_is_told_the_flag(self, far: FarServer) -> None:
+    def test_a_server_without_reported_cached_tokens_is_refused_with_the_flag(self, far: FarServer) -> None:
         far.reports = "never"
         assert "--enable-prompt-tokens-details" in refusal(*self.options(far))
 

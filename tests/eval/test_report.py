@@ -26,17 +26,15 @@ from ragorder.eval.engines.capacity import Capacity
 from ragorder.eval.experiments.quality import summarise
 from ragorder.eval.report import (
     Report,
-    ReportError,
-    known_suites,
+    ResultsError,
     make_report,
     read_results,
     render_html,
     render_markdown,
 )
-from ragorder.eval.report.suites import SuiteInfo, info_of
 from ragorder.eval.running.bench import run_traces
 from ragorder.eval.running.specs import Bench
-from ragorder.eval.running.suite import read_suite
+from ragorder.eval.running.suite import Suite, load_suites, read_suite
 
 pytestmark = pytest.mark.merge
 
@@ -150,8 +148,8 @@ figure = "sweep"
 }
 
 
-def suites() -> dict[str, SuiteInfo]:
-    return {name: info_of(read_suite(name, text, name)) for name, text in SUITES.items()}
+def suites() -> dict[str, Suite]:
+    return {name: read_suite(name, text, name) for name, text in SUITES.items()}
 
 
 def simulated(
@@ -359,11 +357,11 @@ class TestReading:
 
     @pytest.mark.parametrize(("name", "words"), [("nowhere", "is no folder"), (".", "has no results.jsonl")])
     def test_names_what_to_change(self, tmp_path: Path, name: str, words: str) -> None:
-        with pytest.raises(ReportError, match=f"{words}.*ragorder eval run"):
+        with pytest.raises(ResultsError, match=f"{words}.*ragorder eval run"):
             read_results(tmp_path / name)
 
     def test_of_a_session_that_measured_nothing(self, tmp_path: Path) -> None:
-        with pytest.raises(ReportError, match="holds no measurement"):
+        with pytest.raises(ResultsError, match="holds no measurement"):
             read_results(written(tmp_path, SESSION))
 
 
@@ -519,7 +517,7 @@ class TestQuality:
         assert [row[2].text for row in report.sections[0].tables[0].rows] == ["5.0", "5.0"]
         assert "exact match is 0 in every order" in report.sections[0].tables[0].note
 
-    def test_answers_that_nobody_compared_are_shown_and_said_to_be_so(self, tmp_path: Path) -> None:
+    def test_answers_that_were_not_compared_are_marked(self, tmp_path: Path) -> None:
         lines = [answered("retrieval"), answered("auto", 0.1)]
         for checks in ([], summarise(lines[:1])):
             report = self.found(tmp_path, *lines, *checks)
@@ -561,7 +559,7 @@ class TestMarkdown:
 
 
 class TestPage:
-    def test_is_one_file_that_asks_for_nothing(self, page: Path) -> None:
+    def test_the_page_is_one_file_without_requests(self, page: Path) -> None:
         text = page.read_text("utf-8")
         assert "<script" not in text
         assert not re.findall(r'(?:src|href)="(?!#|data:)[^"]*"', text.replace(XLINK, ""))
@@ -588,11 +586,11 @@ class TestWhatIsCommitted:
     def test_there_are_results(self) -> None:
         assert self.FOLDERS
 
-    @pytest.mark.parametrize("folder", grid(FOLDERS, 2), ids=lambda folder: folder.name)
+    @pytest.mark.parametrize("folder", grid(FOLDERS, 1), ids=lambda folder: folder.name)
     def test_renders_whole_and_as_it_was_written_down(self, folder: Path) -> None:
         results = read_results(folder)
         assert results.notes == []
-        report = make_report(results, known_suites())
+        report = make_report(results, load_suites())
         assert not re.findall(r'(?:src|href)="(?!#|data:)[^"]*"', render_html(report).replace(XLINK, ""))
         kept = (folder / "report.md").read_text("utf-8")
         assert [line for line in kept.splitlines() if line.startswith("#")] == [
@@ -620,7 +618,9 @@ class TestInABrowser:
 
     @pytest.mark.parametrize("width", [390, 768, 1280])
     @pytest.mark.parametrize("scheme", ["light", "dark"])
-    def test_fits_the_screen_and_asks_for_nothing(self, browser: Any, page: Path, width: int, scheme: str) -> None:
+    def test_the_page_fits_the_screen_and_makes_no_requests(
+        self, browser: Any, page: Path, width: int, scheme: str
+    ) -> None:
         context = browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme)
         tab = context.new_page()
         asked: list[str] = []

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 from ragorder.eval.experiments.pipelining.record import PipeliningRecord
 from ragorder.eval.report.paper import number
 from ragorder.eval.report.part import Part
-from ragorder.eval.report.reading import Results
 from ragorder.eval.report.statistics import Comparison, compare, summary
-from ragorder.eval.report.suites import PaperRow, SuiteInfo
 from ragorder.eval.report.tables import Entry, Table
 from ragorder.eval.report.words import THIN, change_words, figure, signed
+from ragorder.eval.running.reading import Results
 from ragorder.eval.running.record import key_of
+from ragorder.eval.running.suite import PaperRow, Suite
 
 if TYPE_CHECKING:
     from ragorder.eval.running.record import Floats
@@ -48,7 +48,7 @@ _THROUGHPUT = (
 _Group = Sequence[PipeliningRecord]
 
 
-def pipelining_part(suite: SuiteInfo, results: Results) -> Part:
+def pipelining_part(suite: Suite, results: Results) -> Part:
     lines = results.of(PipeliningRecord, suite.name)
     return Part(_pipelining_tables(suite, lines), engine=_engine(lines))
 
@@ -62,7 +62,7 @@ def _engine(lines: _Group) -> str:
     return "; ".join(dict.fromkeys(found))
 
 
-def _pipelining_tables(suite: SuiteInfo, lines: _Group) -> list[Table]:
+def _pipelining_tables(suite: Suite, lines: _Group) -> list[Table]:
     """What was measured of a suite about pipelines, with the paper's numbers beside it."""
     groups: dict[object, list[PipeliningRecord]] = {}
     for line in lines:
@@ -74,7 +74,7 @@ def _pipelining_tables(suite: SuiteInfo, lines: _Group) -> list[Table]:
     return tables
 
 
-def _cold(suite: SuiteInfo, groups: Sequence[_Group]) -> list[Table]:
+def _cold(suite: Suite, groups: Sequence[_Group]) -> list[Table]:
     headings = ["retrieval", "T_sys, ms", "T_docs, ms", "serial, ms", "with warm-up, ms", "saving, %"]
     headings += ["bound, ms", "of the bound, %", "to 10 %"]
     paper = any(_beside(suite, lines) for lines in groups)
@@ -107,7 +107,7 @@ def _cold(suite: SuiteInfo, groups: Sequence[_Group]) -> list[Table]:
     return [table]
 
 
-def _speculation(suite: SuiteInfo, groups: Sequence[_Group]) -> list[Table]:
+def _speculation(suite: Suite, groups: Sequence[_Group]) -> list[Table]:
     headings = ["search", "T2, ms", "T1, ms", "T2 / T1", "TTFT mean, ms", "TTFT p50, ms", "TTFT p95, ms"]
     headings += ["right, %", "extra prefill, %"]
     paper = any(_beside(suite, lines) for lines in groups)
@@ -148,7 +148,7 @@ def _stages(groups: Sequence[_Group]) -> Table:
     return table
 
 
-def _throughput(suite: SuiteInfo, groups: Sequence[_Group]) -> list[Table]:
+def _throughput(suite: Suite, groups: Sequence[_Group]) -> list[Table]:
     headings = ["search", "clients", "offered", "without, requests/s", "speculating, requests/s", "at most 2 % less"]
     table = Table("Throughput under saturation", [*headings, "refused, %", "extra prefill, %"], note=_THROUGHPUT)
     for lines in groups:
@@ -171,7 +171,7 @@ def _throughput(suite: SuiteInfo, groups: Sequence[_Group]) -> list[Table]:
     return [table]
 
 
-_TABLES: Mapping[str, Callable[[SuiteInfo, Sequence[_Group]], list[Table]]] = {
+_TABLES: Mapping[str, Callable[[Suite, Sequence[_Group]], list[Table]]] = {
     "cold": _cold,
     "speculation": _speculation,
     "throughput": _throughput,
@@ -234,22 +234,24 @@ def _search(line: PipeliningRecord) -> str:
     return f"{words}, cautious" if cell.get("cautious") else words
 
 
-def _beside(suite: SuiteInfo, lines: _Group) -> list[PaperRow]:
+def _beside(suite: Suite, lines: _Group) -> list[PaperRow]:
     """The paper's rows at the same parameters; a search that is not stretched has none."""
     cell = lines[0].cell
     if cell["measure"] == "speculation" and not cell.get("search_ms"):
         return []
-    return [row for row in suite.paper if row.at and all(cell.get(name) == value for name, value in row.at.items())]
+    return [
+        row for row in suite.paper_rows if row.at and all(cell.get(name) == value for name, value in row.at.items())
+    ]
 
 
-def _paper_cold(suite: SuiteInfo, lines: _Group) -> list[Entry]:
+def _paper_cold(suite: Suite, lines: _Group) -> list[Entry]:
     for row in _beside(suite, lines):
         times = ", ".join(figure(number(row, name)) for name in ("serial_ms", "pipelined_ms"))
         return [Entry(times, row.hardware), Entry(figure(number(row, "saving_percent")))]
     return [Entry("–"), Entry("–")]
 
 
-def _paper_ratios(suite: SuiteInfo, lines: _Group) -> str:
+def _paper_ratios(suite: Suite, lines: _Group) -> str:
     words = []
     for row in _beside(suite, lines):
         serial, speculative = number(row, "serial_ms"), number(row, "speculative_ms")

@@ -17,8 +17,7 @@ from ragorder.eval.running.record import RESULTS
 if TYPE_CHECKING:
     from ragorder.eval.experiments.quality.specs import QualityBench
     from ragorder.eval.report.part import Part
-    from ragorder.eval.report.reading import Results
-    from ragorder.eval.report.suites import SuiteInfo
+    from ragorder.eval.running.reading import Results
     from ragorder.eval.running.suite import Suite
 
 __all__ = ["Quality"]
@@ -129,16 +128,16 @@ class Quality(Experiment):
         return found[0] if found else None
 
     @classmethod
-    def report(cls, suite: SuiteInfo, results: Results) -> Part:
+    def report(cls, suite: Suite, results: Results) -> Part:
         from ragorder.eval.experiments.quality.report import quality_part
 
         return quality_part(suite, results)
 
     @classmethod
-    def own_suites(cls) -> Mapping[str, SuiteInfo]:
-        from ragorder.eval.report.suites import SuiteInfo
+    def own_suites(cls) -> Mapping[str, Suite]:
+        from ragorder.eval.running.suite import Suite
 
-        asked = SuiteInfo(
+        asked = Suite.unlisted(
             "quality",
             "Answer quality, asked about by itself",
             source="ragorder eval quality",

@@ -14,12 +14,12 @@ from ragorder.eval.report.groups import Group, group_runs
 from ragorder.eval.report.metrics import Metric
 from ragorder.eval.report.paper import number
 from ragorder.eval.report.part import Part
-from ragorder.eval.report.reading import Results
 from ragorder.eval.report.statistics import Comparison
-from ragorder.eval.report.suites import SuiteInfo
 from ragorder.eval.report.tables import Entry, Table
 from ragorder.eval.report.words import THIN, axis_words, figure
+from ragorder.eval.running.reading import Results
 from ragorder.eval.running.record import Cell, Record
+from ragorder.eval.running.suite import Suite
 
 __all__ = ["replacement_part"]
 
@@ -78,7 +78,7 @@ def _fact(group: _Group, name: str) -> float:
     return fmean(line.facts[name] for line in group.runs())
 
 
-def replacement_part(suite: SuiteInfo, results: Results) -> Part:
+def replacement_part(suite: Suite, results: Results) -> Part:
     lines = results.of(ReplacementRecord, suite.name)
     return Part(_tables(suite, lines), engine=_engine(lines), pictures=lambda: _pictures(suite, lines))
 
@@ -89,7 +89,7 @@ def _engine(lines: Sequence[ReplacementRecord]) -> str:
     return "; ".join(dict.fromkeys(kinds))
 
 
-def _tables(suite: SuiteInfo, lines: Sequence[ReplacementRecord]) -> list[Table]:
+def _tables(suite: Suite, lines: Sequence[ReplacementRecord]) -> list[Table]:
     """What was measured of a suite about replacement, with the paper's numbers beside it."""
     groups = group_runs([line for line in lines if line.scheduling is None])
     tables = _scheduling([line for line in lines if line.scheduling is not None])
@@ -101,7 +101,7 @@ def _tables(suite: SuiteInfo, lines: Sequence[ReplacementRecord]) -> list[Table]
     return tables
 
 
-def _figures(suite: SuiteInfo, groups: Sequence[_Group], metric: Metric) -> Table:
+def _figures(suite: Suite, groups: Sequence[_Group], metric: Metric) -> Table:
     """Every policy in every cell, against the baseline."""
     policies = list(dict.fromkeys(policy for group in groups for policy in group.policies))
     baseline = suite.baseline
@@ -224,9 +224,9 @@ def _room(tokens: float, kib_per_token: int) -> str:
     return f"{figure(tokens, 0)} tokens ({figure(gib, 0 if gib >= 10 else 1)}{THIN}GiB)"
 
 
-def _beside(suite: SuiteInfo, group: _Group) -> Entry:
+def _beside(suite: Suite, group: _Group) -> Entry:
     """The paper's times at the same parameters."""
-    for row in suite.paper:
+    for row in suite.paper_rows:
         times = [number(row, name) for name in ("pgdsf", "gdsf", "lru", "lfu")]
         if row.at and all(group.cell.get(name) == value for name, value in row.at.items()) and None not in times:
             return Entry(", ".join(figure(time, 2) for time in times), "PGDSF, GDSF, LRU, LFU")
@@ -270,16 +270,16 @@ def _counted(groups: Sequence[_Group]) -> str:
     return f"{words}{', a stream as it came with one of them' if once else ''}."
 
 
-def _pictures(suite: SuiteInfo, lines: Sequence[ReplacementRecord]) -> list[Picture]:
+def _pictures(suite: Suite, lines: Sequence[ReplacementRecord]) -> list[Picture]:
     """For each stream a line for each policy, along what the suite sweeps."""
-    x = suite.x
+    x = suite.report.x
     if x is None:
         return []
     panels: dict[str, list[_Group]] = {}
     for group in group_runs([line for line in lines if line.scheduling is None]):
         rest: Mapping[str, Any] = {name: value for name, value in group.cell.items() if name != x}
         panels.setdefault(_stream(rest), []).append(group)
-    metrics = [metric for name in suite.metrics for metric in _METRICS if metric.column == name]
+    metrics = [metric for name in suite.report.metrics for metric in _METRICS if metric.column == name]
     drawn = {words: panel for words, panel in panels.items() if len(panel) > 1}
     return [_picture(words, x, panel, metric) for words, panel in drawn.items() for metric in metrics]
 

@@ -19,12 +19,12 @@ from ragorder.eval.report.metrics import (
 )
 from ragorder.eval.report.paper import paper_beside, paper_heading
 from ragorder.eval.report.part import Part
-from ragorder.eval.report.reading import Results
 from ragorder.eval.report.statistics import Comparison, Summary, summary
-from ragorder.eval.report.suites import SuiteInfo
 from ragorder.eval.report.tables import Entry, Table
 from ragorder.eval.report.words import THIN, cell_words, change_words, figure, policy_words
+from ragorder.eval.running.reading import Results
 from ragorder.eval.running.record import RunRecord
+from ragorder.eval.running.suite import Suite
 
 __all__ = ["serving_part"]
 
@@ -38,7 +38,7 @@ _ENGINES = {
 }
 
 
-def serving_part(suite: SuiteInfo, results: Results) -> Part:
+def serving_part(suite: Suite, results: Results) -> Part:
     groups = group_runs(results.of(RunRecord, suite.name))
     policies = [policy for group in groups for policy in group.policies]
     baseline = suite.baseline if suite.baseline in policies else next(iter(policies), "")
@@ -66,7 +66,7 @@ def _engines(groups: Sequence[Group]) -> str:
 
 
 def _setting(groups: Sequence[Group]) -> str:
-    """The parameters that are the same in all cells."""
+    """The parameters that all cells share."""
     if not groups:
         return ""
     same = {name: value for name, value in groups[0].cell.items() if name not in groups[0].varies}
@@ -78,8 +78,7 @@ def _setting(groups: Sequence[Group]) -> str:
     return words
 
 
-def _comparison_tables(suite: SuiteInfo, groups: Sequence[Group], baseline: str) -> list[Table]:
-    """What was measured, each policy against the baseline, with the paper's own figure beside it."""
+def _comparison_tables(suite: Suite, groups: Sequence[Group], baseline: str) -> list[Table]:
     if not groups:
         return []
     if len(groups) <= _FEW_CELLS:
@@ -88,7 +87,7 @@ def _comparison_tables(suite: SuiteInfo, groups: Sequence[Group], baseline: str)
     return [_cells_table(suite, groups, baseline, metric) for metric in metrics]
 
 
-def _policies_table(suite: SuiteInfo, group: Group, baseline: str) -> Table:
+def _policies_table(suite: Suite, group: Group, baseline: str) -> Table:
     timed, predicted = group.has("ttft_ms"), group.has("predicted_tokens")
     paper = paper_heading(suite, group.cell)
     headings = ["policy", CACHED.heading, "whole documents cached, mean"]
@@ -112,7 +111,7 @@ def _policies_table(suite: SuiteInfo, group: Group, baseline: str) -> Table:
     return table
 
 
-def _cells_table(suite: SuiteInfo, groups: Sequence[Group], baseline: str, metric: Metric) -> Table:
+def _cells_table(suite: Suite, groups: Sequence[Group], baseline: str, metric: Metric) -> Table:
     policies = list(dict.fromkeys(policy for group in groups for policy in group.policies))
     paper = paper_heading(suite, None) if metric is CACHED or metric is TTFT_P50 else []
     table = Table(metric.heading, ["", *map(policy_words, policies), *paper])
@@ -126,7 +125,6 @@ def _cells_table(suite: SuiteInfo, groups: Sequence[Group], baseline: str, metri
 
 
 def _compared(group: Group, policy: str, baseline: str, metric: Metric) -> Entry:
-    """A policy's figure, below it the difference to the baseline's."""
     value = figure(group.value(policy, metric), metric.decimals)
     comparison = group.compare(policy, baseline, metric)
     if comparison is None:
@@ -139,7 +137,7 @@ def _verdict(comparison: Comparison) -> str:
 
 
 def _predicted(group: Group, policy: str) -> float | None:
-    """Of the requests, how many had their cached tokens predicted to within one block, in %."""
+    """Percent of the requests whose cached tokens were predicted to within one block."""
     predicted, cached = group.values(policy, "predicted_tokens"), group.values(policy, "cached_tokens")
     if len(predicted) != len(cached):
         return None
@@ -166,8 +164,8 @@ def _range(numbers: Iterable[int]) -> str:
     return f"{low:,}" if low == high else f"{low:,} to {high:,}"
 
 
-def _detail_tables(suite: SuiteInfo, groups: Sequence[Group], baseline: str) -> list[Table]:
-    """What else a suite is about: where the time goes, the prefill saved, throughput, how far documents moved."""
+def _detail_tables(suite: Suite, groups: Sequence[Group], baseline: str) -> list[Table]:
+    """Tables of what else the suite is about: breakdown, prefill saved, throughput, moved documents."""
     tables: list[Table] = []
     few = len(groups) <= _FEW_CELLS
     if any(run.throughput for group in groups for run in group.runs()):
@@ -206,7 +204,7 @@ def _prediction_entry(group: Group, policy: str) -> Entry:
 
 
 def _each(groups: Sequence[Group], make: Callable[[Group, str], list[Entry] | None]) -> list[list[Entry]]:
-    """A row for each policy in each cell that has one."""
+    """A row for each policy in each cell, but for those that are None."""
     several = len(groups) > 1
     rows = []
     for group in groups:
