@@ -558,7 +558,7 @@ class TestTheConnector:
 
     @pytest.fixture
     def connector(self, told: list[Any]) -> Any:
-        """One without an engine: the host has 8 tokens for everybody, and a new token costs 1 s per cached one."""
+        """One without an engine: the host has 8 tokens for each request, and a new token costs 1 s per cached one."""
         vllm()
         from ragorder.adapters.vllm_tiers.device import DeviceOrderConnector
 

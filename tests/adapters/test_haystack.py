@@ -311,7 +311,7 @@ class TestInAPipeline:
 
 
 class TestConcurrency:
-    """64 at a time over one ranker: everybody gets their own documents, each once."""
+    """64 at a time over one ranker: each call gets its own documents, each once."""
 
     REQUESTS = tuple(["abcdefgh"[n % 8], *(f"n{n}x{place}" for place in range(5)), "z"] for n in range(64))
 

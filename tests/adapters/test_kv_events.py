@@ -283,7 +283,7 @@ def troubles(events: KVEventSubscriber) -> set[str]:
 
 
 class TestTheTableIsWhatTheEngineHolds:
-    """However late one subscribes, whatever is lost, whoever the engine is."""
+    """For any delay of the subscription, any loss, any engine."""
 
     @pytest.mark.parametrize("batches", [0, 1, 40])
     def test_at_once_after_a_late_start(self, server: Server, subscribe: Subscribe, batches: int) -> None:
@@ -904,7 +904,7 @@ class TestWrongSizes:
 
 
 class TestAServerThatIsNotThere:
-    """It is waited for, on a thread of its own, and nobody else has to."""
+    """Waiting for it happens on a thread of its own."""
 
     def test_a_server_that_comes_up_later_is_followed_then(
         self, serve: Callable[..., Server], subscribe: Subscribe
@@ -1341,7 +1341,7 @@ SECRET = "sk-0123456789"  # noqa: S105
 
 @pytest.fixture
 def metrics() -> Iterator[str]:
-    """The address of a server that publishes its metrics to whoever has the key."""
+    """The address of a server that publishes its metrics to clients with the key."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:

@@ -536,7 +536,7 @@ class TestTheWrappedRetriever:
         assert [metadata["tenant"] for *_, metadata in events.starts] == ["a", "a", "b", "b"]
 
     async def test_sees_what_the_caller_configures(self, orderer: Recorder) -> None:
-        """A tenant's filter must not get lost because somebody wrapped the retriever."""
+        """A tenant's filter must not get lost when the retriever is wrapped."""
         retriever = CacheOrderRetriever(retriever=self.inner(), orderer=orderer)
         chosen: RunnableConfig = {
             "configurable": {"search_kwargs": {"k": 3, "filter": lambda document: document.metadata["tenant"] == "b"}}
@@ -961,7 +961,7 @@ class TestWhichCallAnOrderingBelongsTo:
     def test_none_if_one_of_several_is_the_only_one_of_another(
         self, orderer: Recorder, handler: FeedbackHandler
     ) -> None:
-        """Nobody's documents can be recognised. The second was retrieved while the first one's call was under way."""
+        """No documents can be recognised. The second were retrieved during the first one's call."""
         retriever = CacheOrderRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
         slow = Slow(started=threading.Event())
 
@@ -1366,7 +1366,7 @@ class TestCancellation:
     async def test_of_the_retrieval_leaves_nothing(
         self, orderer: Recorder, handler: FeedbackHandler, alone: bool
     ) -> None:
-        """LangChain tells nobody of a retriever that is cancelled."""
+        """LangChain reports no end of a cancelled retriever."""
         started = asyncio.Event()
 
         async def slow(question: str) -> list[Document]:
@@ -1399,7 +1399,7 @@ class TestCancellation:
 
 class TestBounds:
     def test_runs_that_never_end_are_given_up(self, orderer: Recorder) -> None:
-        """A retriever of somebody else's that was cancelled: nobody tells of its end."""
+        """A cancelled retriever of another kind: its end is not reported."""
         handler = FeedbackHandler(max_runs=10)
         retriever = CacheOrderRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
         streams = []
@@ -1597,7 +1597,7 @@ class TestLangGraph:
 
 
 class Others(AsyncCallbackHandler):
-    """Somebody else's handler."""
+    """A handler of another kind."""
 
     def __init__(self) -> None:
         self.heard: list[str] = []

@@ -792,7 +792,7 @@ class TestD8StreamedAnswers:
 
 
 class TestConcurrency:
-    """64 at a time over one adapter: everybody gets their own nodes, each once."""
+    """64 at a time over one adapter: each call gets its own nodes, each once."""
 
     QUERIES = tuple(["abcdefgh"[n % 8], *(f"n{n}x{place}" for place in range(5)), "z"] for n in range(64))
 

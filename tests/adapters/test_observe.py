@@ -544,7 +544,7 @@ class TestStatsCommand:
 
 
 class TestOrdering:
-    """What the core tells those who watch."""
+    """What the core reports to watchers."""
 
     def test_every_observer_is_called_once(self) -> None:
         first: list[RequestOutcome] = []

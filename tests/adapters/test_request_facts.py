@@ -1,4 +1,4 @@
-"""What a vLLM with tiers is told of a request: where its documents end, and whose it is. By all who send requests."""
+"""Facts in requests to a vLLM with tiers (document ends, tenant), from all clients."""
 
 from __future__ import annotations
 

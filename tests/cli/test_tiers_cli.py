@@ -224,7 +224,15 @@ class TestServerStats:
 
     def test_as_a_table(self, serve: Serve) -> None:
         shown = stats("--base-url", serve(TIERS)).output
-        for text in ("75.0 %", "6.0 KiB", "1.5 min", "2 checksum, 1 truncated", "35.0 %", "30.0 %", "left the order"):
+        for text in (
+            "75.0 %",
+            "6.0 KiB",
+            "1.5 min",
+            "2 checksum, 1 truncated",
+            "35.0 %",
+            "30.0 %",
+            "no longer evicts by the policy",
+        ):
             assert text in shown
 
     def test_as_json(self, serve: Serve) -> None:
@@ -234,7 +242,7 @@ class TestServerStats:
     def test_watching_ends_with_a_server_that_is_gone(
         self, python: Callable[..., subprocess.CompletedProcess[str]]
     ) -> None:
-        """What is read is shown until nobody answers any more."""
+        """Figures are shown until the server stops answering."""
         code = (
             "import sys, threading\n"
             "from http.server import BaseHTTPRequestHandler, HTTPServer\n"

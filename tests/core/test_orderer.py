@@ -994,7 +994,7 @@ class TestBatch:
         ("name", "max_wait"), grid(list(product(["paper-shuf", "mix8", "zipf10"], [None, 100, 50, 20, 5, 1])), 7)
     )
     def test_d3_a_wait_saves_on_workloads(self, name: str, max_wait: int | None) -> None:
-        """On the engine itself, and by more than the property asks for: who may wait is worth something."""
+        """On the engine itself, and by more than the property requires: waiting gains something."""
         workload = make_workload(name, 0, requests=200)
         stream = [[workload.documents[number] for number in ranking] for ranking in workload.rankings[:200]]
         totals = []
@@ -1064,7 +1064,7 @@ class TestBatch:
 
     @pytest.mark.parametrize("capacity_tokens", [6_000, 40_000])
     def test_a_warm_cache_is_used(self, capacity_tokens: int) -> None:
-        """The same batch on the same warm engine, planned by who knows the engine and by who does not."""
+        """The same batch on the same warm engine, planned with and without knowledge of its cache."""
         workload = make_workload("paper-shuf", 0, requests=200)
         stream = [[workload.documents[number] for number in ranking] for ranking in workload.rankings]
         cached = []

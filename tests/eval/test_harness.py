@@ -516,7 +516,7 @@ class TestResuming:
             run(tmp_path, suite(), seeds=(0,), **changed)
 
     def test_in_a_folder_of_another_simulated_engine_is_refused(self, tmp_path: Path) -> None:
-        """Before it reused blocks as vLLM does, it was like nobody said which."""
+        """Earlier versions evicted by LRU, and did not record which engine they simulated."""
         run(tmp_path, suite(), seeds=(0,), policies=("retrieval",))
         path = tmp_path / "results.jsonl"
         path.write_text(path.read_text("utf-8").replace('"like":"vllm-0.32",', ""), "utf-8")

@@ -1,4 +1,4 @@
-"""Load: when requests arrive, who sends them, what an engine under load holds, and servers that are measured from
+"""Load: arrivals, clients, what an engine under load holds, and servers that are measured from
 outside."""
 
 from __future__ import annotations
@@ -397,7 +397,7 @@ class TestOnTheVirtualClock:
         assert drive(Load(2))[1].lengths == [None] * 200
 
     def test_a_request_without_room_waits_until_others_end(self) -> None:
-        """Room for two prompts and a bit; `Counting.admit` sees to it that nobody is thrown out."""
+        """Room for two prompts and a bit; `Counting.admit` checks that no request is evicted."""
         result, engine = drive(Load(8), policy="retrieval", trace=trace_of("ov0.0"), capacity_tokens=2_500)
         assert engine.most <= 3
         assert result.deciles is not None

@@ -50,7 +50,7 @@ def kv_of(tokens: Sequence[int], salt: str | None = None) -> Any:
 
 
 class HeldTransfers:
-    """Copies that are made when the test says so, or somebody waits: whatever reuses blocks too early is caught."""
+    """Copies made on request of the test, or when one is waited for: blocks reused too early are detected."""
 
     def __init__(self) -> None:
         self.waiting: deque[HeldTransfer] = deque()
@@ -104,7 +104,7 @@ class HeldTransfer:
 
 
 class HeldExecutor(Executor):
-    """Jobs that are done when the test says so, or somebody wants their results."""
+    """Jobs that are done on request of the test, or when their results are read."""
 
     def __init__(self) -> None:
         self.waiting: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
@@ -241,7 +241,7 @@ PATH = st.sampled_from(PATHS)
 
 
 def references(cache: KnowledgeCache) -> tuple[Counter[int], Counter[int]]:
-    """Who refers to the blocks of device and host: nodes, leases, and copies under way."""
+    """The references to blocks of device and host: nodes, leases, and running copies."""
     device, host = Counter[int](), Counter[int]()
     for node in cache._tiers.nodes.values():
         if node.device is not None:

@@ -1,4 +1,4 @@
-"""Paging: blocks that are held as often as they are referred to, and copies that nobody waits for."""
+"""Paging: blocks with counted references, and asynchronous copies."""
 
 from __future__ import annotations
 

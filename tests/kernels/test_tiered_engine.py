@@ -1,4 +1,4 @@
-"""The embedded engine: what it caches, whom it computes when, how it chooses tokens, what happens when things fail."""
+"""The embedded engine: caching, scheduling, sampling, and failures."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ class TestExactness:
                 assert list(completion.token_ids) == greedy(plain, request)
 
     def test_many_requests_of_one_step_that_part_within_a_block(self, make: Make, plain: Any) -> None:
-        """They arrive together: who comes later may have what is computed for another one in the same step."""
+        """They arrive together: a later request may use what is computed for an earlier one in the same step."""
         engine = make()
         system = tokens(21, 1)
         documents = [tokens(length, length) for length in (30, 35, 18)]

@@ -1,4 +1,4 @@
-"""Cache-aware reordering: who is next, who waits how long, and that nobody is lost on the way."""
+"""Cache-aware reordering: the next request, bounded waiting, and no lost requests."""
 
 from __future__ import annotations
 

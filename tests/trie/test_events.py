@@ -1,4 +1,4 @@
-"""Residency by events: the tree is what the engine says, whoever else uses it, and predicts what it will do next."""
+"""Residency by events: the tree follows the engine, with other clients as well, and predicts its next steps."""
 
 from __future__ import annotations
 
@@ -782,7 +782,7 @@ class TestTenants:
 
 
 def test_d2_what_events_say_others_took_is_gone_in_the_other_order_as_well() -> None:
-    """Events correct the served order alone: the other one's mirror would go on with what nobody holds any more."""
+    """Events correct the served order alone: the other one's mirror would keep evicted content."""
     told: list[Observation] = []
 
     class Recorder:
