@@ -42,8 +42,8 @@ def schema() -> None:
 def list_suites() -> None:
     """List the suites, each a table or figure: the papers', then ours."""
     from rich.console import Console
-    from rich.table import Table
 
+    from ragorder.eval.report.tables import Entry, Table
     from ragorder.eval.running.cells import SuiteError
     from ragorder.eval.running.suite import load_suites
 
@@ -51,14 +51,11 @@ def list_suites() -> None:
         suites = load_suites()
     except SuiteError as error:
         raise click.ClickException(str(error)) from None
-    table = Table(caption="paper: all of the papers'; ours: the others; all: both")
-    for heading in ("suite", "what it shows", "source", "cells", "policies"):
-        number = heading in ("cells", "policies")
-        table.add_column(heading, no_wrap=heading == "suite", justify="right" if number else "left")
+    table = Table("", ["suite", "what it shows", "source", "cells", "policies"], labels=3)
+    table.note = "paper: all of the papers'; ours: the others; all: both"
     for suite in suites.values():
-        title = f"{suite.title} [dim](needs {suite.needs})[/]" if suite.needs else suite.title
         numbers = ["", ""] if suite.needs else [str(len(suite.points)), str(len(suite.policies))]
-        table.add_row(suite.name, title, suite.source, *numbers)
+        table.add(suite.name, Entry(suite.title, f"needs {suite.needs}" * bool(suite.needs)), suite.source, *numbers)
     Console().print(table)
 
 
@@ -93,6 +90,13 @@ def list_suites() -> None:
     seeds("0,1,2"),
     option(
         "--policy", "policies", multiple=True, metavar="NAME", help="Only these of each suite's policies. Repeatable."
+    ),
+    option(
+        "--set",
+        "parameters",
+        multiple=True,
+        metavar="NAME=VALUE,...",
+        help="Replace a parameter of each suite's cells; several values are swept. Repeatable.",
     ),
     option(
         "--corpora",
@@ -163,7 +167,7 @@ def run(
         raise click.UsageError("--replay-endpoint and --events-topic go with --events-endpoint")
     events = EventsAddress(events_endpoint, replay_endpoint, events_topic or "") if events_endpoint else None
     try:
-        chosen = choose_suites(suites)
+        chosen = [suite.with_parameters(options["parameters"]) for suite in choose_suites(suites)]
     except SuiteError as error:
         raise click.UsageError(str(error)) from None
     if options["corpora"] is not None:
@@ -206,8 +210,8 @@ def _check_policies(policies: tuple[str, ...], suites: list[Suite]) -> None:
 
 def _say_plan(suites: list[Suite], options: Options, folder: Path) -> None:
     from rich.console import Console
-    from rich.table import Table
 
+    from ragorder.eval.report.tables import Table
     from ragorder.eval.running.session import plan_run
     from ragorder.eval.running.store import Store
 
@@ -221,13 +225,12 @@ def _say_plan(suites: list[Suite], options: Options, folder: Path) -> None:
         counts[job.suite.name][2] += len(job.policies)
     for missing in plan.missing:
         counts[missing.suite][3] += 1
-    table = Table(caption="\n".join(dict.fromkeys(missing.reason for missing in plan.missing)) or None)
-    for heading in ("suite", "runs to serve", "requests", "measured in another", "not to be had"):
-        table.add_column(heading, justify="left" if heading == "suite" else "right")
+    table = Table("", ["suite", "runs to serve", "requests", "measured in another", "not to be had"])
+    table.note = "\n".join(dict.fromkeys(missing.reason for missing in plan.missing))
     for name, numbers in counts.items():
-        table.add_row(name, *(f"{number:,}" for number in numbers))
-    table.add_section()
-    table.add_row("all", *(f"{sum(column):,}" for column in zip(*counts.values(), strict=True)))
+        table.add(name, *(f"{number:,}" for number in numbers))
+    table.divide()
+    table.add("all", *(f"{sum(column):,}" for column in zip(*counts.values(), strict=True)))
     Console().print(table)
 
 

@@ -1,4 +1,4 @@
-"""Results as tables for people."""
+"""Tables of a benchmark's results."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from itertools import groupby
 from statistics import fmean
 
 from rich.console import Console
-from rich.table import Table
 
+from ragorder.eval.report.tables import Entry, Table
 from ragorder.eval.running.results import RunResult
 
 __all__ = ["deciles_table", "legend", "print_results", "results_table"]
@@ -58,18 +58,15 @@ def results_table(results: Sequence[RunResult]) -> Table:
     capacity = "unlimited" if first.capacity_tokens is None else f"{first.capacity_tokens:,} tokens"
     extras = [f"{first.waiting} waiting"] * bool(first.waiting) + _batch(first) + _load(first)
     served = f"{first.requests:,} requests, top {first.top_k}"
-    table = Table(
-        title=f"{first.workload} ({first.order} order) on {first.engine}: {served}",
-        caption=", ".join([f"cache {capacity}", f"seeds {', '.join(map(str, seeds))}", *extras]),
-    )
     timed = any(result.ttft_ms is not None for result in results)
     failed = any(result.failures for result in results)
-    table.add_column("policy", style="bold", no_wrap=True)
-    headings = ["cached", "moved", "predicted"]
-    headings += ["TTFT ms\np50, mean", "p50\nratio"] if timed else []
-    headings += ["failed"] * failed
-    for heading in [*headings, "order µs\np50, p99"]:
-        table.add_column(heading, justify="right", no_wrap=True)
+    headings = ["policy", "cached", "moved", "predicted"]
+    headings += ["TTFT ms\np50, mean", "p50\nratio"] * timed + ["failed"] * failed
+    table = Table(
+        f"{first.workload} ({first.order} order) on {first.engine}: {served}",
+        [*headings, "order µs\np50, p99"],
+        note=", ".join([f"cache {capacity}", f"seeds {', '.join(map(str, seeds))}", *extras]),
+    )
     by_policy: dict[str, list[RunResult]] = {}
     for result in results:
         by_policy.setdefault(result.policy, []).append(result)
@@ -77,7 +74,7 @@ def results_table(results: Sequence[RunResult]) -> Table:
     baseline = by_policy.get("retrieval", next(iter(by_policy.values())))
     for policy, rows in by_policy.items():
         predicted = [row.prediction_within_block for row in rows if row.prediction_within_block is not None]
-        cells = [
+        cells: list[str | Entry] = [
             f"{100 * _cached(rows):.1f} %",
             f"{fmean(row.displacement_mean for row in rows):.2f}",
             f"{100 * fmean(predicted):.1f} %" if predicted else "–",
@@ -86,9 +83,9 @@ def results_table(results: Sequence[RunResult]) -> Table:
             cells += _times(rows, baseline)
         if failed:
             failures = sum(row.failures for row in rows)
-            cells += [f"[bold red]{failures:,}[/]" if failures else "0"]
+            cells += [Entry(f"{failures:,}", tone="bad" if failures else "")]
         cells += [", ".join(f"{fmean(row.order_us[name] for row in rows):.0f}" for name in ("p50", "p99"))]
-        table.add_row(policy, *cells, style="green" if policy == best else None)
+        table.add(policy, *cells, tone="good" if policy == best else "")
     return table
 
 
@@ -135,15 +132,22 @@ def deciles_table(results: Sequence[RunResult]) -> Table:
 
     Off by: mean of |predicted - reported| cached tokens, in blocks; memory: of this process, all policies together.
     """
-    table = Table(title=f"{results[0].workload}: the run in tenths")
-    headings = ["cached", "order µs\np50, p99", "off by\nblocks", "in flight", "memory\nMB", "tree\nnodes"]
-    for heading in ["policy", "tenth", *headings]:
-        table.add_column(heading, justify="left" if heading == "policy" else "right", no_wrap=True)
+    headings = [
+        "policy",
+        "tenth",
+        "cached",
+        "order µs\np50, p99",
+        "off by\nblocks",
+        "in flight",
+        "memory\nMB",
+        "tree\nnodes",
+    ]
+    table = Table(f"{results[0].workload}: the run in tenths", headings)
     for policy in dict.fromkeys(result.policy for result in results):
         runs = [result.deciles or [] for result in results if result.policy == policy]
         for tenth, rows in enumerate(zip(*runs, strict=False)):
             order_us = [f"{fmean(row.order_us[name] for row in rows):.0f}" for name in ("p50", "p99")]
-            table.add_row(
+            table.add(
                 "" if tenth else policy,
                 str(tenth + 1),
                 f"{100 * fmean(row.cached_ratio for row in rows):.1f} %",
@@ -153,7 +157,7 @@ def deciles_table(results: Sequence[RunResult]) -> Table:
                 _number(_mean(row.rss_mb for row in rows), ",.0f"),
                 _number(_mean(row.tree_nodes for row in rows), ",.0f"),
             )
-        table.add_section()
+        table.divide()
     return table
 
 

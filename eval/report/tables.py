@@ -1,28 +1,111 @@
-"""Tables, in no format yet: a page, Markdown and the console are made of the same."""
+"""Tables for the console (rich), Markdown and the HTML page."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Literal
 
-__all__ = ["Entry", "Table"]
+if TYPE_CHECKING:
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+__all__ = ["Entry", "Table", "Tone", "markdown_text"]
+
+Tone = Literal["", "good", "bad", "doubtful"]
+
+_STYLES = {"": "", "good": "green", "bad": "bold red", "doubtful": "yellow"}
+_VERDICTS = {"better": ("▲ ", "green"), "worse": ("▼ ", "bold red"), "no difference": ("= ", "dim")}
+_UNBROKEN = 16
+"""Characters of the longest field that is never wrapped on the console."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One field of a table: what it says, and below it in small letters what belongs to it."""
+    """One field of a table: its text, with a note and a verdict below it in small letters."""
 
     text: str
     note: str = ""
     verdict: str = ""
+    tone: Tone = ""
+
+    def __rich__(self) -> Text:
+        from rich.text import Text
+
+        text = Text().append(self.text, _STYLES[self.tone])
+        if self.note:
+            text.append(f"\n{self.note}", "dim")
+        if self.verdict:
+            mark, style = _VERDICTS.get(self.verdict, ("", "dim"))
+            text.append(f"\n{mark}{self.verdict}", style)
+        return text
 
 
 @dataclass(slots=True)
 class Table:
-    """`labels` of the first columns are words and head their row."""
+    """Rows of entries under headings; the first `labels` columns hold words, the others numbers.
 
-    title: str
-    headings: Sequence[str]
+    rich prints it as it is; `markdown` yields its lines; the page's template reads its fields.
+
+    >>> table = Table("Cached tokens", ["policy", "%"])
+    >>> table.add("retrieval", "31.0")
+    >>> table.add("auto", Entry("48.2", verdict="better"), tone="good")
+    >>> Console().print(table)
+    """
+
+    title: str = ""
+    headings: Sequence[str] = ()
     rows: list[list[Entry]] = field(default_factory=list)
     labels: int = 1
     note: str = ""
+    dividers: list[int] = field(default_factory=list)
+
+    def add(self, *fields: str | Entry, tone: Tone = "") -> None:
+        """Append a row, with `tone` for the entries that have none of their own."""
+        entries = [each if isinstance(each, Entry) else Entry(each) for each in fields]
+        self.rows.append([replace(each, tone=each.tone or tone) for each in entries])
+
+    def divide(self) -> None:
+        """Rule a line below the rows so far (on the console only)."""
+        self.dividers.append(len(self.rows))
+
+    def __rich__(self) -> RichTable:
+        from rich.table import Table as RichTable
+        from rich.text import Text
+
+        table = RichTable(
+            title=Text(self.title) if self.title else None, caption=Text(self.note) if self.note else None
+        )
+        for place, heading in enumerate(self.headings):
+            words = place < self.labels
+            fields = [row[place] for row in self.rows]
+            whole = all((len(each.text) <= _UNBROKEN or " " not in each.text) and not each.note for each in fields)
+            justify: Literal["left", "right"] = "left" if words else "right"
+            style = "bold" if place == 0 else ""
+            table.add_column(Text(heading), justify=justify, no_wrap=whole, overflow="fold", style=style)
+        for place, row in enumerate(self.rows, 1):
+            table.add_row(*row, end_section=place in self.dividers)
+        return table
+
+    def markdown(self, level: str = "##") -> Iterator[str]:
+        """Lines of GitHub's Markdown, with the title as a heading of this level; without a title if it is empty."""
+        if self.title and level:
+            yield f"{level} {markdown_text(self.title)}\n"
+        if self.rows:
+            yield f"| {' | '.join(map(markdown_text, self.headings))} |"
+            rule = ("---" if place < self.labels else "---:" for place in range(len(self.headings)))
+            yield f"|{'|'.join(rule)}|"
+            yield from (f"| {' | '.join(map(_markdown_entry, row))} |" for row in self.rows)
+            yield ""
+        if self.note:
+            yield f"{markdown_text(self.note)}\n"
+
+
+def _markdown_entry(entry: Entry) -> str:
+    inside = ", ".join(filter(None, (entry.note, entry.verdict)))
+    return markdown_text(f"{entry.text} ({inside})" if inside else entry.text)
+
+
+def markdown_text(text: str) -> str:
+    """Text on one line, with the characters escaped that would end a field or begin a tag."""
+    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*")

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Self
+from contextlib import suppress
+from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+
+from ragorder.counts import parse_count
+from ragorder.eval.data.names import unknown
 
 __all__ = ["SuiteCell", "SuiteError", "complaint"]
 
@@ -27,6 +31,22 @@ class SuiteCell(BaseModel):
         except ValidationError as error:
             raise SuiteError(f"{where}: {complaint(error)}") from None
 
+    @classmethod
+    def parse(cls, name: str, text: str) -> Any:
+        """One parameter's value from a command line: "40k", "0.5", "yes", "none" or a word. Raises SuiteError."""
+        if name not in cls.model_fields:
+            raise SuiteError(unknown("parameter", name, cls.model_fields))
+        field = cls.model_fields[name]
+        annotated: Any = Annotated[field.annotation, field]
+        adapter = TypeAdapter[Any](annotated, config=ConfigDict(strict=True))
+        problem = None
+        for value in _readings(text):
+            try:
+                return adapter.validate_python(value)
+            except ValidationError as error:
+                problem = problem or complaint(error)
+        raise SuiteError(f"{name} = {text}: {problem}")
+
     @property
     def fields(self) -> dict[str, Any]:
         """The given parameters, as JSON values: the cell's name in the results."""
@@ -36,6 +56,18 @@ class SuiteCell(BaseModel):
     def varies_with_seed(self) -> bool:
         """Whether another seed measures something else on an exact engine."""
         return True
+
+
+_WORDS = {"yes": True, "true": True, "no": False, "false": False, "none": None, "unlimited": None}
+
+
+def _readings(text: str) -> list[Any]:
+    """What a text may mean, the likeliest first."""
+    found: list[Any] = [text]
+    for read in (float, parse_count):
+        with suppress(ValueError):
+            found.insert(0, read(text))
+    return [*found, _WORDS[text]] if text in _WORDS else found
 
 
 def complaint(error: ValidationError) -> str:

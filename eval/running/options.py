@@ -32,7 +32,8 @@ class HarnessError(ValueError):
 class Options:
     """`policies` None are those of each suite, `limit` the most requests of a run. With `reduced` suites are run in
     their short form, and those that have none are left out. `corpora` is a folder with a folder for each corpus,
-    `questions` one with a file for each data set of a suite about quality.
+    `questions` one with a file for each data set of a suite about quality. `parameters` ("top_k=1,5") are those that
+    the suites were given in place of their own: see `Suite.with_parameters`.
 
     Engine "openai" measures the server at `base_url`, with its KV events at `events`; without it servers are started.
     """
@@ -49,6 +50,7 @@ class Options:
     events: EventsAddress | None = None
     corpora: Path | None = None
     questions: Path | None = None
+    parameters: tuple[str, ...] = ()
     dry_run: bool = False
 
     def __post_init__(self) -> None:
@@ -79,7 +81,7 @@ class Options:
             "corpora": str(self.corpora) if self.corpora else None,
             "questions": str(self.questions) if self.questions else None,
             "dry_run": self.dry_run,
-        }
+        } | ({"set": list(self.parameters)} if self.parameters else {})
 
     def check_same(self, earlier: Mapping[str, Any], folder: Path) -> None:
         """Raises HarnessError if an earlier invocation measured something else into the same folder.

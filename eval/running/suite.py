@@ -171,6 +171,35 @@ class Suite(BaseModel):
             return self
         return self.model_copy(update={"sweep": {**self.sweep, "corpus": (*swept, *added)}})
 
+    def with_parameters(self, given: Iterable[str]) -> Suite:
+        """The same with these values ("top_k=1,5") in its cells. Several values of one parameter are swept; with none
+        ("top_k=") its default applies. Raises SuiteError."""
+        found: dict[str, list[Any]] = {}
+        for each in given:
+            name, equals, texts = each.partition("=")
+            if not equals:
+                raise SuiteError(f"{each!r}: write NAME=VALUE")
+            known = experiment_of(self.kind).cell
+            found.setdefault(name, []).extend(known.parse(name, text) for text in texts.split(",") if text)
+        if not found:
+            return self
+        swept = {name: values for name, values in found.items() if len(values) > 1}
+        fixed = {name: values[0] for name, values in found.items() if len(values) == 1}
+
+        def rest(values: Mapping[str, Any]) -> dict[str, Any]:
+            return {name: value for name, value in values.items() if name not in found}
+
+        ours = self.model_dump(exclude_none=True)
+        ours |= {"cell": rest(self.cell) | fixed, "sweep": rest(self.sweep) | swept}
+        if self.reduced is not None:
+            ours["reduced"] |= {"cell": rest(self.reduced.cell), "sweep": rest(self.reduced.sweep)}
+        for form in (ours, ours.get("reduced", {})):
+            if "extra" in form:
+                form["extra"] = [kept | swept for each in form["extra"] if (kept := rest(each))]
+        changed = Suite.model_validate(ours)
+        experiment_of(self.kind).check(changed, self.name)
+        return changed
+
     @property
     def short_form(self) -> Suite | None:
         """None if the suite has none. Raises ValidationError."""

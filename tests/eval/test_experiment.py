@@ -16,6 +16,7 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("jinja2")
 
 from ragorder.eval import experiments as folder
+from ragorder.eval._aliases.command import run_suite
 from ragorder.eval.cli.eval import eval as evaluate
 from ragorder.eval.report import reading
 from ragorder.eval.running.experiment import experiments
@@ -101,6 +102,38 @@ class TestANewExperiment:
         assert "0 runs served" in invoke("run", "throws", "-o", out, "--seeds", "0,1")
         text = invoke("report", out, "--md")
         assert "## Dice" in text and "| high | 20 |" in text
+
+    def test_its_parameters_are_set(self, tmp_path: Path) -> None:
+        out = tmp_path / "out"
+        assert "6 runs served" in invoke(
+            "run", "throws", "-o", out, "--seeds", "0", "--set", "sides=8,1k", "--set", "sides=6"
+        )
+        lines = map(json.loads, (out / "results.jsonl").read_text().splitlines())
+        session, *records = lines
+        assert session["arguments"]["set"] == ["sides=8,1k", "sides=6"]
+        assert [each["cell"]["sides"] for each in records] == [8, 8, 1000, 1000, 6, 6]
+        assert "--set sides=8,1k --set sides=6" in invoke("report", out, "--md")
+
+    @pytest.mark.parametrize(
+        ("given", "said"),
+        [
+            ("eyes=3", "unknown parameter 'eyes': choose from sides"),
+            ("sides=many", "sides = many: Input should be a valid integer"),
+            ("sides", "'sides': write NAME=VALUE"),
+            ("sides=", "sides: Field required"),
+        ],
+    )
+    def test_a_wrong_parameter_is_an_error_of_the_option(self, tmp_path: Path, given: str, said: str) -> None:
+        done = CliRunner().invoke(evaluate, ["run", "throws", "-o", str(tmp_path), "--set", given])
+        assert done.exit_code == 2 and said in done.output
+
+    def test_a_former_command_runs_its_suite(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        page = tmp_path / "page.md"
+        run_suite("throws", ["--sides", "12", "--seeds=0", "--policy", "high", "--markdown", str(page)])
+        said = capsys.readouterr()
+        assert "now: ragorder eval run throws --set sides=12 --seeds 0 --policy high -o DIR" in said.err
+        assert "Eyes" in said.out and "12" in said.out
+        assert "| high | 12 |" in page.read_text()
 
     def test_its_record_is_in_the_schema(self) -> None:
         assert "DiceRecord" in json.loads(invoke("schema"))["$defs"]

@@ -234,6 +234,32 @@ def shortened(old: str = "", new: str = "") -> Suite:
     return suite(SUITE.replace("\n[report]\n", REDUCED.replace(old, new) if old else REDUCED))
 
 
+class TestParametersOfACommand:
+    def test_take_the_place_of_the_suites_own(self) -> None:
+        changed = suite().with_parameters(["capacity_tokens=10k,unlimited", "workload=zipf10"])
+        assert changed.points == [{"workload": "zipf10", "capacity_tokens": tokens} for tokens in (10_000, None)]
+
+    def test_and_of_those_of_its_short_form(self) -> None:
+        short = shortened().with_parameters(["workload=geo", "capacity_tokens=5%"]).short_form
+        assert short is not None and short.points == [{"workload": "geo", "capacity_tokens": "5%"}]
+
+    def test_and_of_further_cells(self) -> None:
+        text = 'extra = [{ waiting = [8], workload = ["paper"] }]' + SUITE.replace("capacity_tokens = 20_000\n", "")
+        changed = suite(text).with_parameters(["waiting=1", "top_k=2,3"])
+        assert changed.points == [
+            *({"waiting": 1, "workload": name, "top_k": k} for name in ("paper-shuf", "geo") for k in (2, 3)),
+            *({"waiting": 1, "workload": "paper", "top_k": k} for k in (2, 3)),
+        ]
+
+    def test_without_a_value_the_default_applies(self) -> None:
+        changed = suite().with_parameters(["capacity_tokens=", "workload=geo"])
+        assert changed.points == [{"workload": "geo"}]
+
+    def test_must_make_whole_cells(self) -> None:
+        with pytest.raises(SuiteError, match="either a workload or a corpus"):
+            suite().with_parameters(["corpus=pydocs"])
+
+
 class TestAShortForm:
     def test_has_otherwise_what_it_says_and_the_rest_as_the_suite(self) -> None:
         whole = shortened()

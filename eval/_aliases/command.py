@@ -1,0 +1,92 @@
+"""The commands that suites had of their own, as options of `ragorder eval run`."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import click
+
+__all__ = ["run_suite", "translate"]
+
+
+def run_suite(name: str, arguments: Sequence[str] | None = None) -> None:
+    """Run a suite with the options of its former command, and print its tables.
+
+    A parameter of the suite's cells ("--vectors 40000") becomes "--set vectors=40000", and "--markdown FILE" the
+    report; the other options are those of `ragorder eval run`. Without -o the results are in a temporary folder.
+    """
+    from ragorder.cli.signals import end_on_sigterm
+    from ragorder.eval.cli.eval import run
+
+    end_on_sigterm()
+    options, page = translate(name, sys.argv[1:] if arguments is None else arguments)
+    with TemporaryDirectory(prefix="ragorder-eval-") as temporary:
+        kept = "-o" in options[:-1]
+        folder = options[options.index("-o") + 1] if kept else temporary
+        shown = ["ragorder", "eval", "run", name, *options, *([] if kept else ["-o", "DIR"])]
+        click.echo(f"This command is now: {shlex.join(shown)}", err=True)
+        try:
+            run.main([name, *options, "-o", folder], prog_name="ragorder eval run", standalone_mode=False)
+        except click.ClickException as error:
+            error.show()
+            sys.exit(error.exit_code)
+        if "--dry-run" not in options:
+            _print(Path(folder), name, page)
+
+
+def translate(name: str, arguments: Sequence[str]) -> tuple[list[str], Path | None]:
+    """Options of `ragorder eval run`, and the file for Markdown. Raises SuiteError for an unknown suite."""
+    from ragorder.eval.running.experiment import experiment_of
+    from ragorder.eval.running.suite import choose_suites
+
+    (suite,) = choose_suites([name])
+    parameters = experiment_of(suite.kind).cell.model_fields
+    options: list[str] = []
+    page = None
+    for option, values in _options(arguments):
+        parameter = option.removeprefix("--").replace("-", "_")
+        if parameter in parameters:
+            options += ["--set", f"{parameter}={values[0] if values else 'yes'}"]
+        elif parameter.removeprefix("no_") in parameters and not values:
+            options += ["--set", f"{parameter.removeprefix('no_')}=no"]
+        elif parameter == "markdown" and values:
+            page = Path(values[0])
+        else:
+            options += [{"--output": "-o"}.get(option, option), *values]
+    return options, page
+
+
+def _options(arguments: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    """Each option with its value, if it has one."""
+    waiting = list(arguments)
+    while waiting:
+        option, equals, value = waiting.pop(0).partition("=")
+        values = [value] if equals else []
+        if not equals and option.startswith("-") and waiting and not waiting[0].startswith("-"):
+            values.append(waiting.pop(0))
+        yield option, values
+
+
+def _print(folder: Path, name: str, page: Path | None) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from ragorder.eval.report import known_suites, make_report, read_results, render_markdown
+
+    made = make_report(read_results(folder), known_suites())
+    for section in made.sections:
+        for table in section.tables if section.suite.name == name else ():
+            shown = Table(title=table.title, caption=table.note)
+            for place, heading in enumerate(table.headings):
+                shown.add_column(heading, justify="left" if place < table.labels else "right")
+            for row in table.rows:
+                shown.add_row(*("\n".join(filter(None, (each.text, each.note, each.verdict))) for each in row))
+            Console().print(shown, markup=False)
+        for who, reason in section.unavailable if section.suite.name == name else ():
+            click.echo(f"{who} not available: {reason}")
+    if page is not None:
+        page.write_text(render_markdown(made), "utf-8")
