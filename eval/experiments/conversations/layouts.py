@@ -104,20 +104,19 @@ class Layout(NamedTuple):
 LAYOUTS = {
     "each turn": Layout(_each_turn, _each_turn),
     "first turn only": Layout(_first_turn, _first_turn),
-    "system message, replaced": Layout(_system, _system),
-    "last turn, behind history": Layout(_last_turn, _last_turn),
+    "system message replaced": Layout(_system, _system),
+    "last turn behind history": Layout(_last_turn, _last_turn),
     "one turn": Layout(_one_turn, _one_turn),
-    "one turn, tagged": Layout(_one_turn, _tagged),
-    "one turn, in parts": Layout(_parts, _parts),
-    "one turn, ids are ranks": Layout(_ranks, _ranks),
-    "the same, --number-by-place": Layout(_ranks, _ranks, {"number_by_place": True}),
+    "one turn tagged": Layout(_one_turn, _tagged),
+    "one turn in parts": Layout(_parts, _parts),
+    "one turn ids are ranks": Layout(_ranks, _ranks),
+    "the same --number-by-place": Layout(_ranks, _ranks, {"number_by_place": True}),
 }
 
 
 def conversations(count: int, turns: int, seed: int = 0) -> list[list[ChatTurn]]:
-    """Conversations about the standard library, each on one of 25 topics, which are drawn by a power law. Each turn
-    asks in words of its own, so that retrieval finds five of the eight documents nearest to the topic, in another
-    order."""
+    """Conversations on 25 topics of the standard library, drawn by a power law. Each turn is worded anew: five of the
+    topic's eight nearest documents are found, in another order."""
     corpus = _corpus()
     rng = random.Random(seed)
     topics = rng.sample(range(len(corpus.questions)), _TOPICS)
@@ -135,5 +134,3 @@ def conversations(count: int, turns: int, seed: int = 0) -> list[list[ChatTurn]]
 @cache
 def _corpus() -> Corpus:
     return load_pydocs(top_k=_NEAREST)
-
-

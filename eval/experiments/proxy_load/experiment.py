@@ -7,15 +7,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from ragorder.eval.data.machine import load_average
 from ragorder.eval.experiments.proxy_load.load import allow_many_connections, measure_latency, run_streams, servers
 from ragorder.eval.running.cells import SuiteCell
 from ragorder.eval.running.experiment import Experiment, Job, Line
-from ragorder.eval.running.record import Record
+from ragorder.eval.running.record import Record, as_column
 
 if TYPE_CHECKING:
     from ragorder.eval.report.part import Part
@@ -27,8 +27,8 @@ __all__ = ["ProxyLoad", "ProxyLoadCell", "ProxyLoadRecord"]
 
 
 class ProxyLoadCell(SuiteCell):
-    """`rate` requests a second for so many `seconds`; then `streams` at a time, each of so many `events`, `pause` seconds
-    apart."""
+    """`rate` requests a second for so many `seconds`; then `streams` at a time, each of so many `events`, with `pause`
+    seconds between them."""
 
     rate: float = Field(50.0, ge=1)
     seconds: float = Field(20.0, ge=0)
@@ -38,11 +38,17 @@ class ProxyLoadCell(SuiteCell):
 
 
 class ProxyLoadRecord(Record):
-    """One side, `direct` or `proxied`; the requests of both are pairs. `facts`: streams, how many of them came whole, and
-    the seconds that all of them took."""
+    """One side, `direct` or `proxied`; the requests of both are pairs. `facts`: number of streams, how many came whole,
+    and the seconds that they took."""
 
     type: Literal["proxy-load"] = "proxy-load"
-    rows: dict[Literal["tagged", "latency_ms"], list[float]]
+
+    @model_validator(mode="after")
+    def _paired(self) -> Self:
+        as_column(self.rows["latency_ms"])
+        if len(self.rows["tagged"]) != len(self.rows["latency_ms"]):
+            raise ValueError("columns of different lengths")
+        return self
 
     @property
     def requests(self) -> int:

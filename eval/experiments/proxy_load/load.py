@@ -39,7 +39,7 @@ def servers(*options: str) -> Iterator[tuple[int, int]]:
 async def measure_latency(
     upstream: int, proxy: int, rate: float, seconds: float, seed: int = 0
 ) -> list[tuple[bool, float, float]]:
-    """Send `rate` requests a second to the proxy, every other one tagged, and as many, half a period away, to the server.
+    """Send `rate` requests a second to the proxy, every other one tagged, and the same half a period away upstream.
 
     Returns for each pair whether it was tagged, and the latencies in ms of server and proxy.
     """
@@ -52,8 +52,9 @@ async def measure_latency(
         body = _body(rng, tagged=tagged)
         # Which is first takes turns.
         times = [start + (number + half) / rate for half in ((0.0, 0.5) if number // 2 % 2 else (0.5, 0.0))]
-        sent.append((tagged, [asyncio.create_task(each.time(body, at)) for each, at in zip(clients, times, strict=True)]))
-    measured = [(tagged, *[1e3 * await task for task in tasks]) for tagged, tasks in sent]
+        tasks = [asyncio.create_task(each.time(body, at)) for each, at in zip(clients, times, strict=True)]
+        sent.append((tagged, tasks))
+    measured = [(tagged, 1e3 * await direct, 1e3 * await proxied) for tagged, (direct, proxied) in sent]
     for client in clients:
         client.close()
     return measured
@@ -179,4 +180,3 @@ def allow_many_connections() -> None:
 
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-

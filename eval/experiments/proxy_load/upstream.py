@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server that answers at once; as a module, it serves on a free port of 127.0.0.1 and prints it."""
+"""An OpenAI-compatible server that answers at once; run as a module, it prints the port that it serves on."""
 
 from __future__ import annotations
 
@@ -32,8 +32,7 @@ async def instant_upstream(
     receive: Callable[[], Awaitable[Message]],
     send: Callable[[Message], Awaitable[None]],
 ) -> None:
-    """An ASGI application. A body with "stream" is answered by "max_tokens" events for its "user", "pause" seconds apart.
-    """
+    """An ASGI application. A body with "stream" is answered by "max_tokens" events for its "user", "pause" s apart."""
     body = b""
     more = True
     while more:

@@ -35,8 +35,7 @@ _OWN_BLOCK_SIZE = 32
 
 @dataclass(frozen=True, slots=True)
 class Discipline:
-    """A reordering `window` (0: first come, first served), and how many `waiting` requests documents are arranged for.
-    """
+    """A reordering `window` (0: first come, first served); documents are arranged for so many `waiting` requests."""
 
     window: int
     waiting: int
@@ -178,7 +177,7 @@ class LiveQueues:
         self._model = str(options.model or found.root)
         self._prompts = built_prompts(self._model)
         self._max_in_flight = max_in_flight
-        self._cache = {"block_size": cache.block_size, "capacity_tokens": cache.capacity_tokens}
+        self._cache: dict[str, Any] = {"block_size": cache.block_size, "capacity_tokens": cache.capacity_tokens}
         self._connect = partial(
             OpenAIEngine, base_url, found.id, output_tokens=output_tokens, api_key=options.api_key, **self._cache
         )

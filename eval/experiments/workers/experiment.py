@@ -192,7 +192,8 @@ def _serve(
             answers = list(pool.map(generate, range(len(requests))))
 
     def of_orderers(name: str) -> list[Any]:
-        return [getattr(orderers[number % len(orderers)], name)[number // len(orderers)] for number in range(len(answers))]
+        lists = [getattr(orderer, name) for orderer in orderers]
+        return [lists[number % len(lists)][number // len(lists)] for number in range(len(answers))]
 
     rows: dict[str, list[Any]] = {
         "prompt_tokens": [answer.prompt_tokens for answer in answers],
