@@ -24,9 +24,9 @@ from ragorder.trie.residency import (
     ScopeLengths,
     TokenIds,
 )
-from ragorder.trie.search import BestPathSearch, GreedySearch, PrefixSearch, ranks_on_path
-from ragorder.trie.tail import AutoTail, FrequencyTail, QueueTail, RankTail, Tail, Waiting
-from ragorder.trie.tree import Key, KnowledgeTree
+from ragorder.trie.search import PrefixSearch, ranks_on_path, searches
+from ragorder.trie.tail import Tail, Waiting, tails
+from ragorder.trie.tree import KnowledgeTree
 
 __all__ = ["EngineContents", "Scope", "ScopeOwner"]
 
@@ -75,12 +75,12 @@ class Scope:
         self.shares_room = not isinstance(self.mirror, EventsResidency)
         self._lengths = LearnedLengths().of(name) if lengths is None else lengths
         self.residency: Residency = FeedbackResidency(self.mirror, self._lengths) if settings.feedback else self.mirror
-        self.search = _make_search(settings)
-        self.tail = _make_tail(settings)
+        self.search: PrefixSearch = searches[settings.search](settings.search_budget)
+        self.tail: Tail = tails[settings.tail].from_settings(settings)
 
     def order(self, request: OrderRequest[D], waiting: Waiting, suffix_tokens: int | None) -> Ordering[D]:
         self.residency.refresh(request)
-        self.tail.observe(request.keys)
+        self.tail.observe(request)
         permutation, guard_cost_tokens = self._arrange(request, waiting)
         return self._begin(request, permutation, guard_cost_tokens, suffix_tokens)
 
@@ -97,7 +97,7 @@ class Scope:
 
     def preview(self, request: OrderRequest[D], waiting: Waiting) -> list[int]:
         self.residency.refresh(request)
-        with self.tail.observing(request.keys):
+        with self.tail.observing(request):
             return self._arrange(request, waiting)[0]
 
     def predict_cached_tokens(self, request: OrderRequest[D]) -> tuple[int, int]:
@@ -119,7 +119,7 @@ class Scope:
 
     def start(self, request: OrderRequest[D], planned: list[int], suffix_tokens: int | None) -> Ordering[D]:
         self.residency.refresh()
-        self.tail.observe(request.keys)
+        self.tail.observe(request)
         if self._guards is not None:
             planned = self._guards.for_request(len(planned), request.groups).complete((), planned)
         return self._begin(request, planned, 0, suffix_tokens)
@@ -144,6 +144,7 @@ class Scope:
             return
         self.whole = False
         if served:
+            self.tail.served(lease.path)
             self.residency.release(lease, *reported)
         else:
             self.residency.cancel(lease)
@@ -160,22 +161,23 @@ class Scope:
         return self._lengths.scale(request.tokens) if request.estimated else request.tokens
 
     def _arrange(self, request: OrderRequest[D], waiting: Waiting) -> tuple[list[int], int]:
-        tree, keys, ranks = self.tree, request.keys, request.ranks
+        tree, ranks = self.tree, request.ranks
         node = self.search.find(tree, ranks)
         if self._guards is None:
-            return self._complete(ranks_on_path(node, ranks), keys, waiting), 0
-        guards = self._guards.for_request(len(keys), request.groups)
+            return self._complete(ranks_on_path(node, ranks), request, waiting), 0
+        guards = self._guards.for_request(len(ranks), request.groups)
         guarded = self.search.find(tree, ranks, guards.permits)
         cost = max(0, tree.cached_tokens(node) - tree.cached_tokens(guarded))
         prefix = ranks_on_path(guarded, ranks)
-        return guards.complete(prefix, self._complete(prefix, keys, waiting)), cost
+        return guards.complete(prefix, self._complete(prefix, request, waiting)), cost
 
-    def _complete(self, prefix: list[int], keys: Sequence[Key], waiting: Waiting) -> list[int]:
-        if len(prefix) == len(keys):
+    def _complete(self, prefix: list[int], request: OrderRequest[D], waiting: Waiting) -> list[int]:
+        count = len(request.keys)
+        if len(prefix) == count:
             return prefix
         placed = set(prefix)
-        rest = [rank for rank in range(len(keys)) if rank not in placed]
-        return prefix + self.tail.arrange(keys, prefix, rest, waiting)
+        rest = [rank for rank in range(count) if rank not in placed]
+        return prefix + self.tail.arrange(request, prefix, rest, waiting)
 
     def _begin(
         self, request: OrderRequest[D], permutation: list[int], guard_cost_tokens: int, suffix_tokens: int | None
@@ -227,17 +229,3 @@ def _make_mirror(
     if contents is not None and (name is None or (isinstance(name, str) and name)):
         return EventsResidency(*mirrored, blocks=contents.blocks, prefix_ids=contents.prefix_ids, salt=name)
     return LRUResidency(*mirrored, clock)
-
-
-def _make_search(settings: Settings) -> PrefixSearch:
-    return (
-        GreedySearch(settings.search_budget) if settings.search == "greedy" else BestPathSearch(settings.search_budget)
-    )
-
-
-def _make_tail(settings: Settings) -> Tail:
-    if settings.tail == "rank":
-        return RankTail()
-    if settings.tail == "frequency":
-        return FrequencyTail()
-    return QueueTail(RankTail()) if settings.tail == "queue" else AutoTail()

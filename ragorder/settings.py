@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self, TypedDict
+from typing import Annotated, Literal, Self, TypedDict
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from ragorder.counts import parse_count
 from ragorder.guards import Guards
+from ragorder.trie.search import SearchName, searches
+from ragorder.trie.tail import TailName, tails
 
 __all__ = ["OrdererOptions", "Settings"]
 
@@ -29,9 +31,15 @@ class Settings(BaseSettings):
     prefix_tokens: int = Field(0, ge=0, description="Tokens of the prompt in front of the first document.")
     suffix_tokens: int = Field(64, ge=0, description="Tokens of question and answer, which fill the cache as well.")
 
-    search: Literal["best", "greedy"] = Field("best", description="How the cached prefix is found.")
-    tail: Literal["auto", "rank", "frequency", "queue"] = Field(
-        "auto", description="How the documents beyond the cached prefix are placed."
+    search: Annotated[SearchName, AfterValidator(searches.check)] = Field(
+        "best",
+        description=f"Cached prefix that a request extends. {searches.help}.",
+        json_schema_extra={"enum": [*searches.names]},
+    )
+    tail: Annotated[TailName, AfterValidator(tails.check)] = Field(
+        "auto",
+        description=f"Order of the documents beyond the cached prefix. {tails.help}.",
+        json_schema_extra={"enum": [*tails.names]},
     )
     residency: Literal["lru", "none"] = Field("lru", description="How evictions of the engine are followed.")
     feedback: bool = Field(True, description="Whether the cached tokens that the engine reports correct the residency.")
@@ -86,8 +94,8 @@ class OrdererOptions(TypedDict, total=False):
     block_size: int
     prefix_tokens: int
     suffix_tokens: int
-    search: Literal["best", "greedy"]
-    tail: Literal["auto", "rank", "frequency", "queue"]
+    search: SearchName
+    tail: TailName
     residency: Literal["lru", "none"]
     feedback: bool
     partial_blocks_first: bool

@@ -3,10 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
+from typing import Protocol
 
-__all__ = ["Key", "KnowledgeTree", "Node"]
+__all__ = ["Key", "KnowledgeTree", "Node", "RequestedDocuments", "TokenIds"]
 
 Key = Hashable
+TokenIds = Sequence[int]
+
+
+class RequestedDocuments(Protocol):
+    """A request's documents in rank order; `token_ids` may be empty."""
+
+    @property
+    def keys(self) -> Sequence[Key]: ...
+
+    @property
+    def tokens(self) -> Sequence[int]: ...
+
+    @property
+    def token_ids(self) -> Sequence[TokenIds]: ...
 
 
 class Node:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -15,7 +14,7 @@ import anyio.to_thread
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.concurrency import run_in_threadpool
-from starlette.requests import Request as HTTPRequest
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -31,7 +30,7 @@ from ragorder.adapters.embedded.responses import (
 from ragorder.adapters.embedded.translation import RequestTranslator, TranslatedRequest
 from ragorder.adapters.embedded.worker import EngineStoppedError, EngineWorker, TooManyAtOnceError, TooManyWaitingError
 from ragorder.adapters.http_server.errors import ErrorMiddleware, HTTPError
-from ragorder.adapters.http_server.request_body import ClientGoneError, RequestBody
+from ragorder.adapters.http_server.request_body import RequestBody
 from ragorder.kernels.engine import Completion, RequestRefusedError, Update
 
 __all__ = ["BODY_LIMIT", "hosted", "make_engine_app"]
@@ -48,9 +47,8 @@ _RETRY = [(b"retry-after", b"1")]
 def make_engine_app(
     worker: EngineWorker, *, metrics: EngineMetrics | None = None, body_limit: int = BODY_LIMIT
 ) -> ASGIApp:
-    """An OpenAI-compatible application on the worker's engine: /v1/completions, /v1/chat/completions, /v1/models,
-    /tokenize, /health and /metrics. It has no access control, and is meant to run behind the proxy. `body_limit` is in
-    bytes.
+    """An OpenAI-compatible application on the worker's engine, without access control: for use behind the proxy.
+    `body_limit` is in bytes.
 
         app = make_engine_app(EngineWorker(TieredEngine.load("/models/llama")))
     """
@@ -62,16 +60,13 @@ def make_engine_app(
     model = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "ragorder"}
     model |= {"root": name, "parent": None, "max_model_len": handlers.longest}
 
-    async def models(_: HTTPRequest) -> JSONResponse:
+    async def models(_: Request) -> JSONResponse:
         return JSONResponse({"object": "list", "data": [model]})
 
-    async def show_metrics(_: HTTPRequest) -> Response:
+    async def show_metrics(_: Request) -> Response:
         return Response(await run_in_threadpool(generate_latest, registry), media_type=CONTENT_TYPE_LATEST)
 
     async def unknown(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await send({"type": "websocket.close", "code": 1003, "reason": "no WebSocket here"})
-            return
         raise HTTPError(404, "The embedded engine has no such route.", code="not_found")
 
     routes = [
@@ -86,8 +81,7 @@ def make_engine_app(
 
 
 def hosted(app: ASGIApp, worker: EngineWorker) -> ASGIApp:
-    """The proxy's application with the engine's health in place of its own. It closes the worker at shutdown, after all
-    requests are answered."""
+    """The proxy's application with the engine's health. Closes the worker at shutdown."""
 
     @asynccontextmanager
     async def lifespan(_: Any) -> AsyncIterator[None]:
@@ -98,8 +92,8 @@ def hosted(app: ASGIApp, worker: EngineWorker) -> ASGIApp:
     return Router(routes, redirect_slashes=False, default=app, lifespan=lifespan)
 
 
-def _health_of(worker: EngineWorker) -> Callable[[HTTPRequest], Awaitable[Response]]:
-    async def health(_: HTTPRequest) -> Response:
+def _health_of(worker: EngineWorker) -> Callable[[Request], Awaitable[Response]]:
+    async def health(_: Request) -> Response:
         if worker.failure is None:
             return JSONResponse({"status": "ok"})
         return JSONResponse(_stopped(worker.failure).content, status_code=503)
@@ -108,22 +102,14 @@ def _health_of(worker: EngineWorker) -> Callable[[HTTPRequest], Awaitable[Respon
 
 
 class _Endpoint:
-    """An ASGI application that reads a body and answers it, until its client disconnects."""
-
     def __init__(self, handlers: _Handlers, answer: Callable[[bytes, Send], Awaitable[None]]) -> None:
         self._handlers = handlers
         self._answer = answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = RequestBody(scope["headers"], receive, self._handlers.body_limit)
-        with anyio.CancelScope() as client_is_there:
-            leaving = asyncio.create_task(body.wait_until_gone(client_is_there))
-            try:
-                await self._answer(await body.read(), send)
-            except ClientGoneError:
-                pass
-            finally:
-                leaving.cancel()
+        async with body.connected():
+            await self._answer(await body.read(), send)
 
 
 class _Handlers:
@@ -139,27 +125,26 @@ class _Handlers:
             model_name=engine.model_name,
             longest=self.longest,
         )
-        self._one_thread = anyio.CapacityLimiter(1)
+        self._single_thread = anyio.CapacityLimiter(1)
 
     async def complete(self, content: bytes, send: Send) -> None:
         translated = await self._run(partial(self._translator.completion, content))
-        await self._generate(
-            translated, CompletionResponseBuilder(self._worker.engine.model_name, self._translator.token_text), send
-        )
+        await self._generate(translated, CompletionResponseBuilder, send)
 
     async def chat(self, content: bytes, send: Send) -> None:
         translated = await self._run(partial(self._translator.chat, content))
-        await self._generate(
-            translated, ChatResponseBuilder(self._worker.engine.model_name, self._translator.token_text), send
-        )
+        await self._generate(translated, ChatResponseBuilder, send)
 
     async def tokenize(self, content: bytes, send: Send) -> None:
         await _send_json(await self._run(partial(self._translator.tokenize, content)), send)
 
     async def _run(self, work: Callable[[], T]) -> T:
-        return await anyio.to_thread.run_sync(work, limiter=self._one_thread)
+        return await anyio.to_thread.run_sync(work, limiter=self._single_thread)
 
-    async def _generate(self, translated: TranslatedRequest[Any], builder: ResponseBuilder, send: Send) -> None:
+    async def _generate(
+        self, translated: TranslatedRequest[Any], make_builder: type[ResponseBuilder], send: Send
+    ) -> None:
+        builder = make_builder(self._worker.engine.model_name, self._translator.token_text)
         self._metrics.count(translated)
         try:
             async with self._worker.submit(translated.requests) as updates:
@@ -185,7 +170,7 @@ class _Handlers:
         updates: AsyncIterator[tuple[int, Update]],
         send: Send,
     ) -> None:
-        """The headers are sent with the first token: what fails before gets a status of its own."""
+        """The headers are sent with the first token: what fails before has its own status."""
         completions: list[Completion] = []
         begun = False
         try:
@@ -210,7 +195,6 @@ class _Handlers:
 
 
 async def _completions(updates: AsyncIterator[tuple[int, Update]], count: int) -> Sequence[Completion]:
-    """The completions in the order of their prompts."""
     completions = {place: update.completion async for place, update in updates if update.completion is not None}
     return [completions[place] for place in range(count)]
 

@@ -1,8 +1,4 @@
-"""Prometheus metrics of the embedded engine, under names of its own and under those of a vLLM with ragorder's tiers.
-
-The latter are read by `ragorder tiers stats`, `ragorder doctor` and `Orderer.for_vllm`. No label names a document or a
-tenant.
-"""
+"""Prometheus metrics of the embedded engine, under its own names and those of a vLLM with ragorder's tiers."""
 
 from __future__ import annotations
 
@@ -23,14 +19,14 @@ from ragorder.kernels.engine import EngineStats
 
 __all__ = ["EngineMetrics"]
 
-_OWN = "ragorder_engine_"
+_ENGINE = "ragorder_engine_"
 _VLLM = "vllm:"
-_TIERS = "vllm:ragorder_"
-_NAMES = ("device", "host", "disk")
+_VLLM_TIERS = "vllm:ragorder_"
+_TIER_NAMES = ("device", "host", "disk")
 
 
 class EngineMetrics:
-    """A collector for a Prometheus registry, with the counts of requests that `count` gets."""
+    """A collector for a Prometheus registry. No label names a document or a tenant."""
 
     def __init__(self, worker: EngineWorker) -> None:
         self._worker = worker
@@ -54,24 +50,26 @@ class EngineMetrics:
 
     def _engine(self, stats: EngineStats) -> Iterator[Metric]:
         failed = self._worker.failure is not None
-        yield _gauge(f"{_OWN}up", "1 while requests are computed, 0 after the engine has failed.", int(not failed))
-        yield _gauge(f"{_OWN}running_requests", "Requests that are computed side by side.", stats.running)
-        yield _gauge(f"{_OWN}waiting_requests", "Requests that wait in the engine.", stats.waiting)
+        yield _gauge(f"{_ENGINE}up", "1 while requests are computed, 0 after the engine has failed.", int(not failed))
+        yield _gauge(f"{_ENGINE}running_requests", "Requests computed in each step.", stats.running)
+        yield _gauge(f"{_ENGINE}waiting_requests", "Requests that wait in the engine.", stats.waiting)
         ended = {**dict.fromkeys(("stop", "length", "abort", "error"), 0), **stats.finished, "refused": stats.refused}
-        yield _counters(f"{_OWN}requests", "Requests by how they ended.", "end", ended)
-        tokens = {name: getattr(stats.cached, name) for name in _NAMES}
+        yield _counters(f"{_ENGINE}requests", "Requests by finish reason.", "end", ended)
+        tokens = {name: getattr(stats.cached, name) for name in _TIER_NAMES}
         tokens["computed"] = stats.prompt_tokens - stats.cached.total
-        yield _counters(f"{_OWN}prompt_tokens", "Prompt tokens by where their KV came from.", "source", tokens)
-        yield _counter(f"{_OWN}generated_tokens", "Tokens of answers.", stats.generated_tokens)
-        yield _counter(f"{_OWN}computed_tokens", "Tokens that went through the model.", stats.computed_tokens)
-        yield _counter(f"{_OWN}steps", "Forwards of the model.", stats.steps)
-        yield _counter(f"{_OWN}failed_steps", "Forwards that failed, and their requests with them.", stats.failed_steps)
-        yield _counter(f"{_OWN}preemptions", "Requests that gave up their blocks to others.", stats.preemptions)
-        says = "Seconds from when a request came to its first token."
-        yield SummaryMetricFamily(f"{_OWN}ttft_seconds", says, count_value=stats.ttft_count, sum_value=stats.ttft_s_sum)
+        yield _counters(f"{_ENGINE}prompt_tokens", "Prompt tokens by where their KV came from.", "source", tokens)
+        yield _counter(f"{_ENGINE}generated_tokens", "Tokens of answers.", stats.generated_tokens)
+        yield _counter(f"{_ENGINE}computed_tokens", "Tokens that went through the model.", stats.computed_tokens)
+        yield _counter(f"{_ENGINE}steps", "Forward passes of the model.", stats.steps)
+        yield _counter(f"{_ENGINE}failed_steps", "Forward passes that failed, with their requests.", stats.failed_steps)
+        yield _counter(f"{_ENGINE}preemptions", "Requests that lost their blocks to others.", stats.preemptions)
+        description = "Seconds from a request's arrival to its first token."
+        yield SummaryMetricFamily(
+            f"{_ENGINE}ttft_seconds", description, count_value=stats.ttft_count, sum_value=stats.ttft_s_sum
+        )
 
     def _as_vllm(self, stats: EngineStats) -> Iterator[Metric]:
-        """Read by `read_cache_config` and `fetch_tier_stats`."""
+        """For `ragorder tiers stats`, `ragorder doctor` and `Orderer.for_vllm`."""
         engine = self._worker.engine
         sizes = {
             "block_size": str(engine.block_size),
@@ -80,61 +78,63 @@ class EngineMetrics:
             "enable_prefix_caching": "True",
             "engine": "0",
         }
-        yield InfoMetricFamily(f"{_VLLM}cache_config", "How large the KV cache on the device is.", sizes)
+        yield InfoMetricFamily(f"{_VLLM}cache_config", "Size of the KV cache on the device.", sizes)
         yield _counter(f"{_VLLM}prefix_cache_queries", "Prompt tokens that were looked up.", stats.prompt_tokens)
-        yield _counter(f"{_VLLM}prefix_cache_hits", "Those that were cached, in any tier.", stats.cached.total)
-        cached = {name: getattr(stats.cached, name) for name in _NAMES}
-        says = "Those that were cached, by tier."
-        yield _counters(f"{_VLLM}prompt_tokens_cached_by_source", says, "source", cached)
-        for name, says, count in (
-            ("requests_with_facts", "Requests that said where their documents end.", self._with_facts),
-            ("requests_without_facts", "Requests that said nothing of their documents.", self._without_facts),
-            ("requests_with_unreadable_facts", "Requests whose facts were not understood.", self._unreadable_facts),
+        yield _counter(
+            f"{_VLLM}prefix_cache_hits", "Looked up prompt tokens that were cached, in any tier.", stats.cached.total
+        )
+        cached = {name: getattr(stats.cached, name) for name in _TIER_NAMES}
+        description = "Cached prompt tokens by tier."
+        yield _counters(f"{_VLLM}prompt_tokens_cached_by_source", description, "source", cached)
+        for name, description, count in (
+            ("requests_with_facts", "Requests that gave the ends of their documents.", self._with_facts),
+            ("requests_without_facts", "Requests without facts about their documents.", self._without_facts),
+            ("requests_with_unreadable_facts", "Requests with malformed facts.", self._unreadable_facts),
             ("documents", "Documents in the prompts of requests with facts.", self._documents),
         ):
-            yield _counter(f"{_TIERS}{name}", says, count)
+            yield _counter(f"{_VLLM_TIERS}{name}", description, count)
 
 
 def _tiers(stats: EngineStats) -> Iterator[Metric]:
-    """The nodes of the knowledge tree by tier: vLLM's tiers call them chunks."""
-    tiers = {name: getattr(stats.cache, name) for name in _NAMES}
+    """vLLM's tiers call the nodes of the tree chunks."""
+    tiers = {name: getattr(stats.cache, name) for name in _TIER_NAMES}
     tiers = {name: tier for name, tier in tiers.items() if tier.capacity_bytes or tier.refused}
 
     def figures(field: str) -> dict[str, float]:
         return {name: value for name, tier in tiers.items() if (value := getattr(tier, field)) is not None}
 
-    yield _gauges(f"{_OWN}tier_tokens", "Tokens of the tree that a tier holds.", figures("tokens"))
-    yield _gauges(f"{_OWN}tier_used_bytes", "Bytes of a tier in use, by requests as well.", figures("used_bytes"))
-    says = "Prompt tokens found in a tier."
-    yield _counters(f"{_OWN}tier_hit_tokens", says, "tier", figures("hit_tokens"))
-    yield _gauges(f"{_TIERS}chunks", "Nodes of the tree that a tier holds.", figures("nodes"))
-    yield _gauges(f"{_TIERS}bytes", "Bytes that these take.", figures("bytes"))
-    yield _gauges(f"{_TIERS}capacity_bytes", "Bytes that a tier may take.", figures("capacity_bytes"))
-    yield _counters(f"{_TIERS}stored_chunks", "Nodes that were copied into a tier.", "tier", figures("received"))
-    yield _counters(f"{_TIERS}evicted_chunks", "Nodes that a tier gave up for others.", "tier", figures("evicted"))
-    yield _counters(f"{_TIERS}failed_transfers", "Copies from a tier that failed.", "tier", figures("failed"))
-    says = "Nodes that a tier did not take or did not give back, by reason."
-    refused = CounterMetricFamily(f"{_TIERS}refused_chunks", says, labels=("tier", "reason"))
+    yield _gauges(f"{_ENGINE}tier_tokens", "Tokens of the tree that a tier holds.", figures("tokens"))
+    yield _gauges(f"{_ENGINE}tier_used_bytes", "Bytes of a tier in use, by requests as well.", figures("used_bytes"))
+    description = "Prompt tokens found in a tier."
+    yield _counters(f"{_ENGINE}tier_hit_tokens", description, "tier", figures("hit_tokens"))
+    yield _gauges(f"{_VLLM_TIERS}chunks", "Nodes of the tree that a tier holds.", figures("nodes"))
+    yield _gauges(f"{_VLLM_TIERS}bytes", "Bytes of these nodes.", figures("bytes"))
+    yield _gauges(f"{_VLLM_TIERS}capacity_bytes", "Bytes that a tier may take.", figures("capacity_bytes"))
+    yield _counters(f"{_VLLM_TIERS}stored_chunks", "Nodes that were copied into a tier.", "tier", figures("received"))
+    yield _counters(f"{_VLLM_TIERS}evicted_chunks", "Nodes that a tier evicted.", "tier", figures("evicted"))
+    yield _counters(f"{_VLLM_TIERS}failed_transfers", "Copies from a tier that failed.", "tier", figures("failed"))
+    description = "Nodes that a tier did not take or did not give back, by reason."
+    refused = CounterMetricFamily(f"{_VLLM_TIERS}refused_chunks", description, labels=("tier", "reason"))
     for name, tier in tiers.items():
         for reason, count in (tier.refused or {}).items():
             refused.add_metric((name, reason), count)
     yield refused
 
 
-def _gauge(name: str, says: str, value: float) -> Metric:
-    return GaugeMetricFamily(name, says, value=value)
+def _gauge(name: str, description: str, value: float) -> Metric:
+    return GaugeMetricFamily(name, description, value=value)
 
 
-def _gauges(name: str, says: str, values: Mapping[str, float]) -> Metric:
-    return _labelled(GaugeMetricFamily(name, says, labels=("tier",)), values.items())
+def _gauges(name: str, description: str, values: Mapping[str, float]) -> Metric:
+    return _labelled(GaugeMetricFamily(name, description, labels=("tier",)), values.items())
 
 
-def _counter(name: str, says: str, value: float) -> Metric:
-    return CounterMetricFamily(name, says, value=value)
+def _counter(name: str, description: str, value: float) -> Metric:
+    return CounterMetricFamily(name, description, value=value)
 
 
-def _counters(name: str, says: str, label: str, values: Mapping[str, float]) -> Metric:
-    return _labelled(CounterMetricFamily(name, says, labels=(label,)), values.items())
+def _counters(name: str, description: str, label: str, values: Mapping[str, float]) -> Metric:
+    return _labelled(CounterMetricFamily(name, description, labels=(label,)), values.items())
 
 
 def _labelled(family: Any, values: Iterable[tuple[str, float]]) -> Metric:

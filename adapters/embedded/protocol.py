@@ -1,4 +1,4 @@
-"""Request bodies of OpenAI's API that the engine can serve; what it cannot is refused by name."""
+"""Request bodies of OpenAI's API that the engine serves; unsupported fields are refused by name."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ __all__ = [
 ]
 
 _INT64 = 1 << 63
-_MOST_TOKENS = 1 << 30
-_MOST_STOPS = 16
-_MOST_PROMPTS = 1024
+_MAX_TOKENS = 1 << 30
+_MAX_STOPS = 16
+_MAX_PROMPTS = 1024
 # Alternatives to each token: as many as OpenAI gives.
-_MOST_ALTERNATIVES = 20
-_LONGEST_NAME = 64
+_MAX_ALTERNATIVES = 20
+_MAX_NAME = 64
 
-_Limit = Annotated[int, Meta(ge=1, le=_MOST_TOKENS)]
-_Alternatives = Annotated[int, Meta(ge=0, le=_MOST_ALTERNATIVES)]
+_Limit = Annotated[int, Meta(ge=1, le=_MAX_TOKENS)]
+_Alternatives = Annotated[int, Meta(ge=0, le=_MAX_ALTERNATIVES)]
 _Stop = Annotated[str, Meta(min_length=1)]
 
 # Fields for what the engine cannot do, with the values that do not need it; null never does.
@@ -109,7 +109,7 @@ class CommonRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     temperature: Annotated[float, Meta(ge=0, le=100)] = 1.0
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
     seed: Annotated[int, Meta(ge=-_INT64, le=_INT64 - 1)] | None = None
-    stop: _Stop | Annotated[list[_Stop], Meta(max_length=_MOST_STOPS)] = []
+    stop: _Stop | Annotated[list[_Stop], Meta(max_length=_MAX_STOPS)] = []
     ignore_eos: bool = False
     cache_salt: str | None = None
     # Only our facts in it are read, and malformed ones refuse no request.
@@ -158,7 +158,7 @@ B = TypeVar("B", CompletionRequest, ChatCompletionRequest, TokenizeRequest)
 
 
 def read_request(content: bytes, kind: type[B]) -> B:
-    """Decode a body. Raises HTTPError if it is malformed, or needs what the engine cannot do."""
+    """Raises HTTPError for malformed or unsupported bodies."""
     try:
         fields = msgspec.json.decode(content)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -186,20 +186,19 @@ def read_request(content: bytes, kind: type[B]) -> B:
 
 
 def _check(body: CommonRequest) -> None:
-    """The conditions that types do not express."""
     if body.stream_options is not None:
         if not body.stream:
-            raise _wrong("stream_options", "goes with stream: true")
+            raise _wrong("stream_options", "requires stream: true")
         if body.stream_options.continuous_usage_stats:
             raise _unsupported("stream_options.continuous_usage_stats")
     if isinstance(body, ChatCompletionRequest) and body.top_logprobs and not body.logprobs:
-        raise _wrong("top_logprobs", "goes with logprobs: true")
+        raise _wrong("top_logprobs", "requires logprobs: true")
     if isinstance(body, CompletionRequest) and isinstance(body.prompt, list):
         kinds = {type(each) for each in body.prompt}
         if len(kinds) > 1:
             raise _wrong("prompt", "must be a text, token ids, or a list of one of these")
-        if kinds != {int} and len(body.prompt) > _MOST_PROMPTS:
-            raise _wrong("prompt", f"may have {_MOST_PROMPTS:,} prompts, not {len(body.prompt):,}")
+        if kinds != {int} and len(body.prompt) > _MAX_PROMPTS:
+            raise _wrong("prompt", f"may have {_MAX_PROMPTS:,} prompts, not {len(body.prompt):,}")
 
 
 def _wrong(name: str, message: str) -> HTTPError:
@@ -207,13 +206,13 @@ def _wrong(name: str, message: str) -> HTTPError:
 
 
 def _unsupported(name: str) -> HTTPError:
-    name = name[:_LONGEST_NAME]
-    message = f"{name}: the embedded engine does not support it, or not with this value. Leave it out."
+    name = name[:_MAX_NAME]
+    message = f"{name}: the embedded engine does not support this field, or not this value: leave it out."
     return HTTPError(400, message, code="unsupported_field", param=name)
 
 
 def _invalid(message: str) -> HTTPError:
-    """msgspec's complaint, which has the type and the place of a value and not the value."""
+    """msgspec's complaint names the type and place of a value, never the value."""
     what, _, where = message.partition(" - at `$")
     where = where.rstrip("`").lstrip(".")
     if not where and (missing := re.search("required field `(.*)`", what)):

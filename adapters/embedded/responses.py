@@ -23,12 +23,11 @@ _NEVER = -9999.0
 
 
 def event(content: Any) -> bytes:
-    """A server-sent event."""
     return b"data: " + msgspec.json.encode(content) + b"\n\n"
 
 
 def usage(completions: Iterable[Completion]) -> dict[str, Any]:
-    """The token counts of all prompts of a body together."""
+    """Of all prompts together."""
     completions = list(completions)
     prompt_tokens = sum(each.prompt_tokens for each in completions)
     completion_tokens = sum(len(each.token_ids) for each in completions)
@@ -41,7 +40,7 @@ def usage(completions: Iterable[Completion]) -> dict[str, Any]:
 
 
 class ResponseBuilder(ABC):
-    """Builds the response to one body. `token_text` decodes a single token."""
+    """The response to one body. `token_text` decodes a token."""
 
     prefix: str
     object: str
@@ -54,7 +53,7 @@ class ResponseBuilder(ABC):
         self._sent: dict[int, int] = {}
 
     def complete(self, completions: Sequence[Completion]) -> dict[str, Any]:
-        """The complete response. Raises HTTPError if one of its requests failed."""
+        """Raises HTTPError if one of the requests failed."""
         choices = []
         for index, completion in enumerate(completions):
             check(completion)
@@ -63,7 +62,7 @@ class ResponseBuilder(ABC):
         return self._head | {"object": self.object, "choices": choices, "usage": usage(completions)}
 
     def chunks(self, index: int, update: Update) -> Iterator[dict[str, Any]]:
-        """The chunks of a stream for one update of a prompt. Raises HTTPError if its request failed."""
+        """The chunks for one update of a prompt. Raises HTTPError if its request failed."""
         completion = update.completion
         if completion is not None:
             check(completion)
@@ -77,7 +76,6 @@ class ResponseBuilder(ABC):
         yield self._chunk([{"index": index, **piece, "finish_reason": completion and completion.finish_reason}])
 
     def last(self, completions: Iterable[Completion]) -> dict[str, Any]:
-        """The last chunk of a stream whose client requested token counts."""
         return self._chunk([]) | {"usage": usage(completions)}
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
@@ -88,16 +86,14 @@ class ResponseBuilder(ABC):
         return iter(())
 
     @abstractmethod
-    def _choice(self, text: str, logprobs: Any) -> dict[str, Any]:
-        """The fields of a complete choice."""
+    def _choice(self, text: str, logprobs: Any) -> dict[str, Any]: ...
 
     @abstractmethod
-    def _chunk_choice(self, text: str, logprobs: Any) -> dict[str, Any]:
-        """The fields of a choice in a chunk."""
+    def _chunk_choice(self, text: str, logprobs: Any) -> dict[str, Any]: ...
 
     @abstractmethod
     def _logprobs(self, tokens: Sequence[TokenLogprobs] | None, offset: int) -> Any:
-        """The field `logprobs`, for tokens whose text begins at `offset`; None if it was not requested."""
+        """For tokens whose text begins at `offset`; None if not requested."""
 
 
 class CompletionResponseBuilder(ResponseBuilder):

@@ -26,13 +26,12 @@ __all__ = ["RequestTranslator", "TranslatedRequest"]
 
 B = TypeVar("B", bound=CommonRequest)
 
-_LONGEST_COMPLAINT = 200
+_MAX_COMPLAINT = 200
 
 
 @dataclass(frozen=True, slots=True)
 class TranslatedRequest(Generic[B]):
-    """A body and one engine request for each of its prompts. `facts` about its documents: None if there are none, and
-    not `readable` if they are malformed."""
+    """A body, and one engine request for each of its prompts. `readable`: its facts are not malformed."""
 
     body: B
     requests: tuple[Request, ...]
@@ -41,18 +40,16 @@ class TranslatedRequest(Generic[B]):
 
 
 class RequestTranslator:
-    """Translates bodies, in one thread. `tokenizer` (transformers) is a copy of the served model's; None: prompts must
-    be token ids. `longest` bounds the tokens of prompt and answer. All methods raise HTTPError for what cannot be
-    served.
-    """
+    """Translates bodies, in one thread. Without a `tokenizer` (transformers, the served model's) prompts must be token
+    ids. `longest` bounds the tokens of prompt and answer. Raises HTTPError for what cannot be served."""
 
     def __init__(self, tokenizer: Any, *, model_name: str, longest: int) -> None:
         self._tokenizer = tokenizer
         self._model_name = model_name
-        self._longest = longest
+        self._max_model_len = longest
         # A longer text has too many tokens, and to tokenize it would take long.
         widest = 0 if tokenizer is None else max(map(len, tokenizer.get_vocab()), default=1)
-        self._most_characters = longest * max(widest, 1)
+        self._max_characters = longest * max(widest, 1)
         options = () if tokenizer is None else inspect.signature(tokenizer.apply_chat_template).parameters
         self._own_options = frozenset(options) | {"messages"}
 
@@ -73,32 +70,31 @@ class RequestTranslator:
         body = read_request(content, ChatCompletionRequest)
         self._check_model(body.model)
         token_ids = self._render(body)
-        if len(token_ids) > self._longest:
+        if len(token_ids) > self._max_model_len:
             raise self._too_long("messages")
-        limit = body.max_completion_tokens or body.max_tokens or max(1, self._longest - len(token_ids))
+        limit = body.max_completion_tokens or body.max_tokens or max(1, self._max_model_len - len(token_ids))
         return self._translated(body, [token_ids], body.top_logprobs if body.logprobs else None, limit)
 
     def tokenize(self, content: bytes) -> dict[str, Any]:
-        """The response of /tokenize."""
         body = read_request(content, TokenizeRequest)
         self._check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
-            raise HTTPError(400, "Give prompt or messages, and one of them.", code="invalid_body", param="prompt")
+            raise HTTPError(400, "Give either prompt or messages.", code="invalid_body", param="prompt")
         if body.prompt is not None:
             token_ids = self._encode(body.prompt, body.add_special_tokens is not False, "prompt")
         else:
             token_ids = self._render(body)
         shown = self._tokenizer.convert_ids_to_tokens(token_ids) if body.return_token_strs else None
-        return {"count": len(token_ids), "max_model_len": self._longest, "tokens": token_ids, "token_strs": shown}
+        return {"count": len(token_ids), "max_model_len": self._max_model_len, "tokens": token_ids, "token_strs": shown}
 
     def token_text(self, token_id: int) -> str:
-        """A token as text; an incomplete character becomes the replacement character."""
+        """An incomplete character becomes the replacement character."""
         return "" if self._tokenizer is None else str(self._tokenizer.decode([token_id]))
 
     def _translated(
         self, body: B, prompts: Sequence[Sequence[int]], logprobs: int | None, max_tokens: int
     ) -> TranslatedRequest[B]:
-        if any(len(each) > self._longest for each in prompts):
+        if any(len(each) > self._max_model_len for each in prompts):
             raise self._too_long("prompt")
         facts, readable = _facts_of(body)
         salt = _salt(body)
@@ -118,7 +114,7 @@ class RequestTranslator:
         return TranslatedRequest(body, tuple(Request(each, ends, sampling, salt) for each in prompts), facts, readable)
 
     def _nodes_end(self, body: CommonRequest, token_ids: Sequence[int], facts: RequestFacts) -> tuple[int, ...]:
-        """The tokens at which tree nodes end: the prefix, which all requests that begin so share, and each document."""
+        """The tokens at which tree nodes end: the shared prefix, and each document."""
         if not facts.documents:
             return ()
         front = body.kv_transfer_params[FACTS].get(PREFIX)
@@ -127,7 +123,7 @@ class RequestTranslator:
         return (front, *facts.documents) if 0 < front < facts.documents[0] else facts.documents
 
     def _front(self, body: ChatCompletionRequest, token_ids: Sequence[int]) -> int:
-        """The number of leading tokens that do not depend on the last message's text."""
+        """Leading tokens that do not depend on the last message's text."""
         *before, last = body.messages
         text = self._template([*before, ChatMessage(last.role, PLACEHOLDER)], body)
         head, slot, _ = text.rpartition(PLACEHOLDER)
@@ -147,7 +143,7 @@ class RequestTranslator:
         for name in body.chat_template_kwargs:
             if name in self._own_options:
                 where = f"chat_template_kwargs.{name}"
-                raise HTTPError(400, f"{where}: is not for a request to set.", code="invalid_body", param=where)
+                raise HTTPError(400, f"{where}: cannot be set by a request.", code="invalid_body", param=where)
         said = [_as_dict(message) for message in messages]
         try:
             return str(
@@ -160,20 +156,20 @@ class RequestTranslator:
             )
         except Exception as error:
             # Templates refuse what they do not foresee, each with its own exception.
-            complaint = str(error)[:_LONGEST_COMPLAINT]
-            message = f"messages: the model's chat template does not take them: {complaint}"
+            complaint = str(error)[:_MAX_COMPLAINT]
+            message = f"messages: the model's chat template refuses them: {complaint}"
             raise HTTPError(400, message, code="invalid_messages", param="messages") from None
 
     def _encode(self, text: str, add_special_tokens: bool, field: str) -> list[int]:
         if self._tokenizer is None:
             raise HTTPError(400, f"{field}: must be token ids: the model has no tokenizer.", code="no_tokenizer")
-        if len(text) > self._most_characters:
+        if len(text) > self._max_characters:
             raise self._too_long(field)
         token_ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
         return token_ids
 
     def _too_long(self, field: str) -> HTTPError:
-        message = f"{field}: is longer than the {self._longest} tokens that prompt and answer may have together."
+        message = f"{field}: is longer than {self._max_model_len} tokens, the limit for prompt and answer together."
         return HTTPError(400, message, code="context_length_exceeded", param=field)
 
     def _check_model(self, model: str | None) -> None:
@@ -199,7 +195,7 @@ def _salt(body: CommonRequest) -> str | None:
 
 
 def _as_dict(message: ChatMessage) -> dict[str, str]:
-    """A message as templates take it; the texts of parts are joined by newlines, as in vLLM."""
+    """As templates take it; parts are joined by newlines, as in vLLM."""
     content = message.content
     text = content if isinstance(content, str) else "\n".join(_text(part) for part in content)
     named = {} if message.name is None else {"name": message.name}

@@ -14,18 +14,18 @@ from starlette.types import ASGIApp, Message, Scope
 __all__ = ["AppTransport"]
 
 # Chunks of an answer that wait for a slow reader before the application has to.
-_AHEAD = 16
+_MAX_QUEUED = 16
 
 
 class AppTransport(httpx2.AsyncBaseTransport):
-    """Calls an ASGI application, and streams its responses (httpx2's own ASGITransport collects them). Closing a
-    response, or cancelling the wait for it, cancels the application's work on it."""
+    """Calls an ASGI application and streams its responses, which httpx2's own ASGITransport collects. Closing a
+    response, or cancelling the wait for it, cancels the application."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
-        """Raises httpx2.ReadTimeout if the application takes too long, httpx2.RemoteProtocolError if it breaks off."""
+        """Raises httpx2.ReadTimeout, or httpx2.RemoteProtocolError if the application breaks off."""
         exchange = _Exchange(self._app, request)
         try:
             start = await exchange.next_message()
@@ -39,7 +39,7 @@ class _Exchange(httpx2.AsyncByteStream):
     def __init__(self, app: ASGIApp, request: httpx2.Request) -> None:
         self._body = aiter(cast(httpx2.AsyncByteStream, request.stream))
         self._timeout_s: float | None = request.extensions.get("timeout", {}).get("read")
-        self._messages: asyncio.Queue[Message | None] = asyncio.Queue(_AHEAD)
+        self._messages: asyncio.Queue[Message | None] = asyncio.Queue(_MAX_QUEUED)
         self._work = asyncio.create_task(self._run(app, _scope(request)))
 
     async def next_message(self) -> Message:
@@ -79,7 +79,7 @@ class _Exchange(httpx2.AsyncByteStream):
 
 
 async def _nothing() -> AsyncIterator[bytes]:
-    """Nothing follows the body. A client that disconnects sends no message, but cancels the application."""
+    """A client that disconnects sends no message, but cancels the application."""
     await asyncio.Event().wait()
     yield b""
 

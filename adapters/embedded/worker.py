@@ -1,4 +1,4 @@
-"""Asynchronous access to an engine that runs in a thread of its own."""
+"""Asynchronous access to an engine in a thread of its own."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ __all__ = ["EngineStoppedError", "EngineWorker", "TooManyAtOnceError", "TooManyW
 T = TypeVar("T")
 
 _logger = logging.getLogger("ragorder.embedded")
-_FIGURES_S = 1.0
-_END_S = 60.0
+_STATS_TIMEOUT_S = 1.0
+_JOIN_TIMEOUT_S = 60.0
 
 
 class EngineStoppedError(RuntimeError):
@@ -34,29 +34,28 @@ class TooManyWaitingError(RuntimeError):
 
 
 class TooManyAtOnceError(ValueError):
-    """More requests than the engine can ever hold together: send fewer at a time."""
+    """More requests than the engine can ever hold: send fewer at a time."""
 
 
-News = tuple[int, Update] | Exception
+_Progress = tuple[int, Update] | Exception
 
 
 @dataclass(eq=False, slots=True)
 class _Submission:
-    """Requests submitted together, and the queues back to the event loop: `verdict` (None if all were accepted, or the
-    refusal), then `news`."""
+    """Requests submitted together; `verdict` (None: accepted), then `progress` go back to the event loop."""
 
     requests: Sequence[Request]
     loop: asyncio.AbstractEventLoop
     verdict: asyncio.Queue[Exception | None] = field(default_factory=asyncio.Queue)
-    news: asyncio.Queue[News] = field(default_factory=asyncio.Queue)
+    progress: asyncio.Queue[_Progress] = field(default_factory=asyncio.Queue)
     ids: list[Any] = field(default_factory=list)
-    left: bool = False
+    cancelled: bool = False
 
-    def judge(self, refusal: Exception | None) -> None:
+    def decide(self, refusal: Exception | None) -> None:
         self._put(self.verdict, refusal)
 
-    def tell(self, news: News) -> None:
-        self._put(self.news, news)
+    def send(self, progress: _Progress) -> None:
+        self._put(self.progress, progress)
 
     async def accepted(self) -> None:
         if (refusal := await self.verdict.get()) is not None:
@@ -65,11 +64,11 @@ class _Submission:
     async def updates(self) -> AsyncIterator[tuple[int, Update]]:
         unfinished = len(self.requests)
         while unfinished:
-            news = await self.news.get()
-            if isinstance(news, Exception):
-                raise news
-            unfinished -= news[1].completion is not None
-            yield news
+            progress = await self.progress.get()
+            if isinstance(progress, Exception):
+                raise progress
+            unfinished -= progress[1].completion is not None
+            yield progress
 
     def _put(self, queue: asyncio.Queue[T], item: T) -> None:
         # A closed loop has no waiting task left.
@@ -78,10 +77,9 @@ class _Submission:
 
 
 class EngineWorker:
-    """Steps an engine in a thread of its own, with at most `max_unfinished` requests, waiting ones included.
+    """Steps an engine in its own thread, with at most `max_unfinished` requests, waiting ones included.
 
-    `submit` is for one event loop, `stats` and `close` for any thread. Of `engine` only constants (its model's name,
-    its sizes, its tokenizer) may be read from outside.
+    `submit` is for one event loop, `stats` and `close` for any thread. Only constants of `engine` may be read outside.
 
         async with worker.submit([request]) as updates:
             async for place, update in updates:
@@ -96,32 +94,29 @@ class EngineWorker:
         self._ended = False
         self._commands: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._submissions: dict[Any, tuple[_Submission, int]] = {}
-        self._figures = engine.stats()
+        self._stats = engine.stats()
         self._thread = Thread(target=self._run, name="ragorder-engine", daemon=True)
         self._thread.start()
 
     @property
     def failure(self) -> str | None:
-        """The reason why the engine stopped; None while it runs."""
         return self._failure
 
     @asynccontextmanager
     async def submit(self, requests: Sequence[Request]) -> AsyncIterator[AsyncIterator[tuple[int, Update]]]:
-        """Submit all of these requests, or none. Gives the updates of each with its place among them, until all are
-        completed; at the end of the block unfinished ones are aborted.
+        """Submit all of these requests, or none. Gives updates with the request's place; the end of the block aborts.
 
-        Raises the engine's refusal of a request, TooManyAtOnceError, TooManyWaitingError and EngineStoppedError; the
-        last one also while updates are iterated.
+        Raises the engine's refusal, TooManyAtOnceError, TooManyWaitingError; EngineStoppedError, also during iteration.
         """
         if self._failure is not None:
             raise EngineStoppedError(self._failure)
         if len(requests) > self.max_unfinished:
             raise TooManyAtOnceError(
-                f"{len(requests):,} prompts in one request, and at most {self.max_unfinished:,} can be answered or "
-                "wait at a time (--max-requests and --max-waiting): send fewer in each"
+                f"{len(requests):,} prompts in one request exceed the {self.max_unfinished:,} that can be answered "
+                "or wait at a time (--max-requests and --max-waiting): send fewer in each"
             )
         if self._unfinished + len(requests) > self.max_unfinished:
-            raise TooManyWaitingError(f"{self._unfinished:,} requests are being answered or wait already")
+            raise TooManyWaitingError(f"{self._unfinished:,} requests are being answered or waiting already")
         self._unfinished += len(requests)
         submission = _Submission(requests, asyncio.get_running_loop())
         try:
@@ -132,27 +127,27 @@ class EngineWorker:
             yield submission.updates()
         finally:
             self._unfinished -= len(requests)
-            submission.left = True
+            submission.cancelled = True
             self._commands.put(partial(self._withdraw, submission))
 
     def stats(self) -> EngineStats:
-        """The engine's statistics after its current step; the previous ones if that takes longer than a second."""
+        """After the current step; previous ones if that takes longer than a second."""
         if self._thread.is_alive():
             answer: Future[EngineStats] = Future()
-            self._commands.put(partial(self._tell_figures, answer))
+            self._commands.put(partial(self._answer_stats, answer))
             with suppress(TimeoutError):
-                self._figures = answer.result(_FIGURES_S)
-        return self._figures
+                self._stats = answer.result(_STATS_TIMEOUT_S)
+        return self._stats
 
     def close(self) -> None:
-        """Abort unfinished requests, close the engine and wait for both. Later requests are refused."""
+        """Abort requests, close the engine and wait for both."""
         self._commands.put(None)
-        self._thread.join(_END_S)
+        self._thread.join(_JOIN_TIMEOUT_S)
         if self._thread.is_alive():
-            _logger.warning("the engine did not end within %.0f s and is left alone", _END_S)
+            _logger.warning("the engine did not end within %.0f s ; it is left running", _JOIN_TIMEOUT_S)
 
     def _run(self) -> None:
-        while self._obey():
+        while self._run_commands():
             if self._failure is None and self.engine.has_unfinished:
                 try:
                     self._deliver(self.engine.step())
@@ -170,8 +165,8 @@ class EngineWorker:
                 if (command := self._commands.get_nowait()) is not None:
                     command()
 
-    def _obey(self) -> bool:
-        """Run the commands in the queue, waiting if the engine is idle. False once the worker is to end."""
+    def _run_commands(self) -> bool:
+        """Waits if the engine is idle. False once the worker is to end."""
         idle = self._failure is not None or not self.engine.has_unfinished
         with suppress(Empty):
             while (command := self._commands.get(block=idle)) is not None:
@@ -182,18 +177,18 @@ class EngineWorker:
 
     def _admit(self, submission: _Submission) -> None:
         if self._failure is not None:
-            submission.judge(EngineStoppedError(self._failure))
+            submission.decide(EngineStoppedError(self._failure))
             return
         try:
-            for place, request in enumerate(submission.requests if not submission.left else ()):
+            for place, request in enumerate(submission.requests if not submission.cancelled else ()):
                 request_id = self.engine.add(request)
                 submission.ids.append(request_id)
                 self._submissions[request_id] = (submission, place)
         except Exception as error:
             self._withdraw(submission)
-            submission.judge(error)
+            submission.decide(error)
         else:
-            submission.judge(None)
+            submission.decide(None)
 
     def _withdraw(self, submission: _Submission) -> None:
         for request_id in submission.ids:
@@ -211,23 +206,23 @@ class EngineWorker:
             submission, place = found
             if update.completion is not None:
                 del self._submissions[update.request_id]
-            submission.tell((place, update))
+            submission.send((place, update))
 
-    def _tell_figures(self, answer: Future[EngineStats]) -> None:
+    def _answer_stats(self, answer: Future[EngineStats]) -> None:
         try:
             answer.set_result(self.engine.stats())
         except Exception:
             # After a failure the previous statistics are the last ones.
-            answer.set_result(self._figures)
+            answer.set_result(self._stats)
 
     def _fail(self, error: BaseException) -> None:
         # The message of an error may quote a prompt; its traceback does not.
         where = "".join(traceback.format_tb(error.__traceback__))
         _logger.error("the engine failed with %s and has stopped\n%s", type(error).__name__, where)
-        self._stop(f"the engine has failed ({type(error).__name__}): start the server again, its log has the place")
+        self._stop(f"the engine has failed ({type(error).__name__}): start the server again; its log has the traceback")
 
     def _stop(self, why: str) -> None:
         self._failure = self._failure or why
         for submission in {id(submission): submission for submission, _ in self._submissions.values()}.values():
-            submission.tell(EngineStoppedError(self._failure))
+            submission.send(EngineStoppedError(self._failure))
         self._submissions.clear()

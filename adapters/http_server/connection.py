@@ -21,21 +21,17 @@ _TOO_SLOW = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-lengt
 
 
 def timed_connections(client_s: float, limit: int, *, probes: Collection[str] = ()) -> type[H11Protocol]:
-    """A uvicorn protocol for at most `limit` connections. A client has `client_s` seconds for each of: the headers of a
-    request, the rest of a body that is already answered, and taking a piece of the answer.
-
-    Beyond the limit only the paths in `probes` are answered, so that a busy process is not taken for a dead one.
-    """
+    """A uvicorn protocol for at most `limit` connections; beyond it only `probes` (paths) are answered. A client has
+    `client_s` seconds for each of: a request's headers, the rest of a body already answered, taking a piece of the
+    answer."""
     idle: OrderedDict[TimedConnection, None] = OrderedDict()
     options = {"client_s": client_s, "limit": limit, "probes": frozenset(probes), "idle": idle}
     return type("Connection", (TimedConnection,), options)
 
 
 class TimedConnection(H11Protocol):
-    """A connection of uvicorn, which by itself waits for its client forever. Made by `timed_connections`.
-
-    At the limit a new connection replaces the one that has been without a complete request for longest.
-    """
+    """uvicorn's connection with timeouts. At the limit a new connection replaces the one that has been without a
+    complete request for longest."""
 
     client_s: ClassVar[float]
     limit: ClassVar[int]
@@ -45,8 +41,8 @@ class TimedConnection(H11Protocol):
     _begun = False
 
     def connection_made(self, transport: Any) -> None:
-        self._to_send = _Alarm(self.loop, self.client_s, self._too_slow)
-        self._to_take = _Alarm(self.loop, self.client_s, self._not_taken)
+        self._receive_timer = _Timer(self.loop, self.client_s, self._too_slow)
+        self._send_timer = _Timer(self.loop, self.client_s, self._not_read)
         super().connection_made(transport)
         if len(self.connections) > self.limit:
             if self.idle:
@@ -57,23 +53,23 @@ class TimedConnection(H11Protocol):
                 self.app = self._answer_probes
         if not transport.is_closing():
             self.idle[self] = None
-            self._to_send.set()
+            self._receive_timer.set()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self.idle.pop(self, None)
-        self._to_send.unset()
-        self._to_take.unset()
+        self._receive_timer.stop()
+        self._send_timer.stop()
 
     def data_received(self, data: bytes) -> None:
         self._begun = True
         super().data_received(data)
         if self._waits_for_client():
-            self._to_send.set()
+            self._receive_timer.set()
         else:
-            self._to_send.unset()
+            self._receive_timer.stop()
             if self.transport.get_write_buffer_size() == 0:
-                self._to_take.unset()
+                self._send_timer.stop()
         if self.conn.their_state is h11.DONE and len(self.conn.trailing_data[0]) > HEAD_LIMIT:
             # Pipelined requests are buffered until this one is answered.
             self.transport.abort()
@@ -93,29 +89,29 @@ class TimedConnection(H11Protocol):
         self.idle[self] = None
         super().on_response_complete()
         if self.conn.their_state is h11.SEND_BODY:
-            self._to_send.set()
+            self._receive_timer.set()
         if self.transport.get_write_buffer_size() > 0:
-            self._to_take.set()
+            self._send_timer.set()
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._to_take.unset()
-        self._to_take.set()
+        self._send_timer.stop()
+        self._send_timer.set()
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._to_take.unset()
+        self._send_timer.stop()
 
     async def _answer_probes(self, scope: Any, receive: Any, send: Any) -> None:
         if len(self.connections) <= self.limit or scope["path"] in self.probes:
             await self.config.loaded_app(scope, receive, send)
             return
-        message = f"There are {self.limit:,} connections already (--max-connections): try again later."
+        message = f"All {self.limit:,} connections are in use (--max-connections): try again later."
         headers = [(b"retry-after", b"1"), (b"connection", b"close")]
         await HTTPError(503, message, code="too_many_connections", headers=headers).send(send)
 
     def _waits_for_client(self) -> bool:
-        """No request is being answered: there is a part of a header, or the rest of a body that was answered early."""
+        """For the rest of a header, or of a body that was answered early."""
         if self.conn.their_state is h11.SEND_BODY:
             return self.cycle is not None and self.cycle.response_complete
         return self.conn.their_state is h11.IDLE
@@ -129,14 +125,12 @@ class TimedConnection(H11Protocol):
         # Unsent data keeps a closed connection open.
         self.loop.call_later(self.client_s, self.transport.abort)
 
-    def _not_taken(self) -> None:
+    def _not_read(self) -> None:
         if self.transport.get_write_buffer_size() > 0:
             self.transport.abort()
 
 
-class _Alarm:
-    """Calls `act` once, `delay_s` after the first `set`, unless `unset` comes before."""
-
+class _Timer:
     def __init__(self, loop: asyncio.AbstractEventLoop, delay_s: float, act: Callable[[], None]) -> None:
         self._loop = loop
         self._delay_s = delay_s
@@ -145,13 +139,13 @@ class _Alarm:
 
     def set(self) -> None:
         if self._timer is None:
-            self._timer = self._loop.call_later(self._delay_s, self._ring)
+            self._timer = self._loop.call_later(self._delay_s, self._fire)
 
-    def unset(self) -> None:
+    def stop(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def _ring(self) -> None:
+    def _fire(self) -> None:
         self._timer = None
         self._act()

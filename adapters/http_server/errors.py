@@ -1,4 +1,4 @@
-"""Errors in the format of OpenAI's API, and the middleware that answers with them."""
+"""Errors in the format of OpenAI's API, and their middleware."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ _logger = logging.getLogger("ragorder")
 
 
 class HTTPError(Exception):
-    """An answer of the server's own to a request that it cannot serve.
-
-    `message` says what is wrong and what to change, without quoting a prompt; `param` names the field of the body.
+    """The server's own answer to a request. `message` says what to change and quotes no prompt; `param` names a field
+    of the body.
 
         raise HTTPError(400, "prompt: must be one string.", code="invalid_prompt", param="prompt")
     """
@@ -45,10 +44,7 @@ class HTTPError(Exception):
 
 
 class ErrorMiddleware:
-    """The outermost ASGI layer: answers with the HTTPError raised inside, and with a generic 500 for any other error.
-
-    An answer that has begun is broken off, so that it cannot be taken for a complete one.
-    """
+    """The outermost ASGI layer. An answer that has begun is broken off, so that it is not taken for a complete one."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -56,16 +52,19 @@ class ErrorMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         begun = False
 
-        async def noted(message: Message) -> None:
+        async def record(message: Message) -> None:
             nonlocal begun
             begun = True
             await send(message)
 
+        if scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1003, "reason": "no WebSocket here"})
+            return
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         try:
-            await self._app(scope, receive, noted)
+            await self._app(scope, receive, record)
             return
         except HTTPError as error:
             answer = error
@@ -74,6 +73,6 @@ class ErrorMiddleware:
             _logger.error("the server failed with %s", type(error).__name__)
             answer = HTTPError(500, "The server failed: its log has the type of the error.", code="proxy_error")
         if begun:
-            _logger.warning("an answer was broken off: %s", answer.code)
+            _logger.warning("an answer was cut off: %s", answer.code)
         else:
             await answer.send(send)

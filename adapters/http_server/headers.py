@@ -15,7 +15,7 @@ _HOP_BY_HOP = frozenset(
 
 
 def end_to_end(headers: Iterable[tuple[bytes, bytes]], *dropped: bytes) -> Headers:
-    """The headers without hop-by-hop ones and `dropped`, names in lower case."""
+    """Without hop-by-hop headers and `dropped`, names in lower case."""
     lowered = [(name.lower(), value) for name, value in headers]
     left_out = _HOP_BY_HOP.union(dropped)
     for name, value in lowered:
@@ -25,7 +25,7 @@ def end_to_end(headers: Iterable[tuple[bytes, bytes]], *dropped: bytes) -> Heade
 
 
 def header(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> bytes | None:
-    """The first value of a header. Names must be in lower case, here and below."""
+    """The first value. Names are in lower case, here and below."""
     return next((value for each, value in headers if each == name), None)
 
 

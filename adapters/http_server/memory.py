@@ -1,4 +1,4 @@
-"""A bound on the memory that the bodies of all requests take together."""
+"""A bound on the memory of all request bodies together."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["MemoryBudget", "MemoryShare"]
 
 
 class MemoryBudget:
-    """At most `limit` bytes of bodies. A single body is always admitted, however large it is."""
+    """At most `limit` bytes of bodies; a single body is always admitted."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -19,7 +19,7 @@ class MemoryBudget:
 
     @contextmanager
     def share(self) -> Iterator[MemoryShare]:
-        """The bytes of one request, released at the end of the block."""
+        """Released at the end of the block."""
         share = MemoryShare(self)
         try:
             yield share
@@ -28,19 +28,17 @@ class MemoryBudget:
 
 
 class MemoryShare:
-    """The bytes of a budget that one request holds."""
-
     def __init__(self, budget: MemoryBudget) -> None:
         self._budget = budget
         self._bytes = 0
 
     def resize(self, count: int) -> None:
-        """Hold `count` bytes from now on. Raises HTTPError if the budget is exhausted."""
+        """Raises HTTPError if the budget is exhausted."""
         more = count - self._bytes
         if more > 0 and self._budget.used + more > self._budget.limit and self._budget.used > self._bytes:
             raise HTTPError(
                 503,
-                f"The bodies of other requests take up the {self._budget.limit >> 20:,} MiB that there are for them "
+                f"The bodies of other requests fill the {self._budget.limit >> 20:,} MiB for request bodies "
                 "(--bodies-limit): try again later.",
                 code="no_room_for_body",
                 headers=[(b"retry-after", b"1"), (b"connection", b"close")],
@@ -49,5 +47,4 @@ class MemoryShare:
         self._bytes = count
 
     def add(self, count: int) -> None:
-        """Hold `count` bytes more. Raises HTTPError if the budget is exhausted."""
         self.resize(self._bytes + count)

@@ -1,9 +1,10 @@
-"""Bounded reading of request bodies, and detection of client disconnects."""
+"""Bounded request bodies, and detection of client disconnects."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import anyio
 from starlette.types import Message, Receive
@@ -22,15 +23,12 @@ _CLOSE = [(b"connection", b"close")]
 
 
 class ClientGoneError(Exception):
-    """The client closed its connection before its request was complete."""
+    """The client disconnected before its request was complete."""
 
 
 class RequestBody:
-    """The body of a request, at most `limit` bytes long, and the connection that it comes from.
-
-    `share` counts the bytes that are kept of it. A client that takes longer than `client_s` seconds for 256 KiB, or for
-    the end, gets a 408 (None: no limit). `chunked`: the request declares no length.
-    """
+    """The body of a request, at most `limit` bytes. `share` counts the bytes kept. More than `client_s` seconds for 256
+    KiB, or for the end, is a 408."""
 
     def __init__(
         self,
@@ -51,8 +49,7 @@ class RequestBody:
         self._declared = header(headers, b"content-length")
 
     async def read(self) -> bytes:
-        """The whole body. Raises HTTPError if it declares two lengths, is too long, or comes too slowly;
-        ClientGoneError."""
+        """Raises HTTPError for two lengths, a long or slow body; ClientGoneError."""
         self._check_declared()
         chunks: list[bytes] = []
         try:
@@ -65,8 +62,7 @@ class RequestBody:
             chunks.clear()
 
     async def stream(self) -> AsyncIterator[bytes] | None:
-        """The body as it arrives; None for a request without one. Raises HTTPError as `read` does: at once for what the
-        headers declare, otherwise while the body is iterated."""
+        """None for a request without a body. Raises HTTPError at once for the headers, otherwise during iteration."""
         self._check_declared()
         if self.chunked or (self._declared or b"0").strip(b"0"):
             return self._pieces()
@@ -74,12 +70,23 @@ class RequestBody:
             pass
         return None
 
-    async def wait_until_gone(self, client_is_there: anyio.CancelScope) -> None:
-        """Cancel when the client has closed the connection."""
+    @asynccontextmanager
+    async def connected(self) -> AsyncIterator[None]:
+        """A block that ends, cancelled, when the client disconnects."""
+        with anyio.CancelScope() as block:
+            watch = asyncio.create_task(self._cancel_when_gone(block))
+            try:
+                yield
+            except ClientGoneError:
+                pass
+            finally:
+                watch.cancel()
+
+    async def _cancel_when_gone(self, block: anyio.CancelScope) -> None:
         await self._received.wait()
         while (await self._receive())["type"] != "http.disconnect":
             pass
-        client_is_there.cancel()
+        block.cancel()
 
     async def _pieces(self) -> AsyncIterator[bytes]:
         async for chunk in self._chunks():
@@ -113,7 +120,7 @@ class RequestBody:
             async with asyncio.timeout(left_s):
                 return await self._receive()
         except TimeoutError:
-            message = f"The body came too slowly: 256 KiB may take {self._client_s:g} s (--client-timeout)."
+            message = f"The body arrived too slowly: 256 KiB may take {self._client_s:g} s (--client-timeout)."
             raise HTTPError(408, message, code="body_too_slow", headers=_CLOSE) from None
 
     def _check_declared(self) -> None:
@@ -126,5 +133,5 @@ class RequestBody:
             raise self._too_long()
 
     def _too_long(self) -> HTTPError:
-        message = f"The body is longer than the {self._limit:,} bytes that this server takes (--body-limit)."
+        message = f"The body is longer than {self._limit:,} bytes, the limit of this server (--body-limit)."
         return HTTPError(413, message, code="body_too_large", headers=_CLOSE)

@@ -37,10 +37,7 @@ def run_server(
     probes: Collection[str] = (),
     on_started: Callable[[str], None] = lambda url: None,
 ) -> None:
-    """Serve until the process is stopped; requests in flight then have `grace_s` seconds to end.
-
-    `client_s`, `connections` and `probes`: see `timed_connections`. `on_started` gets the server's URL.
-    """
+    """Serve until the process is stopped; requests in flight then have `grace_s` seconds. See `timed_connections`."""
     connections = min(connections, _allow_many_connections())
     sys.setswitchinterval(_SWITCH_S)
     config = server_config(app, grace_s=grace_s, client_s=client_s, connections=connections, probes=probes)
@@ -55,8 +52,7 @@ def run_server(
 def server_config(
     app: ASGIApp, *, grace_s: int, client_s: float, connections: int, probes: Collection[str] = ()
 ) -> uvicorn.Config:
-    """uvicorn's configuration. The parser is always h11: httptools, which uvicorn prefers, takes headers without
-    end."""
+    """The parser is always h11: httptools, which uvicorn prefers, takes headers without end."""
     return uvicorn.Config(
         _cancelled_quietly(app),
         http=timed_connections(client_s, connections, probes=probes),
@@ -73,7 +69,7 @@ def server_config(
 
 
 def _cancelled_quietly(app: ASGIApp) -> ASGIApp:
-    """For each request cancelled at the end of the grace period uvicorn logs one line, no traceback."""
+    """One line in the log for each request cancelled after the grace period."""
 
     async def run(scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -100,7 +96,7 @@ class _UvicornServer(uvicorn.Server):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises OSError."""
+    """Raises OSError."""
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     listening = socket.create_server(address[:2], family=family, backlog=_BACKLOG)
     # Connections inherit it. asyncio sets it only for sockets that it made itself, and the second part of an answer
@@ -116,15 +112,13 @@ def address_of(listening: socket.socket) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """An address that only this machine reaches."""
     with suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
     return host == "localhost"
 
 
 def _allow_many_connections() -> int:
-    """The number of requests at a time: each takes two file descriptors, of which many systems allow 1,024 unless a
-    program requests more."""
+    """A request takes two file descriptors, of which systems allow 1,024 unless more are requested."""
     try:
         import resource
     except ImportError:

@@ -1,4 +1,4 @@
-"""Access control: the proxy's API key, and the hosts and web pages that may call it."""
+"""API key, and the hosts and web pages that may call the proxy."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _CHALLENGES = [(b"www-authenticate", b"Bearer"), (b"www-authenticate", b'Basic r
 
 
 class APIKeyMiddleware:
-    """Answers 401 unless a request brings the key: as Bearer token, or as password of basic authentication with any
-    user, so that a browser can prompt for it. `open_paths` need no key."""
+    """Answers 401 to requests without the key, sent as Bearer token or as the password of basic authentication
+    (browsers)."""
 
     def __init__(self, app: ASGIApp, key: str, *, open_paths: frozenset[str] = frozenset()) -> None:
         self._app = app
@@ -28,11 +28,11 @@ class APIKeyMiddleware:
         self._open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in self._open_paths and not self._brings_key(scope):
+        if scope["type"] == "http" and scope["path"] not in self._open_paths and not self._has_key(scope):
             error = HTTPError(
                 401,
-                "The proxy wants its API key: send it as Authorization: Bearer KEY, which the api_key of an OpenAI "
-                "client is.",
+                "The proxy requires its API key: send it as Authorization: Bearer KEY (the api_key of an OpenAI "
+                "client).",
                 code="invalid_api_key",
                 headers=_CHALLENGES,
             )
@@ -40,14 +40,14 @@ class APIKeyMiddleware:
         else:
             await self._app(scope, receive, send)
 
-    def _brings_key(self, scope: Scope) -> bool:
+    def _has_key(self, scope: Scope) -> bool:
         given = [value for name, value in scope["headers"] if name == b"authorization"]
         return len(given) == 1 and hmac.compare_digest(_secret(given[0]), self._key)
 
 
 class HostMiddleware:
-    """Answers 403 to requests for a host that is not one of `hosts` (names without ports), and to those of web pages
-    from other hosts (cross-site requests, DNS rebinding). For a proxy without a key that serves this machine only."""
+    """Answers 403 to requests for a host not in `hosts`, and to web pages from elsewhere (DNS rebinding). For a proxy
+    without a key."""
 
     def __init__(self, app: ASGIApp, hosts: Collection[str], *, open_paths: frozenset[str] = frozenset()) -> None:
         self._app = app
@@ -71,7 +71,6 @@ class HostMiddleware:
 
 
 def _secret(authorization: bytes) -> bytes:
-    """The token or password of an Authorization header; b"", which is no valid key, if there is none."""
     scheme, _, secret = authorization.partition(b" ")
     if scheme.lower() == b"bearer":
         return secret.strip()
@@ -84,5 +83,5 @@ def _secret(authorization: bytes) -> bytes:
 
 
 def _refused(what: str, header: str, code: str) -> HTTPError:
-    message = f"{what} ({header}) that this proxy does not know: allow it (--allow-host), or ask for a key (--api-key)."
+    message = f"{what} ({header}) that is not allowed: allow it (--allow-host), or require a key (--api-key)."
     return HTTPError(403, message, code=code)

@@ -1,4 +1,4 @@
-"""Admission of requests to a busy server, in cache-aware order (RAGCache section 5.2)."""
+"""Cache-aware admission of requests to a busy server (RAGCache section 5.2)."""
 
 from __future__ import annotations
 
@@ -25,10 +25,8 @@ _WAIT_S = (1e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 class AdmissionQueue:
     """Admits `max_in_flight` requests at a time; at most `max_waiting` others wait.
 
-    The waiting request with the largest ratio of cached to uncached tokens goes next; one without documents counts as
-    not cached, and none is overtaken by more than `reorder_window` later ones. `registry` gets its metrics.
-
-    Raises ValueError for numbers out of range.
+    The waiting request with the largest ratio of cached to uncached tokens is next; none is overtaken by more than
+    `reorder_window` later ones. Raises ValueError for numbers out of range.
 
         make_app(orderer, upstream=url, admission=AdmissionQueue(32))
     """
@@ -51,8 +49,8 @@ class AdmissionQueue:
         if registry is not None:
             from prometheus_client import Histogram
 
-            says = "Time that a request waited for its turn."
-            wait_s = Histogram("ragorder_wait_seconds", says, buckets=_WAIT_S, registry=registry)
+            description = "Time that a request waited for admission."
+            wait_s = Histogram("ragorder_wait_seconds", description, buckets=_WAIT_S, registry=registry)
             self._observe = wait_s.observe
             registry.register(self)
 
@@ -60,10 +58,8 @@ class AdmissionQueue:
     async def admit(
         self, parsed: ParsedBody | None, predict: Callable[[], CachedLengths] | None
     ) -> AsyncIterator[list[ParsedBody]]:
-        """Wait for admission, which lasts until the block ends; gives the requests that will probably be next.
-
-        `predict` is called again whenever a request is chosen. Raises HTTPError if too many wait already.
-        """
+        """Wait for admission, which ends with the block; gives requests that will probably be next. Raises HTTPError if
+        too many wait."""
         start = time.perf_counter()
         try:
             async with self._limiter.slot(parsed, predict):
@@ -74,7 +70,7 @@ class AdmissionQueue:
                 yield [each for each in self._limiter.queue.upcoming(_UPCOMING) if each is not None]
         except QueueFullError:
             self._turned_away += 1
-            message = f"{self._max_waiting:,} requests wait already (--max-waiting): try again later."
+            message = f"{self._max_waiting:,} requests are waiting already (--max-waiting): try again later."
             retry = [(b"retry-after", b"1")]
             raise HTTPError(503, message, code="too_many_waiting", headers=retry) from None
 
@@ -91,7 +87,9 @@ class AdmissionQueue:
         from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
 
         waiting, in_flight = len(self._limiter.queue), self._limiter.in_flight
-        yield GaugeMetricFamily("ragorder_waiting_requests", "Requests that wait for their turn.", value=waiting)
-        yield GaugeMetricFamily("ragorder_in_flight_requests", "Requests whose turn it is.", value=in_flight)
-        says = "Requests refused because too many were waiting."
-        yield CounterMetricFamily("ragorder_turned_away_requests", says, value=self._turned_away)
+        yield GaugeMetricFamily("ragorder_waiting_requests", "Requests that wait for admission.", value=waiting)
+        yield GaugeMetricFamily(
+            "ragorder_in_flight_requests", "Requests sent to the server and not yet answered.", value=in_flight
+        )
+        description = "Requests refused because too many were waiting."
+        yield CounterMetricFamily("ragorder_turned_away_requests", description, value=self._turned_away)

@@ -38,8 +38,8 @@ _READY = "/ragorder/ready"
 # Probes bring no key, and come from anywhere.
 PROBES = frozenset({_HEALTH, _READY})
 
-_READY_WAIT_S = 2.0
-_READY_KEPT_S = 1.0
+_READY_TIMEOUT_S = 2.0
+_READY_CACHED_S = 1.0
 # vLLM, SGLang and others have the first one; all have the second.
 _READY_PATHS = (b"/health", b"/v1/models")
 _NO_SUCH_PATH = (404, 405)
@@ -67,22 +67,16 @@ def make_app(
 ) -> ASGIApp:
     """The proxy in front of the OpenAI-compatible server at `upstream` (with or without /v1).
 
-    - `builder` renders tagged documents and their question as one message; it has no system prompt, the requests have.
-    - `tokenizer` (transformers) is the served model's, if it is known, and then the builder's as well.
+    - `builder` renders tagged documents and their question as one message; it has no system prompt.
+    - `tokenizer` (transformers) is the served model's, and the builder's as well.
     - `template` finds documents in messages that are not tagged.
-    - `api_key` is required of every request except GET /ragorder/health and /ragorder/ready; `upstream_api_key` is sent
-      upstream. Without a key, `hosts` are the only host names to which requests and web pages may be addressed (None:
-      all).
-    - `admission` limits the requests in flight; the others wait (None: no limit).
-    - `send_facts`: the server is a vLLM with ragorder tiers; it gets where the documents end (with `tokenizer`) and a
-      digest of the tenant.
-    - `number_by_place`: a document shows as its id the number of its place in the prompt, from 1, whatever its id is.
-      The answer's header x-ragorder-permutation gives the document at each place.
-    - `on_passed` is called with the reason for each request that is forwarded without documents: "no_documents",
-      "one_document", "other_route" or "unreadable".
-    - `body_limit` is in bytes, `bodies_limit` that of all bodies together. `routes` are served besides
-      /ragorder/health, /ragorder/ready and /ragorder/openapi.json. `make_transport` replaces the connections to the
-      upstream server.
+    - `api_key` is required of clients, `upstream_api_key` is sent upstream. Without a key, requests and web pages
+      may only use the host names `hosts` (None: all).
+    - `send_facts`: a vLLM with ragorder tiers gets the ends of documents (with `tokenizer`) and a digest of the tenant.
+    - `number_by_place`: a document's id in the prompt is the number of its place, from 1.
+    - `on_passed` gets the reason (`PassReason`) for each request forwarded without documents.
+    - `body_limit` (each) and `bodies_limit` (all together) are in bytes.
+    - `routes` are served besides the proxy's own; `make_transport` replaces the connections to the server.
 
     Raises ValueError for a builder with a system prompt, AddressError for a malformed address or key, TemplateError for
     numbers by place in documents that show no id.
@@ -149,29 +143,30 @@ def make_app(
 
 
 class _Readiness:
-    """The endpoint for readiness: 200 if the upstream server answers within two seconds without an error of its own,
-    503 otherwise. The server is queried at most once a second."""
+    """200 if the upstream server answers below 500 within two seconds, else 503. At most one query a second."""
 
     def __init__(self, server: Upstream) -> None:
         self._server = server
-        self._asking = asyncio.Lock()
-        self._asked = -_READY_KEPT_S
+        self._checking = asyncio.Lock()
+        self._checked_at = -_READY_CACHED_S
         self._ready = False
 
     async def answer(self, _: Request) -> JSONResponse:
-        async with self._asking:
-            if time.monotonic() - self._asked >= _READY_KEPT_S:
+        async with self._checking:
+            if time.monotonic() - self._checked_at >= _READY_CACHED_S:
                 self._ready = await self._answers()
-                self._asked = time.monotonic()
+                self._checked_at = time.monotonic()
         if self._ready:
             return JSONResponse({"status": "ready"})
-        error = HTTPError(503, "The upstream server does not answer, or is not well.", code="upstream_not_ready")
+        error = HTTPError(
+            503, "The upstream server does not answer, or answers with an error.", code="upstream_not_ready"
+        )
         return JSONResponse(error.content, status_code=error.status)
 
     async def _answers(self) -> bool:
         status = 0
         try:
-            async with asyncio.timeout(_READY_WAIT_S):
+            async with asyncio.timeout(_READY_TIMEOUT_S):
                 for path in _READY_PATHS:
                     async with self._server.send("GET", path, [], None) as response:
                         status = response.status_code

@@ -1,4 +1,4 @@
-"""The bodies of chats and completions, by field: what is not changed is forwarded as the bytes that came."""
+"""Bodies of chats and completions by field; unchanged fields are forwarded byte by byte."""
 
 from __future__ import annotations
 
@@ -40,23 +40,20 @@ BOUNDARY = "\ud800"
 _NULL = Raw(b"null")
 
 
-class TooManyError(ValueError):
-    """The list is too long."""
+class TooManyError(ValueError): ...
 
 
 class _Message(Struct):
-    """The fields of a message that are read. All others are skipped, however many there are."""
-
     role: Raw = _NULL
     content: Raw = _NULL
 
 
-class _Part(Struct):
+class _ContentPart(Struct):
     text: Raw = _NULL
 
 
 class PromptPrefix(NamedTuple):
-    """A prompt in front of its documents: whole messages; in the documents' own message its role, parts and text."""
+    """The prompt in front of its documents: whole messages, and the beginning of the documents' own message."""
 
     messages: Sequence[Raw] = ()
     role: str = "user"
@@ -65,16 +62,14 @@ class PromptPrefix(NamedTuple):
 
 
 class PromptSuffix(NamedTuple):
-    """A prompt after its documents: text and parts of their own message, whole messages."""
-
     text: str = ""
     parts: Sequence[Raw] = ()
     messages: Sequence[Raw] = ()
 
 
 class Passage(NamedTuple):
-    """A text of the prompt: a plain prompt, the content of a message, or the texts of adjacent parts joined by
-    `BOUNDARY`. It is in message `place` of `messages`, there from part `number` of `parts` on."""
+    """A text of the prompt: a plain prompt, the content of message `place`, or the texts of its adjacent parts from
+    part `number` on, joined by `BOUNDARY`."""
 
     text: str
     messages: Sequence[Raw] = ()
@@ -84,48 +79,42 @@ class Passage(NamedTuple):
     number: int = 0
 
     def prefix(self, head: str) -> PromptPrefix:
-        """The prefix of documents that come after `head` in the text. Made only for the passage that is chosen: made
-        for each, it would take time quadratic in the messages."""
+        """Only for the chosen passage: for each it would take quadratic time."""
         *before, own = head.split(BOUNDARY)
         return PromptPrefix(self.messages[: self.place], self.role, self.parts[: self.number + len(before)], own)
 
     def suffix(self, tail: str) -> PromptSuffix:
-        """The suffix of documents that come before `tail` in the text."""
         own = tail.partition(BOUNDARY)[0]
         number = self.number + self.text.count(BOUNDARY) - tail.count(BOUNDARY)
         return PromptSuffix(own, self.parts[number + 1 :], self.messages[self.place + 1 :])
 
 
 class Body:
-    """A request's body by field."""
-
     route: ClassVar[str]
 
     def __init__(self, fields: Fields) -> None:
         self.fields = fields
 
     def prefix(self) -> PromptPrefix:
-        """The prompt so far. Raises HTTPError if it is malformed."""
+        """Raises HTTPError if the prompt is malformed."""
         raise NotImplementedError
 
     def append(self, turn: str) -> None:
-        """Add documents and question to the prompt."""
         raise NotImplementedError
 
     def passages(self) -> Iterator[Passage]:
-        """The texts of the prompt, in order; malformed ones are left out. Raises HTTPError for too many."""
+        """Well-formed texts, in order. Raises HTTPError for too many."""
         raise NotImplementedError
 
     def put(self, passage: Passage, text: str) -> None:
-        """Replace a passage by a text of as many parts."""
         raise NotImplementedError
 
     def number(self, name: str) -> int | None:
-        """An integer field; None if it is anything else."""
+        """None for any other type."""
         return decode(self.fields[name], int) if name in self.fields else None
 
     def string(self, name: str) -> str | None:
-        """None for an absent or null field. Raises HTTPError if it is not a string."""
+        """None for an absent or null field. Raises HTTPError for any other type."""
         if name not in self.fields or self.fields[name] == _NULL:
             return None
         value = decode(self.fields[name], str)
@@ -135,7 +124,7 @@ class Body:
 
 
 class ChatBody(Body):
-    """A chat: documents and question become one more message, of the user."""
+    """A chat; documents and question become one more user message."""
 
     route = "chat"
 
@@ -159,7 +148,7 @@ class ChatBody(Body):
                 yield Passage(text, messages, place, role)
                 continue
             parts = _items(message.content, f"messages[{place}].content") or []
-            texts = enumerate(decode((decode(part, _Part) or _Part()).text, str) for part in parts)
+            texts = enumerate(decode((decode(part, _ContentPart) or _ContentPart()).text, str) for part in parts)
             for is_text, neighbours in groupby(texts, lambda part: part[1] is not None):
                 if is_text:
                     numbers, own = zip(*neighbours, strict=True)
@@ -182,7 +171,7 @@ class ChatBody(Body):
 
 
 class CompletionBody(Body):
-    """A plain completion: documents and question are appended to the prompt, which must be one text."""
+    """A plain completion; documents and question follow its prompt."""
 
     route = "completions"
 
@@ -208,7 +197,7 @@ def _items(content: Raw, where: str) -> list[Raw] | None:
     try:
         return decode_items(content, MAX_MESSAGES)
     except TooManyError:
-        message = f"{where}: has more than the {MAX_MESSAGES:,} items that the proxy reads."
+        message = f"{where}: has more than {MAX_MESSAGES:,} items, the limit of the proxy."
         raise HTTPError(400, message, code="too_many_items", param=where) from None
 
 
@@ -217,7 +206,7 @@ def _raw(value: object) -> Raw:
 
 
 def decode(content: bytes | Raw, kind: type[T]) -> T | None:
-    """The JSON value; None if it has another type, or is not JSON."""
+    """None for another type, or what is not JSON."""
     try:
         return msgspec.json.decode(content, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -225,8 +214,7 @@ def decode(content: bytes | Raw, kind: type[T]) -> T | None:
 
 
 def decode_items(content: bytes | Raw, limit: int) -> list[Raw] | None:
-    """The items of a JSON list, undecoded; None for anything else. Raises TooManyError for more items than `limit`,
-    before any of them is built."""
+    """None for anything but a list. Raises TooManyError before any item is built."""
     if bytes(content).count(b",") >= limit and not _fits(content, limit):
         raise TooManyError(f"a list has more than {limit:,} items")
     return decode(content, list[Raw])
@@ -245,7 +233,7 @@ def _fits(content: bytes | Raw, limit: int) -> bool:
 
 @cache
 def _short_list(limit: int) -> msgspec.json.Decoder[Any]:
-    """A decoder that stops at the first item too many. msgspec checks the length limit of a list only when all of it
-    has been built; that of an array-like structure on the way."""
+    """Stops at the first item too many: msgspec checks the length of a list after building it, that of an array-like
+    structure on the way."""
     items = [(f"_{number}", Raw, Raw(b"")) for number in range(limit)]
     return msgspec.json.Decoder(msgspec.defstruct("Items", items, array_like=True, forbid_unknown_fields=True))

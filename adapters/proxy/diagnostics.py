@@ -1,12 +1,12 @@
-"""Warnings about requests that gain nothing: no documents are found, or their ids change."""
+"""Warnings about requests without documents, and about ids that change."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from hashlib import blake2b
 from typing import Literal
 
+from ragorder.adapters.proxy.digest import digest_of
 from ragorder.lru_cache import LRUCache
 
 __all__ = ["PassReason", "RenamedIds", "UnorderedRequests"]
@@ -18,22 +18,21 @@ _ENOUGH = 20
 _REMEMBERED = 16384
 
 _NEVER_FOUND = (
-    f"nothing is ordered: in {_ENOUGH} requests --template never found two documents in a row; compare it with "
+    f"no documents were ordered: --template did not match two adjacent documents in any of {_ENOUGH} requests; "
+    "compare it with a prompt that the proxy receives"
 )
-_NEVER_FOUND += "a prompt as it is sent"
 _NEVER_TAGGED = (
-    f"nothing is ordered: none of {_ENOUGH} requests was tagged, and no --template says how documents stand in "
+    f"no documents were ordered: none of {_ENOUGH} requests was tagged, and there is no --template to find documents "
+    "in messages"
 )
-_NEVER_TAGGED += "a message"
 _RENAMED = (
-    "document ids are ranks, or change otherwise: the same text comes under new ids, and nothing behind an id that "
+    "document ids are not stable (are they ranks?): the same text comes under new ids, and the cache has nothing "
+    "behind a new id; give stable ids, show none, or use --number-by-place"
 )
-_RENAMED += "has changed is found in the cache; give ids that stay, show none, or use --number-by-place"
 
 
 class UnorderedRequests:
-    """Counts requests that were forwarded without documents: `on_passed` gets the reason of each. Warns once if the
-    first 20 of those that were looked at had none."""
+    """Counts requests forwarded without documents. Warns once if the first 20 that were parsed had none."""
 
     def __init__(self, on_passed: Callable[[str], None] | None, warn: Callable[[str], None], *, template: bool) -> None:
         self._on_passed = on_passed
@@ -58,11 +57,8 @@ class UnorderedRequests:
 
 
 class RenamedIds:
-    """Detects known texts under new ids, as ids are that are ranks: such an id stands in front of its text, which is
-    then not found in the cache. Warns once if most texts that come again are renamed, and stops looking.
-
-    Digests of 16,384 documents are kept, in about 5 MB.
-    """
+    """Detects known texts under new ids, such as ranks, behind which nothing is found in the cache. Warns once, if most
+    recurring texts are renamed. Keeps 16,384 digests, about 5 MB."""
 
     def __init__(self, warn: Callable[[str], None]) -> None:
         self._warn = warn
@@ -72,12 +68,11 @@ class RenamedIds:
         self._watching = True
 
     def look(self, salt: str | None, documents: Iterable[tuple[str, str]]) -> None:
-        """`documents`: ids and texts of a request."""
         if not self._watching:
             return
         # A text that occurs twice in a request says nothing about the next one.
         for text, id in {text: id for id, text in documents}.items():
-            key, name = _digest(salt or "", text), _digest(id)
+            key, name = digest_of(salt or "", text), digest_of(id)
             known = self._known.get(key)
             self._known.put(key, name)
             if known is not None:
@@ -86,11 +81,3 @@ class RenamedIds:
         if self._renamed >= _ENOUGH and 2 * self._renamed > self._again:
             self._watching = False
             self._warn(_RENAMED)
-
-
-def _digest(*texts: str) -> bytes:
-    digest = blake2b(digest_size=16)
-    for text in texts:
-        digest.update(b"%d:" % len(text))
-        digest.update(text.encode())
-    return digest.digest()

@@ -1,4 +1,4 @@
-"""Ordering of parsed requests, and the outcome of each ordering by its answer."""
+"""Ordering of parsed requests, and the outcome of each ordering."""
 
 from __future__ import annotations
 
@@ -24,11 +24,10 @@ _LONGEST_HEADER = 1024
 
 
 class OrderedRequest:
-    """A request whose documents were ordered: its body, and what is seen of its answer.
+    """A request whose documents were ordered.
 
-    `end` gives the ordering its outcome: confirmed with the counts that the server reports if the answer was
-    `complete`, without counts if it broke off after its first token, discarded otherwise. `choices`: how many answers
-    were requested; of more than one, the lengths in the cache are not known.
+    `end` confirms the ordering with the reported counts if the answer was `complete`, without them if it broke off
+    after its first token, and discards it otherwise. Of several `choices` the cached lengths are unknown.
     """
 
     def __init__(self, body: bytes, ordering: Ordering[Document], choices: int, answer_length: AnswerLength) -> None:
@@ -42,13 +41,11 @@ class OrderedRequest:
         self._reader: AnswerReader | None = None
 
     def take_body(self) -> bytes:
-        """The body to send, once: it is not kept while the answer comes."""
+        """Once: the body is not kept while the answer comes."""
         body, self._body = self._body, b""
         return body
 
     def headers(self) -> Headers:
-        """Headers for the answer: the rank of the document at each place, unless that is longer than servers take, and
-        the predicted cached tokens."""
         if not self.permutation:
             return []
         ranks = ",".join(map(str, self.permutation)).encode()
@@ -60,7 +57,7 @@ class OrderedRequest:
             self._reader = reader_for(headers)
 
     def feed(self, chunk: bytes) -> None:
-        """A chunk of the answer. The last event ends the request: its client may send the next one at once."""
+        """The last event ends the request: its client may send the next one at once."""
         if self._reader is not None:
             self._reader.feed(chunk)
             if self._reader.done:
@@ -68,7 +65,7 @@ class OrderedRequest:
                 self.end()
 
     def end(self) -> None:
-        """The end of the answer, however it came; idempotent."""
+        """Idempotent."""
         ordering, reader = self._ordering, self._reader
         if ordering is None:
             return
@@ -90,8 +87,7 @@ class OrderedRequest:
 
 
 class RequestOrderer:
-    """Orders parsed requests, and predicts what the cache holds of them. `send_facts`: see `make_app`; `exact`: the
-    token counts of parsed bodies are not estimates."""
+    """Orders parsed requests, and predicts their cached tokens. `exact`: token counts are no estimates."""
 
     def __init__(self, orderer: OrdererLike, *, send_facts: bool = False, exact: bool = False) -> None:
         self._orderer = orderer
@@ -100,7 +96,6 @@ class RequestOrderer:
         self._answer_length = AnswerLength()
 
     def predict_cached_tokens(self, parsed: ParsedBody) -> CachedLengths:
-        """The prompt's tokens that are in the server's cache now, and those that it would compute."""
         if parsed.error is not None:
             return CachedLengths(0, 1)
         cached_tokens, documents_end = self._orderer.predict_cached_tokens(
@@ -109,7 +104,7 @@ class RequestOrderer:
         return CachedLengths(cached_tokens, documents_end + parsed.suffix_tokens - cached_tokens)
 
     def order(self, parsed: ParsedBody, upcoming: Sequence[ParsedBody] = ()) -> OrderedRequest:
-        """Order the documents with regard to `upcoming` requests; those of other scopes are ignored."""
+        """Order the documents with regard to `upcoming` requests of the same scope."""
         orderer, body = self._orderer, parsed.body
         if parsed.error is not None:
             ordering = orderer.fall_back(parsed.documents, parsed.error)
@@ -135,7 +130,7 @@ class RequestOrderer:
             raise
 
     def _ends(self, parsed: ParsedBody, ordering: Ordering[Document]) -> list[int]:
-        """The tokens of the prompt at which documents end; empty where lengths are only estimated."""
+        """Of documents in the prompt, in tokens; empty for estimated lengths."""
         if not self._exact or parsed.error is not None:
             return []
         lengths = [document.tokens or 0 for document in ordering.documents]

@@ -1,4 +1,4 @@
-"""The proxy's own pages: metrics for Prometheus, statistics as JSON and HTML."""
+"""The proxy's metrics and statistics as pages."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ __all__ = ["stats_routes"]
 
 
 def stats_routes(metrics: Metrics, admission: AdmissionQueue | None = None) -> list[Route]:
-    """`/metrics`, `/ragorder/stats` (JSON) and `/ragorder`, a page that shows them, updated live. With
-    `admission` the JSON has its figures under "queue"."""
+    """`/metrics`, `/ragorder/stats` (JSON) and `/ragorder` (HTML, live)."""
     page = files("ragorder.adapters.proxy").joinpath("page.html").read_text("utf-8")
     headers = {"Content-Security-Policy": _policy(page), "Cache-Control": "no-store", "Referrer-Policy": "no-referrer"}
 
@@ -41,8 +40,6 @@ def stats_routes(metrics: Metrics, admission: AdmissionQueue | None = None) -> l
 
 
 def _policy(page: str) -> str:
-    """Allows the page's own style and script, and nothing from elsewhere."""
-
     def digests(tag: str) -> str:
         inline = re.findall(f"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
         return " ".join(f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'" for text in inline)

@@ -1,10 +1,9 @@
-"""Parsing of request bodies: their documents, and what identifies the prompt around them."""
+"""Parsing of request bodies: documents, scope and lengths."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from hashlib import blake2b
 from typing import Literal
 
 import msgspec
@@ -13,6 +12,7 @@ from ragorder.adapters.http_server.errors import HTTPError
 from ragorder.adapters.openai.request import checked_salt
 from ragorder.adapters.proxy.body import BOUNDARY, Body, ChatBody, CompletionBody, Fields, PromptPrefix
 from ragorder.adapters.proxy.diagnostics import PassReason, RenamedIds, UnorderedRequests
+from ragorder.adapters.proxy.digest import digest_of
 from ragorder.adapters.proxy.schema import FIELD, MAX_DOCUMENTS, read_tagged
 from ragorder.adapters.proxy.template import DocumentTemplate
 from ragorder.adapters.proxy.token_counter import TokenCounter
@@ -43,10 +43,10 @@ _SHAPES_PREFIX = (
 
 @dataclass(frozen=True, eq=False, slots=True)
 class ParsedBody:
-    """A body in which documents were found. Lengths are in tokens.
+    """A body with documents. Lengths are in tokens.
 
     `render` gives the body to send, by the rank of the document at each place; `suffix_tokens` follow the last
-    document, `gaps` lie between them, if any; `salt` is the tenant's. `error`: the prefix could not be read.
+    document, `gaps` lie between them; `salt` is the tenant's. `error`: the prefix could not be read.
     """
 
     body: Body
@@ -61,8 +61,7 @@ class ParsedBody:
 
 
 class BodyParser:
-    """Finds the documents in the bodies of two routes. With a tokenizer in `tokens` that takes long enough to do it in
-    another thread. `warn` gets complaints, each once; the other options are those of `make_app`."""
+    """Finds the documents in request bodies. `warn` gets each complaint once; for the options see `make_app`."""
 
     def __init__(
         self,
@@ -85,11 +84,8 @@ class BodyParser:
         self._prefixes: LRUCache[int] = LRUCache(_REMEMBERED)
 
     def parse(self, route: Route, content: bytes) -> ParsedBody | None:
-        """None for a body without documents, or one that cannot be read at all: it is forwarded as it is.
-
-        Raises HTTPError for malformed fields, for a tagged body that is not JSON, and for a tagged body of another
-        route, which would be answered without its documents.
-        """
+        """None for a body without documents, or an unreadable one. Raises HTTPError for malformed fields and misplaced
+        tags."""
         parsed = self._look_into(route, content)
         if not isinstance(parsed, ParsedBody):
             self._unordered.passed(parsed)
@@ -111,8 +107,8 @@ class BodyParser:
             return unread
         if route == "other":
             if FIELD in fields:
-                message = f"{FIELD}: documents are put into chats (/v1/chat/completions) and completions "
-                message += "(/v1/completions). This route would answer without them."
+                message = f"{FIELD}: documents are supported in chats (/v1/chat/completions) and completions "
+                message += "(/v1/completions); this route would answer without them."
                 raise HTTPError(400, message, code="no_documents_here", param=FIELD)
             return unread
         body = _BODIES[route](fields)
@@ -161,13 +157,13 @@ class BodyParser:
             return "unreadable"
         if len(run.documents) > MAX_DOCUMENTS:
             return "unreadable"
-        named = [template.named(text) for text in run.documents]
+        parts = [template.split_at_id(text) for text in run.documents]
         if template.shows_id and not self._by_place:
-            self._ids.look(salt, ((each.id, each.rest) for each in named))
+            self._ids.look(salt, ((each.id, each.rest) for each in parts))
 
         def render(permutation: Sequence[int]) -> bytes:
             if self._by_place:
-                text = run.filled([named[rank].under(str(place)) for place, rank in enumerate(permutation, 1)])
+                text = run.filled([parts[rank].with_id(str(place)) for place, rank in enumerate(permutation, 1)])
             else:
                 text = run.arranged(permutation)
             if text == passage.text and not self._send_facts:
@@ -177,7 +173,7 @@ class BodyParser:
 
         documents = [
             Document("", each.rest if self._by_place else text, self._tokens.found(text, salt))
-            for text, each in zip(run.documents, named, strict=True)
+            for text, each in zip(run.documents, parts, strict=True)
         ]
         gaps = [self._tokens.text(gap.replace(BOUNDARY, "\n")) for gap in run.gaps] if self._send_facts else ()
         suffix_tokens = self._tokens.suffix(passage.suffix(run.tail))
@@ -202,7 +198,6 @@ class BodyParser:
         return ParsedBody(body, documents, suffix_tokens, render, gaps, salt, scope, prefix_tokens, failure)
 
     def _prefix_tokens(self, scope: bytes, body: Body, prefix: PromptPrefix) -> int:
-        """The same for all requests of a scope, and counted for the first."""
         tokens = self._prefixes.get(scope)
         if tokens is None:
             tokens = self._tokens.prefix(body, prefix)
@@ -211,33 +206,25 @@ class BodyParser:
 
 
 def scope_of(body: Body, salt: str | None, prefix: PromptPrefix) -> bytes:
-    """The scope of a request: a digest of route, model, tenant and everything in front of its documents, so that it is
-    short and reveals nothing."""
-    digest = blake2b(digest_size=16)
-    for part in _scope_parts(body, salt, prefix):
-        digest.update(b"-" if part is None else b"%d:" % len(part))
-        digest.update(part or b"")
-    return digest.digest()
-
-
-def _scope_parts(body: Body, salt: str | None, prefix: PromptPrefix) -> Iterator[bytes | None]:
-    fields = body.fields
-    yield body.route.encode()
-    yield None if salt is None else salt.encode()
-    for name in ("model", *_SHAPES_PREFIX):
-        yield bytes(fields[name]) if name in fields else None
-    yield b"%d" % len(prefix.messages)
-    yield from map(bytes, prefix.messages)
-    yield prefix.role.encode()
-    yield from map(bytes, prefix.parts)
-    yield prefix.text.encode()
+    """A digest of route, model, tenant and everything in front of the documents."""
+    fields = (body.fields.get(name) for name in ("model", *_SHAPES_PREFIX))
+    return digest_of(
+        body.route,
+        salt,
+        *(None if field is None else bytes(field) for field in fields),
+        str(len(prefix.messages)),
+        *map(bytes, prefix.messages),
+        prefix.role,
+        *map(bytes, prefix.parts),
+        prefix.text,
+    )
 
 
 def _salt(body: Body, scope: str | None) -> str | None:
-    """The tenant's salt, from either field. Raises HTTPError if they disagree, or if it is malformed."""
+    """The tenant's salt, from either field."""
     salt = body.string("cache_salt")
     if scope is not None and salt not in (None, scope):
-        message = f"{FIELD}.scope: is sent as cache_salt, and the body has another one. Give one of them."
+        message = f"{FIELD}.scope: is sent as cache_salt, but the body has a different one: give one of them."
         raise HTTPError(400, message, code="conflicting_scope", param=f"{FIELD}.scope")
     salt = scope if salt is None else salt
     if salt is None:

@@ -1,21 +1,19 @@
-"""The path of a request through the proxy: read, parsed, admitted, ordered, forwarded, answered."""
+"""The path of a request: read, parsed, admitted, ordered, forwarded, answered."""
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from functools import partial
 from urllib.parse import unquote_to_bytes
 
-import anyio
 from starlette.types import Receive, Scope, Send
 
 from ragorder.adapters.http_server.errors import HTTPError
 from ragorder.adapters.http_server.headers import Headers, end_to_end, header, is_json, without
 from ragorder.adapters.http_server.memory import MemoryBudget, MemoryShare
-from ragorder.adapters.http_server.request_body import ClientGoneError, RequestBody
+from ragorder.adapters.http_server.request_body import RequestBody
 from ragorder.adapters.proxy.admission import AdmissionQueue
 from ragorder.adapters.proxy.ordering import OrderedRequest, RequestOrderer
 from ragorder.adapters.proxy.parsing import BodyParser, ParsedBody, Route
@@ -27,18 +25,17 @@ __all__ = ["ReverseProxy"]
 _ROUTES: dict[str, Route] = {"/v1/chat/completions": "chat", "/v1/completions": "completions"}
 # So many bytes of a body are sent at a time, so that there is no second copy of a long one.
 _PIECE = 1 << 18
-_NO_HEADER = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
-_BETWEEN = re.compile(rb"[/\\]")
+_INVALID_IN_HEADER = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
+_SEPARATOR = re.compile(rb"[/\\]")
 _DOTS = (b".", b"..")
 
 
 class ReverseProxy:
     """An ASGI application that forwards every HTTP request to the upstream server.
 
-    JSON bodies of POSTs are parsed, and those with documents ordered, by `workers`; all others, and all answers, are
-    forwarded as they arrive. With `admission` each POST below /v1/ waits there. `memory` bounds the memory for bodies,
-    `body_limit` the length of each, and `client_s` the time that a client may take to send one. Raises HTTPError where
-    there is no answer to forward.
+    `workers` parse JSON bodies of POSTs and order those with documents; all others, and all answers, are forwarded as
+    they arrive. With `admission` each POST below /v1/ waits there. `memory` bounds all bodies together, `body_limit`
+    each, `client_s` the time to send one. Raises HTTPError if there is no answer to forward.
     """
 
     def __init__(
@@ -63,30 +60,22 @@ class ReverseProxy:
         self._admission = admission
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await send({"type": "websocket.close", "code": 1003, "reason": "no WebSocket here"})
-            return
-        with self._memory.share() as share, anyio.CancelScope() as client_is_there:
+        with self._memory.share() as share:
             body = RequestBody(scope["headers"], receive, self._body_limit, share=share, client_s=self._client_s)
-            leaving = asyncio.create_task(body.wait_until_gone(client_is_there))
-            try:
+            async with body.connected():
                 await self._exchange(scope, body, send, share)
-            except ClientGoneError:
-                pass
-            finally:
-                leaving.cancel()
 
     async def _exchange(self, scope: Scope, request_body: RequestBody, send: Send, share: MemoryShare) -> None:
         headers: Headers = scope["headers"]
         target = _target(scope)
-        posted = scope["method"] == "POST"
-        route = _ROUTES.get(scope["path"]) if posted else None
+        is_post = scope["method"] == "POST"
+        route = _ROUTES.get(scope["path"]) if is_post else None
         if header(headers, b"content-encoding") not in (None, b"identity"):
             route = None
-        elif route is None and posted and is_json(headers):
+        elif route is None and is_post and is_json(headers):
             # Parsed only to refuse documents in it, which this route would answer without.
             route = "other"
-        admission = self._admission if posted and scope["path"].startswith("/v1/") else None
+        admission = self._admission if is_post and scope["path"].startswith("/v1/") else None
         ordered: OrderedRequest | None = None
         async with AsyncExitStack() as until_answered:
             content: AsyncIterator[bytes] | None
@@ -100,7 +89,7 @@ class ReverseProxy:
                 share.resize(len(body))
                 # A body in one piece gets a length of its own.
                 headers = [*without(headers, b"content-length"), (b"content-length", b"%d" % len(body))]
-                content = _once([body], share)
+                content = _pieces([body], share)
                 del body
             if ordered is not None:
                 # The usage that the server reports must be readable.
@@ -116,7 +105,6 @@ class ReverseProxy:
         share: MemoryShare,
         until_answered: AsyncExitStack,
     ) -> OrderedRequest | None:
-        """Parse, wait for admission and order. None for a request without documents."""
         length, parsed, upcoming = len(body), None, []
         if route is not None:
             parsed, kept = await self._workers.run(partial(self._parse, route, body), length)
@@ -134,9 +122,9 @@ class ReverseProxy:
         return ordered
 
     def _parse(self, route: Route, body: bytes) -> tuple[ParsedBody | None, int]:
-        """The parsed body, and how many bytes are kept for it."""
+        """The parsed body, and the bytes to reserve for it."""
         parsed = self._parser.parse(route, body)
-        return parsed, len(body) if parsed is None else len(body) * (1 + _character_bytes(body))
+        return parsed, len(body) if parsed is None else len(body) * (1 + _max_character_bytes(body))
 
 
 async def _answer(
@@ -147,8 +135,8 @@ async def _answer(
     if chunked:
         # With both lengths the chunks count (RFC 9112 6.3), and it is those that were read.
         headers = without(headers, b"content-length")
-    if not 200 <= status < 600 or any(_NO_HEADER.search(value) for _, value in headers):
-        raise HTTPError(502, "The upstream server does not answer in HTTP.", code="upstream_unavailable")
+    if not 200 <= status < 600 or any(_INVALID_IN_HEADER.search(value) for _, value in headers):
+        raise HTTPError(502, "The upstream server's answer is not valid HTTP.", code="upstream_unavailable")
     if ordered is not None:
         ordered.begin(status, headers)
         headers += ordered.headers()
@@ -162,8 +150,8 @@ async def _answer(
     await send({"type": "http.response.body", "body": b""})
 
 
-async def _once(body: list[bytes], share: MemoryShare) -> AsyncIterator[bytes]:
-    """The only body in the list, in pieces. It is not kept for as long as its answer takes."""
+async def _pieces(body: list[bytes], share: MemoryShare) -> AsyncIterator[bytes]:
+    """Not kept while the answer comes."""
     whole = body.pop()
     for start in range(0, len(whole), _PIECE):
         yield whole[start : start + _PIECE]
@@ -171,21 +159,21 @@ async def _once(body: list[bytes], share: MemoryShare) -> AsyncIterator[bytes]:
     share.resize(0)
 
 
-def _character_bytes(body: bytes) -> int:
-    """The bytes of a character in its texts, at most: CPython stores all as wide as the widest."""
+def _max_character_bytes(body: bytes) -> int:
+    """At most: CPython stores all characters of a text as wide as the widest."""
     return 1 if body.isascii() and b"\\u" not in body else 4
 
 
 def _target(scope: Scope) -> bytes:
-    """Path and query as they came. Raises HTTPError for a path that could lead out of the upstream address's."""
+    """Path and query. Raises HTTPError for a path that could leave the upstream address's."""
     path: bytes = scope["raw_path"]
     if not path.startswith(b"/"):
         raise HTTPError(400, "The address of a request must be a path.", code="invalid_http")
     # Servers differ in what they take for a separator, and for a parameter of a segment.
-    segments = _BETWEEN.split(unquote_to_bytes(path))
+    segments = _SEPARATOR.split(unquote_to_bytes(path))
     if any(segment.partition(b";")[0] in _DOTS for segment in segments):
-        message = "The path must not have . or .. between slashes: send the path that is meant."
+        message = "The path must not have . or .. as a segment: send the resolved path."
         raise HTTPError(400, message, code="invalid_path")
     if (header(scope["headers"], b"upgrade") or b"").lower() == b"websocket":
-        raise HTTPError(400, "WebSocket is not passed on.", code="no_websocket")
+        raise HTTPError(400, "WebSocket is not forwarded.", code="no_websocket")
     return path + b"?" + scope["query_string"] if scope["query_string"] else path

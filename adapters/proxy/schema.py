@@ -1,4 +1,4 @@
-"""The field "ragorder" of a request's body, and the OpenAPI description of the routes that read it."""
+"""The field "ragorder" of a request's body, and the OpenAPI description of its routes."""
 
 from __future__ import annotations
 
@@ -38,24 +38,22 @@ _MISSING = re.compile(r"Object missing required field `(\w+)`")
 # A client may make up a name that looks like a place: only our own are believed.
 _PLACE = re.compile(r" - at `\$((?:\.(?:documents|query|scope|id|text|title|tokens)|\[\d+\])*)`$")
 
-_LENGTH = (
-    "Its length in the prompt, header included, in tokens of the model; estimated if it is absent. A proxy that has "
-)
-_LENGTH += "the model's tokenizer counts for itself."
+_LENGTH = "Its length in the prompt, header included, in tokens of the model; estimated if it is absent. A proxy with "
+_LENGTH += "the model's tokenizer counts by itself."
 _TENANT = (
     "The tenant: requests of different scopes share nothing in the cache. It is sent as the body's `cache_salt`; if "
 )
-_TENANT += "that is there as well, it must be the same."
+_TENANT += "the body has one as well, they must be equal."
 
 
 _REFERENCE = "#/components/schemas/"
 _HEADERS = {
     PERMUTATION.decode(): {
-        "description": "Of an ordered request: which document stands at each place, by its rank from 0.",
+        "description": "Of an ordered request: the rank, from 0, of the document at each place.",
         "schema": {"type": "string", "pattern": r"^\d+(,\d+)*$"},
     },
     PREDICTED.decode(): {
-        "description": "Of an ordered request: prompt tokens that the server was predicted to have in its cache.",
+        "description": "Of an ordered request: predicted number of cached prompt tokens.",
         "schema": {"type": "integer", "minimum": 0},
     },
 }
@@ -64,10 +62,10 @@ _HEADERS = {
 class TaggedDocument(Struct, frozen=True, forbid_unknown_fields=True):
     """A retrieved document."""
 
-    id: Annotated[str, Meta(max_length=_MAX_NAME, description="Its name, which may stand in the prompt.")]
+    id: Annotated[str, Meta(max_length=_MAX_NAME, description="Its id, which the prompt may show.")]
     text: Annotated[str, Meta(max_length=_MAX_TEXT, description="Its text.")]
     title: Annotated[str, Meta(max_length=_MAX_NAME, description="Its title, if the template shows it.")] | None = None
-    # JSON knows no integers: 3.0 is one.
+    # JSON does not distinguish integers: 3.0 is one.
     tokens: (
         Annotated[int, Meta(ge=0, le=_MAX_TOKENS, description=_LENGTH)]
         | Annotated[float, Meta(ge=0, le=_MAX_TOKENS, multiple_of=1)]
@@ -75,7 +73,7 @@ class TaggedDocument(Struct, frozen=True, forbid_unknown_fields=True):
     ) = None
 
     def document(self, tokens: int | None = None) -> Document:
-        """The document to be ordered; `tokens` overrides the client's count."""
+        """`tokens` overrides the client's count."""
         metadata = {} if self.title is None else {"title": self.title}
         if tokens is None and self.tokens is not None:
             tokens = int(self.tokens)
@@ -96,13 +94,11 @@ class Tagged(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Counted(Struct):
-    """The list whose items are counted before any of them is built."""
-
     documents: Raw = Raw(b"[]")
 
 
 def read_tagged(content: bytes | Raw) -> Tagged:
-    """Decode the field. Raises HTTPError, which names the first wrong value and quotes nothing."""
+    """Raises HTTPError, which names the first wrong value and quotes nothing."""
     try:
         decode_items(msgspec.json.decode(content, type=_Counted).documents, MAX_DOCUMENTS)
         return msgspec.json.decode(content, type=Tagged)
@@ -111,19 +107,25 @@ def read_tagged(content: bytes | Raw) -> Tagged:
     except msgspec.ValidationError as error:
         raise _invalid(str(error)) from None
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        raise _error(FIELD, "It is no JSON in UTF-8") from None
+        raise _error(FIELD, "It is not JSON in UTF-8") from None
 
 
 def openapi() -> dict[str, Any]:
-    """The OpenAPI 3.1 document of the two routes that are read. All others are the upstream server's."""
+    """The OpenAPI 3.1 document of the routes that are parsed."""
     schemas = _components()
     schemas["ChatBody"] = _body(
-        {"messages": {"type": "array", "items": {"type": "object"}, "description": "What comes before the documents."}},
-        "The chat. Documents and question become one more message, of the user, behind `messages`.",
+        {
+            "messages": {
+                "type": "array",
+                "items": {"type": "object"},
+                "description": "The prompt in front of the documents.",
+            }
+        },
+        "The chat. Documents and question become one more user message after `messages`.",
     )
     schemas["CompletionBody"] = _body(
-        {"prompt": {"type": "string", "description": "What comes before the documents."}},
-        "The completion. Documents and question are put behind `prompt`.",
+        {"prompt": {"type": "string", "description": "The prompt in front of the documents."}},
+        "The completion. Documents and question are appended to `prompt`.",
     )
     parts = {name: {"type": ["string", "null"]} for name in ("message", "type", "param", "code")}
     error = {"type": "object", "properties": parts}
@@ -134,8 +136,8 @@ def openapi() -> dict[str, Any]:
             "title": "ragorder serve",
             "version": version("ragorder"),
             "description": "An OpenAI-compatible proxy that orders the documents of a request for the prefix cache of "
-            f"the server behind it. They come in the field `{FIELD}` of a body; requests without it pass as they are. "
-            "Ask for the usage of streams (stream_options.include_usage): it says what the cache had.",
+            f"the server behind it. They are in the field `{FIELD}` of a body; others are forwarded unchanged. "
+            "Request the usage of streams (stream_options.include_usage): it reports the cached tokens.",
         },
         "paths": {
             "/v1/chat/completions": {"post": _operation("chat", "ChatBody")},
@@ -171,29 +173,29 @@ def _tenant() -> dict[str, Any]:
 def _operation(name: str, body: str) -> dict[str, Any]:
     error = {"application/json": {"schema": {"$ref": f"{_REFERENCE}Error"}}}
     refusals = {
-        "400": "The field, or what must fit it, is not what it should be.",
+        "400": "The field, or one that must agree with it, is invalid.",
         "401": "The proxy's API key is missing.",
         "413": "The body is too long.",
-        "502": "The upstream server cannot be reached, or broke off.",
-        "503": "Too many requests wait for their turn already.",
+        "502": "The upstream server cannot be reached, or closed the connection.",
+        "503": "Too many requests are waiting already.",
         "504": "The upstream server did not answer in time.",
     }
     return {
         "operationId": name,
         "requestBody": {"required": True, "content": {"application/json": {"schema": {"$ref": f"{_REFERENCE}{body}"}}}},
         "responses": {
-            "default": {"description": "The upstream server's answer, as it is.", "headers": _HEADERS},
+            "default": {"description": "The upstream server's answer, unchanged.", "headers": _HEADERS},
             **{status: {"description": text, "content": error} for status, text in refusals.items()},
         },
     }
 
 
 def _invalid(complaint: str) -> HTTPError:
-    """msgspec's complaint, without names that the client made up."""
+    """Without names that the client made up."""
     found = _PLACE.search(complaint)
     where = FIELD + (found[1] if found else "")
     if complaint.startswith(_UNKNOWN):
-        return _error(where, "It has a field that is not known")
+        return _error(where, "It has an unknown field")
     missing = _MISSING.match(complaint)
     if missing:
         return _error(f"{where}.{missing[1]}", "It is missing")

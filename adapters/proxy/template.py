@@ -1,4 +1,4 @@
-"""Recognition of documents in a text, by the template that they were written with."""
+"""Recognition of documents in a text by their template."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ class TemplateError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class DocumentRun:
-    """Consecutive documents in a text. `pieces` joined are the text: its head, then documents and the white space
-    between them alternately, and its tail."""
+    """Consecutive documents in a text. `pieces` alternate: head, document, gap, document, …, tail."""
 
     pieces: Sequence[str]
 
@@ -32,7 +31,6 @@ class DocumentRun:
 
     @property
     def documents(self) -> Sequence[str]:
-        """The documents as they are in the text, with their headers."""
         return self.pieces[1::2]
 
     @property
@@ -44,13 +42,12 @@ class DocumentRun:
         return self.pieces[-1]
 
     def filled(self, documents: Sequence[str]) -> str:
-        """The text with `documents` instead of its own."""
         pieces = list(self.pieces)
         pieces[1::2] = documents
         return "".join(pieces)
 
     def arranged(self, permutation: Sequence[int]) -> str:
-        """The text with its documents in another order: `permutation` has the index of the document at each place."""
+        """`permutation` has the index of the document at each place."""
         documents = self.documents
         return self.filled([documents[place] for place in permutation])
 
@@ -71,40 +68,40 @@ class DocumentParts(NamedTuple):
     def rest(self) -> str:
         return self.before + self.after
 
-    def under(self, id: str) -> str:
-        """The document with another id."""
+    def with_id(self, id: str) -> str:
         return self.before + id + self.after
 
 
 class DocumentTemplate:
-    """The form of one document in a message, such as `<document id="{id}">\\n{text}\\n</document>`, with {text} and,
-    optionally, {id} and {title}; a literal brace is written twice. Surrounding white space is ignored.
+    r"""The form of one document in a message, such as `<document id="{id}">\n{text}\n</document>`: {text} and
+    optionally {id} and {title}; a literal brace is written twice. Surrounding white space is ignored.
 
-    Documents are recognised by the marks in front of and behind them. Where these do not alternate (a document's text
-    or another part of the message contains one), the adjacent documents are not recognised. Between two documents may
-    be white space, and the end of a part of the message (`BOUNDARY`), which no document may contain.
-
-    Raises TemplateError.
+    Documents are recognised by the marks in front of and behind them, and not where these do not alternate (a text
+    contains a mark). White space and `BOUNDARY` may separate them. Raises TemplateError.
     """
 
     def __init__(self, template: str) -> None:
         self._fields, (self._open, *self._between, self._close) = _parse(template.strip())
         for mark, side in ((self._open, "in front of"), (self._close, "behind")):
             if not mark.strip():
-                raise TemplateError(f"something visible must stand {side} a document's fields, to tell where it is")
+                raise TemplateError(
+                    f"a template needs visible text {side} its fields, to mark where a document begins and ends"
+                )
         if not all(self._between):
-            raise TemplateError("something must stand between two fields, to tell where one ends")
+            raise TemplateError("a template needs text between two fields, to mark where one ends")
         if self._open in self._close or self._close in self._open:
             raise TemplateError(
-                "what stands in front of a document and what stands behind it must not be part of one another"
+                "of the text in front of a document and the text behind it, neither may contain the other"
             )
         sample = self._open + "".join(f"1{literal}" for literal in (*self._between, self._close))
         run = self.find(f"{sample}{sample}{sample}")
         if run is None or list(run.documents) != [sample] * 3:
-            raise TemplateError("three documents in a row are not recognised: choose marks that cannot be confused")
+            raise TemplateError(
+                "three adjacent documents are not recognised: choose different text in front of and behind the fields"
+            )
 
     def find(self, text: str) -> DocumentRun | None:
-        """The longest run of two or more documents, the first of equals; None if there is none. Linear time."""
+        """The first of the longest runs of two or more documents, in linear time."""
         longest: list[_Span] = []
         run: list[_Span] = []
         for start, end in self._documents(text):
@@ -126,8 +123,7 @@ class DocumentTemplate:
     def shows_id(self) -> bool:
         return "id" in self._fields
 
-    def named(self, document: str) -> DocumentParts:
-        """A document of a run, split at its id."""
+    def split_at_id(self, document: str) -> DocumentParts:
         if not self.shows_id:
             return DocumentParts(document, "", "")
         place = self._id_in(document)
@@ -148,8 +144,7 @@ class DocumentTemplate:
         return slice(document.rfind(literal, start, end) + len(literal), end)
 
     def _documents(self, text: str) -> Iterator[_Span]:
-        """Each opening mark with the next closing mark, if neither is doubled: no opening mark between them, and no
-        second closing mark before the next opening one."""
+        """Each opening mark with the next closing mark, if neither is doubled."""
         opened_at = text.find(self._open)
         while opened_at >= 0:
             inside = opened_at + len(self._open)
@@ -180,7 +175,6 @@ def _is_blank(text: str, start: int, end: int) -> bool:
 
 
 def _parse(template: str) -> tuple[list[str], list[str]]:
-    """The fields of a template, and what stands in front of, between and behind them."""
     try:
         parts = list(Formatter().parse(template))
     except ValueError as error:
@@ -191,7 +185,7 @@ def _parse(template: str) -> tuple[list[str], list[str]]:
         if field is None:
             continue
         if field not in _FIELDS or form or conversion:
-            raise TemplateError("a template has {text} and may have {id} and {title}, and no other field")
+            raise TemplateError("a template has {text}, optionally {id} and {title}, and no other field")
         fields.append(field)
         literals.append("")
     if "text" not in fields or len(set(fields)) < len(fields):

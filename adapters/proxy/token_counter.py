@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from hashlib import blake2b
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from msgspec import Raw, Struct
@@ -17,6 +16,7 @@ from ragorder.adapters.proxy.body import (
     decode,
     decode_items,
 )
+from ragorder.adapters.proxy.digest import digest_of
 from ragorder.document import Document, estimate_tokens
 from ragorder.lru_cache import LRUCache
 from ragorder.prompt import PromptBuilder
@@ -31,19 +31,16 @@ _AROUND = 2
 
 
 class _Shown(Struct):
-    """What a chat template shows of a message or a part."""
-
     content: Raw = _NULL
     text: Raw = _NULL
     tool_calls: Raw = _NULL
 
 
 class TokenCounter:
-    """Token counts: exact with the served model's `tokenizer` (transformers), which must then be the builder's as well;
-    otherwise estimated at four characters a token, unless the client gives them. Not for several threads at a time.
+    """Token counts: exact with the served model's `tokenizer` (transformers), else estimated at four characters a token
+    unless the client gives them. Not thread-safe.
 
-    Counts of 16,384 documents are kept by digest, in about 3 MB, without their texts. They are kept per tenant, so that
-    timing reveals nothing of other tenants' documents; requests without a salt are one tenant's.
+    Counts of 16,384 documents are kept by digest, about 3 MB, per tenant, so that timing reveals nothing of others.
     """
 
     def __init__(self, builder: PromptBuilder, tokenizer: Any = None) -> None:
@@ -53,31 +50,28 @@ class TokenCounter:
         self._kept: LRUCache[int] = LRUCache(_REMEMBERED)
 
     def tagged(self, document: Document, salt: str | None) -> int:
-        """A tagged document, as the builder shows it."""
         if not self.exact:
             return self._builder.count_tokens(document) if document.tokens is None else document.tokens
         texts = ("tagged", document.id, document.text, str(document.metadata.get("title", "")))
         return self._once(salt, texts, lambda: self._builder.count_tokens(document))
 
     def found(self, text: str, salt: str | None) -> int | None:
-        """A document found in a message; None: to be estimated."""
+        """None: to be estimated."""
         return self._once(salt, ("found", text), lambda: self._encode(text)) if self.exact else None
 
     def question(self, query: str) -> int:
-        """A tagged question, with everything after it."""
+        """With everything after it."""
         return self._builder.suffix_tokens(query)
 
     def text(self, text: str) -> int:
         return self._encode(text) if self.exact else estimate_tokens(text)
 
     def suffix(self, suffix: PromptSuffix) -> int:
-        """The text after a body's documents. Later messages are estimated even with a tokenizer: their place does not
-        matter for what is found in the cache, and the answer reports the length of the whole prompt."""
+        """Later messages are estimated: hits do not depend on them, and the answer reports the prompt's length."""
         characters = sum(map(_characters, suffix.parts)) + sum(map(_characters, suffix.messages))
         return self.text(suffix.text) + -(-characters // 4)
 
     def prefix(self, body: Body, prefix: PromptPrefix) -> int:
-        """The text in front of a body's documents."""
         if body.route != "chat":
             # A server puts the begin-of-sequence token in front of a plain prompt.
             special = len(self._tokenizer.encode("", verbose=False)) if self.exact else 0
@@ -106,7 +100,7 @@ class TokenCounter:
         return self._encode(before)
 
     def _once(self, salt: str | None, texts: Sequence[str], count: Callable[[], int]) -> int:
-        key = _digest(("" if salt is None else f"salt {salt}", *texts))
+        key = digest_of(salt, *texts)
         tokens = self._kept.get(key)
         if tokens is None:
             tokens = count()
@@ -119,7 +113,6 @@ class TokenCounter:
 
 
 def _characters(raw: Raw, around: int = _AROUND) -> int:
-    """The characters of a message or a part: its texts and tool calls."""
     shown = decode(raw, _Shown)
     if shown is None:
         return 0
@@ -131,12 +124,3 @@ def _characters(raw: Raw, around: int = _AROUND) -> int:
         return calls + len(bytes(shown.content))
     texts += [inner.text for part in parts if (inner := decode(part, _Shown)) is not None]
     return calls + sum(len(text) + around for raw_text in texts if (text := decode(raw_text, str)) is not None)
-
-
-def _digest(texts: Iterable[str]) -> bytes:
-    digest = blake2b(digest_size=16)
-    for text in texts:
-        encoded = text.encode()
-        digest.update(b"%d:" % len(encoded))
-        digest.update(encoded)
-    return digest.digest()

@@ -24,16 +24,15 @@ __all__ = ["Timeouts", "Upstream"]
 
 # Below the five seconds after which uvicorn, and vLLM with it, closes a connection that is not used.
 _KEEP_ALIVE_S = 3.0
-_KEPT = 128
+_MAX_IDLE = 128
 # Bytes of an answer in the socket's buffer, at most: the event loop takes all of them at once, and keeps them for as
 # long as the client does not read.
-_RECEIVED = 1 << 16
+_RECEIVE_BUFFER_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """Seconds that the server may take to accept a connection, and from one byte to the next (to take one of the
-    request, to give one of the answer); and that a client may take to send 256 KiB of a body."""
+    """Seconds for the server to accept a connection and from one byte to the next, and for a client to send 256 KiB."""
 
     connect_s: float = 10.0
     read_s: float = 600.0
@@ -41,11 +40,8 @@ class Timeouts:
 
 
 class Upstream:
-    """The OpenAI-compatible server at `address` (with or without /v1). `api_key`, or else user and password in the
-    address, replace the client's own Authorization, which is dropped unless `forwards_authorization`.
-
-    Raises AddressError for a malformed address or key.
-    """
+    """The OpenAI-compatible server at `address` (with or without /v1). `api_key`, or else the address's user and
+    password, replace the client's Authorization. Raises AddressError for a malformed address or key."""
 
     def __init__(
         self,
@@ -71,8 +67,7 @@ class Upstream:
     async def send(
         self, method: str, target: bytes, headers: Headers, content: AsyncIterator[bytes] | None
     ) -> AsyncIterator[httpx2.Response]:
-        """The response to a request for `target` (path and query), its body unread. Raises HTTPError, here and while
-        the body is read, if the server does not answer in time or in HTTP."""
+        """The unread response. Raises HTTPError, also while the body is read, for timeouts and broken HTTP."""
         sent = end_to_end(headers, *self._dropped) + self._authorization
         target = self._url.raw_path.rstrip(b"/") + target
         request = httpx2.Request(
@@ -91,10 +86,10 @@ class Upstream:
             message = "The upstream server did not answer in time."
             raise HTTPError(504, message, code="upstream_timeout") from None
         except httpx2.LocalProtocolError:
-            message = "The request has a header or an address that is no HTTP."
+            message = "The request has a header or an address that is not valid HTTP."
             raise HTTPError(400, message, code="invalid_http") from None
         except httpx2.TransportError:
-            message = "The upstream server cannot be reached, or broke off."
+            message = "The upstream server cannot be reached, or closed the connection."
             raise HTTPError(502, message, code="upstream_unavailable") from None
 
     async def aclose(self) -> None:
@@ -102,12 +97,8 @@ class Upstream:
 
 
 class _ConnectionPool:
-    """Transports with one connection each: one for each request in flight, and some that are idle.
-
-    httpx2's own pool scans all of its connections several times for each request: with a thousand of them it does
-    nothing else. A connection on which a server sent more than its answer is closed: the rest would be the answer to
-    the next client.
-    """
+    """Transports of one connection each: httpx2's own pool scans all connections for each request. A connection on
+    which a server sent more than its answer is closed: the rest would answer the next client."""
 
     def __init__(self, make: Callable[[], httpx2.AsyncBaseTransport]) -> None:
         self._make = make
@@ -132,7 +123,7 @@ class _ConnectionPool:
 
     async def _close_surplus(self) -> None:
         expired = time.monotonic() - _KEEP_ALIVE_S
-        while len(self._idle) > _KEPT or (self._idle and self._idle[0][0] < expired):
+        while len(self._idle) > _MAX_IDLE or (self._idle and self._idle[0][0] < expired):
             with anyio.CancelScope(shield=True):
                 await self._idle.popleft()[1].aclose()
 
@@ -140,7 +131,7 @@ class _ConnectionPool:
 def _transport_factory(*, encrypted: bool) -> Callable[[], httpx2.AsyncBaseTransport]:
     certificates: ssl.SSLContext | bool = httpx2.create_ssl_context() if encrypted else False
     limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=_KEEP_ALIVE_S)
-    options = [(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVED)]
+    options = [(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BUFFER_BYTES)]
     return lambda: httpx2.AsyncHTTPTransport(verify=certificates, limits=limits, socket_options=options)
 
 
@@ -154,11 +145,8 @@ def _authorization(address: str, api_key: str | None) -> Headers:
 
 
 def _has_leftovers(transport: httpx2.AsyncBaseTransport) -> bool:
-    """Whether an idle connection has read bytes that belong to no answer.
-
-    Bytes that arrive later are seen by httpx2's pool, which takes no connection whose socket is readable. There is no
-    public way to those already read; a connection that cannot be inspected counts as having some.
-    """
+    """Bytes that an idle connection has read already; httpx2's pool notices those that arrive later. There is no public
+    way to them: a connection that cannot be inspected counts as having some."""
     if not isinstance(transport, httpx2.AsyncHTTPTransport):
         return False
     try:

@@ -1,4 +1,4 @@
-"""Usage of an answer, read from its bytes as they pass through."""
+"""Usage of an answer, read from its bytes as they pass."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ _MAX_LINE = 1 << 20
 
 
 class AnswerReader(Protocol):
-    """Looks at an answer. `served` tells whether its prompt has been computed, `done` whether the answer says that
-    nothing follows. Nothing here raises."""
+    """Never raises. `served`: the prompt has been computed; `done`: the answer says that nothing follows."""
 
     @property
     def served(self) -> bool: ...
@@ -26,15 +25,12 @@ class AnswerReader(Protocol):
     @property
     def done(self) -> bool: ...
 
-    def feed(self, chunk: bytes) -> None:
-        """The next bytes."""
+    def feed(self, chunk: bytes) -> None: ...
 
-    def usage(self) -> ReportedUsage:
-        """What was reported so far."""
+    def usage(self) -> ReportedUsage: ...
 
 
 def reader_for(headers: Headers) -> AnswerReader:
-    """The reader for a successful answer with these headers."""
     if (header(headers, b"content-encoding") or b"identity").lower() != b"identity":
         return WholeReader(limit=0)
     media_type = (header(headers, b"content-type") or b"").partition(b";")[0]
@@ -42,7 +38,7 @@ def reader_for(headers: Headers) -> AnswerReader:
 
 
 class WholeReader:
-    """An answer in one piece of JSON. Longer ones than `limit` bytes are not read."""
+    """One piece of JSON, not read beyond `limit` bytes."""
 
     served = True
     done = False
@@ -64,8 +60,7 @@ class WholeReader:
 
 
 class StreamReader:
-    """An answer in server-sent events. Only the line that is being read is kept, and longer ones than 1 MiB not even
-    so."""
+    """Server-sent events. Keeps the current line only, up to 1 MiB."""
 
     def __init__(self) -> None:
         self.served = False

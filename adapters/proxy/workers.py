@@ -1,4 +1,4 @@
-"""Threads for the work on bodies, so that it never blocks the event loop."""
+"""Threads for the work on bodies, which never blocks the event loop."""
 
 from __future__ import annotations
 
@@ -22,11 +22,8 @@ _THREADS = 2
 
 
 class Workers:
-    """Runs work on short bodies at once, on ordinary ones in one of two threads, on long ones in a third, one after the
-    other, so that the memory for their copies is needed once. `always`: short ones go to a thread as well.
-
-    The threads start when they are needed and never keep the process from ending.
-    """
+    """Runs work on short bodies at once (unless `always`), on ordinary ones in one of two threads, on long ones in a
+    third, so that the memory for their copies is needed once."""
 
     def __init__(self, *, always: bool = False) -> None:
         self._always = always
@@ -34,8 +31,8 @@ class Workers:
         self._long = _Threads(1)
 
     async def run(self, work: Callable[[], T], length: int, *, abandoned: Callable[[T], object] | None = None) -> T:
-        """The result of `work` on a body of `length` bytes. If the wait is cancelled, work that has not begun is
-        dropped; otherwise `abandoned` gets the result, perhaps in another thread."""
+        """If the wait is cancelled, work not begun is dropped; otherwise `abandoned` gets its result, perhaps in
+        another thread."""
         if length <= _SHORT and not self._always:
             return work()
         future = (self._long if length > _LONG else self._ordinary).submit(work)
@@ -47,13 +44,12 @@ class Workers:
             raise
 
     def close(self) -> None:
-        """Let the threads end after the work that they have begun."""
         self._ordinary.close()
         self._long.close()
 
 
 class _Threads:
-    """Up to `count` daemon threads with a queue: those of a ThreadPoolExecutor would be joined at the process's end."""
+    """Daemon threads: those of a ThreadPoolExecutor would be joined at exit."""
 
     def __init__(self, count: int) -> None:
         self._count = count

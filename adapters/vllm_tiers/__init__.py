@@ -1,7 +1,4 @@
-"""RAGCache's tiers in stock vLLM: documents' KV on the device, in host memory and on disk (docs/tiers.md).
-
-Only the parts that write a configuration are imported here; vLLM loads the rest by the module paths in it.
-"""
+"""RAGCache's tiers in stock vLLM (docs/tiers.md). vLLM imports the other modules by the paths in its configuration."""
 
 from ragorder.adapters.request_facts import RequestFacts, read_facts
 from ragorder.adapters.vllm_tiers.settings import TierSettings

@@ -1,7 +1,4 @@
-"""vLLM's offloading connector, extended by copies between device and host that may fail.
-
-vLLM loads this module first of ours, so the version is checked here.
-"""
+"""vLLM's offloading connector, with copies that may fail. vLLM imports it first: it checks the version."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ __all__ = ["RecomputesFailedLoads", "TierConnector", "TierWorkerMetadata"]
 
 @dataclass
 class TierWorkerMetadata(OffloadingWorkerMetadata):  # type: ignore[misc]
-    """vLLM's metadata from worker to scheduler, with the host chunks that failed stores left unfilled."""
+    """With the host chunks of failed stores."""
 
     failed_chunks: set[int] = field(default_factory=set)
 
@@ -36,12 +33,10 @@ class TierWorkerMetadata(OffloadingWorkerMetadata):  # type: ignore[misc]
 
 
 class RecomputesFailedLoads:
-    """Mixin for an offloading connector: what a failed copy did not load is recomputed, what it did not store is
-    absent.
+    """Mixin for an offloading connector whose copies may fail, which vLLM's never do.
 
-    vLLM's worker has only copies that succeed. So our worker reports failed ones as finished, too, and separately as
-    failures. A failed load becomes one that vLLM's scheduler recomputes (`failed_recving`), and its request takes
-    nothing more from the tiers; a failed store becomes chunks that the manager drops.
+    Our worker reports failed copies as finished, and separately as failures. vLLM's scheduler recomputes failed loads
+    (`failed_recving`), and their requests take nothing more from the tiers; the manager drops chunks of failed stores.
     """
 
     connector_scheduler: Any

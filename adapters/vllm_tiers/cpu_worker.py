@@ -30,15 +30,13 @@ _log = init_logger("vllm.ragorder.copies")
 
 
 class FailedCopy(NamedTuple):
-    """A failed copy and its chunks in host memory."""
-
     job_id: int
     chunk_ids: set[int]
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A device block, and its place in host memory: part `part` of chunk `chunk`."""
+    """Block `block` of the device is part `part` of chunk `chunk`."""
 
     block: int
     chunk: int
@@ -46,14 +44,11 @@ class _Place:
 
 
 class HostCopyWorker(OffloadingWorker):  # type: ignore[misc]
-    """Copies whole blocks in a thread of its own, in the order of submission.
-
-    numpy copies the bytes: torch would start a second pool of threads beside the model's. A failed job is reported to
-    vLLM as finished, and in `take_failures`; nothing is raised to the engine.
-    """
+    """Copies whole blocks in a thread of its own, in the order of submission, by numpy: torch would start a second pool
+    of threads. A failed job is reported as finished, and in `take_failures`; nothing is raised."""
 
     def __init__(self, kv_caches: CanonicalKVCaches, region: SharedOffloadRegion, blocks_per_chunk: int) -> None:
-        """Raises ValueError for caches of an unexpected layout; `region` is then still the caller's."""
+        """Raises ValueError for caches of another layout; `region` is then still the caller's."""
         if blocks_per_chunk < 1:
             raise ValueError(f"blocks_per_chunk is {blocks_per_chunk}: a chunk has 1 block or more")
         self._blocks_per_chunk = blocks_per_chunk
@@ -63,8 +58,8 @@ class HostCopyWorker(OffloadingWorker):  # type: ignore[misc]
             tensor, size = cache.tensor, cache.page_size_bytes
             if tensor.device.type != "cpu" or tensor.dtype != torch.int8 or tensor.ndim != 2 or tensor.shape[1] != size:
                 raise ValueError(
-                    f"a KV cache of {tensor.dtype} {tuple(tensor.shape)} on {tensor.device.type} is not one of blocks "
-                    f"of {size} bytes on the CPU"
+                    f"a KV cache of {tensor.dtype} {tuple(tensor.shape)} on {tensor.device.type} does not consist of "
+                    f"blocks of {size} bytes on the CPU"
                 )
             self._device.append(tensor.numpy())
             view = region.create_next_worker_view(size * blocks_per_chunk)
@@ -102,7 +97,7 @@ class HostCopyWorker(OffloadingWorker):  # type: ignore[misc]
         return [result for result, _ in ended]
 
     def take_failures(self) -> list[FailedCopy]:
-        """The failures among the results of `get_finished`, each once."""
+        """Of the results of `get_finished`, each once."""
         taken, self._failures = self._failures, []
         return taken
 
@@ -122,7 +117,6 @@ class HostCopyWorker(OffloadingWorker):  # type: ignore[misc]
             region.cleanup()
 
     def copy(self, places: list[_Place], parts: dict[int, int], to_host: bool) -> int:
-        """Copy blocks of one group; returns the number of bytes."""
         for place in places:
             for index, size in parts.items():
                 block = self._device[index][place.block, :size]
@@ -136,7 +130,7 @@ class HostCopyWorker(OffloadingWorker):  # type: ignore[misc]
         started = time.perf_counter()
         try:
             if not isinstance(host, CPULoadStoreSpec):
-                raise TypeError(f"{type(host).__name__} is no place in host memory")
+                raise TypeError(f"{type(host).__name__} is not a place in host memory")
             copied = sum(self.copy(places, parts, to_host) for places, parts in self._places(device, host))
         except Exception as error:
             # The exception's message may quote an array's values.
@@ -148,7 +142,7 @@ class HostCopyWorker(OffloadingWorker):  # type: ignore[misc]
     def _places(
         self, device: GPULoadStoreSpec, host: CPULoadStoreSpec
     ) -> Iterator[tuple[list[_Place], dict[int, int]]]:
-        """The places of each group's blocks. The first one may be in the middle of a chunk."""
+        """By group. The first place may be in the middle of a chunk."""
         blocks = [int(block) for block in device.block_ids]
         chunks = [int(chunk) for chunk in host.block_ids]
         if min(blocks, default=0) < 0 or min(chunks, default=0) < 0:

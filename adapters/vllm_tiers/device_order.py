@@ -1,4 +1,4 @@
-"""The order in which vLLM's block pool gives up cached blocks."""
+"""Eviction order of vLLM's block pool."""
 
 from __future__ import annotations
 
@@ -21,24 +21,22 @@ _logger = logging.getLogger("ragorder")
 
 
 class QueueWatcher(Protocol):
-    """Receives everything that enters and leaves a queue. None of the methods may raise."""
+    """Receives all changes of a queue. The methods must not raise."""
 
     def leaving(self, count: int) -> None:
-        """`count` blocks are about to be taken from the front, to be overwritten."""
+        """`count` blocks are about to be taken from the front."""
 
-    def left(self, blocks: Sequence[Any]) -> None:
-        """These blocks were taken from the front."""
+    def left(self, blocks: Sequence[Any]) -> None: ...
 
     def hit(self, block: Any) -> None:
-        """A request has found the content of this block, which left the queue unchanged."""
+        """The content of this block was found."""
 
     def returned(self, blocks: Sequence[Any]) -> None:
         """These blocks are free again."""
 
 
 class WatchedQueue(FreeKVCacheBlockQueue):  # type: ignore[misc]
-    """vLLM's free queue with a watcher. Everything that takes or frees a block goes through it: prefill, decoding,
-    loads from a lower tier, hits, preemption."""
+    """vLLM's free queue with a watcher: every block that is taken or freed passes it."""
 
     def __init__(self, blocks: list[Any], watcher: QueueWatcher) -> None:
         super().__init__(blocks)
@@ -73,8 +71,7 @@ class WatchedQueue(FreeKVCacheBlockQueue):  # type: ignore[misc]
         self._watcher.returned(blocks)
 
     def bring_forward(self, blocks: Iterable[Any]) -> None:
-        """Move blocks within the queue to its front, without calling the watcher; others are skipped. The queue is
-        consistent after each block."""
+        """Move blocks of the queue to its front, unwatched. The queue is consistent after each block."""
         for block in blocks:
             if block.prev_free_block is not None and block.next_free_block is not None:
                 super().remove(block)
@@ -82,16 +79,14 @@ class WatchedQueue(FreeKVCacheBlockQueue):  # type: ignore[misc]
 
 
 class DeviceOrder:
-    """Makes a block pool of vLLM's evict cached blocks in the order of a tier's policy, in O(log n) a block.
+    """Makes a block pool of vLLM's evict cached blocks by a tier's policy, in O(log n) a block.
 
-    vLLM overwrites the front of its free queue: blocks without content, then those that were free for longest. The tier
-    holds the cached blocks by their hashes, pinned while in use. Before blocks are taken, and if those without content
-    at the front are too few, the missing ones are evicted from the tier and moved to the front. Of two blocks with the
-    same content the one that vLLM would not find is spare, and goes first. If the tier has no victim, vLLM's own order
-    applies. A reset of the prefix cache clears the tier and its history at the next step.
+    vLLM overwrites the front of its free queue: blocks without content, then the longest free. The tier holds the
+    cached blocks by hash, pinned while in use; blocks that it evicts are moved to the front as needed. Of two blocks
+    with the same content the one that vLLM would not find is spare, and goes first. Without a victim vLLM's order
+    applies. A reset of the prefix cache clears the tier at the next step.
 
-    Any error in here turns the order off for good, is logged and sets `failures` to 1: the queue is vLLM's own again,
-    and no allocation fails because of it.
+    An error in here turns the order off for good and is logged: no allocation fails because of it.
     """
 
     def __init__(self, pool: Any, tier: Tier, *, now: Callable[[], float] = time.monotonic) -> None:
@@ -113,28 +108,27 @@ class DeviceOrder:
 
     @property
     def oldest_seconds(self) -> float:
-        """The age of the oldest cached block; 0 if there is none."""
         return 0.0 if not self._blocks else self._now() - next(iter(self._blocks.values()))[1]
 
     def finished(
         self, block_ids: Sequence[int], cached_tokens: int, cost: float | None, documents_end: int | None = None
     ) -> None:
-        """A request has finished, and its blocks, in order, are about to be free. It found `cached_tokens` of its
-        prompt and computed the others at `cost` seconds each (None: unknown). Blocks behind `documents_end` (in tokens;
-        None: unknown) hold question and answer, which are not reused: they do not count as used."""
+        """The blocks of a finished request, in order, are about to be free. Tokens after `cached_tokens` were computed
+        at `cost` seconds each. Blocks behind `documents_end` (in tokens) hold question and answer, and do not count as
+        used."""
         self._safely(self._use, block_ids, cached_tokens, cost, documents_end)
 
     def leaving(self, count: int) -> None:
         self._safely(self._make_room, count)
 
     def left(self, blocks: Sequence[Any]) -> None:
-        self._safely(self._strike_off, blocks)
+        self._safely(self._overwritten, blocks)
 
     def hit(self, block: Any) -> None:
-        self._safely(self._hold, block)
+        self._safely(self._pin, block)
 
     def returned(self, blocks: Sequence[Any]) -> None:
-        self._safely(self._take_back, blocks)
+        self._safely(self._freed, blocks)
 
     def _safely(self, step: Callable[..., None], *arguments: Any) -> None:
         if self.failures:
@@ -148,7 +142,7 @@ class DeviceOrder:
             self.failures += 1
             self._clear()
             _logger.warning(
-                "the order of the device's blocks is off (%s in %s): vLLM gives them up least recently used first",
+                "the order of the device's blocks is off (%s in %s): vLLM evicts the least recently used first",
                 type(error).__name__,
                 step.__name__.strip("_"),
             )
@@ -173,18 +167,18 @@ class DeviceOrder:
         self.evicted += len(keys)
         return victims + [self._forget(key) for key in keys]
 
-    def _strike_off(self, blocks: Sequence[Any]) -> None:
+    def _overwritten(self, blocks: Sequence[Any]) -> None:
         for block in blocks:
             self._spare.pop(block.block_id, None)
             if block.block_id in self._keys:
                 self._drop(self._keys[block.block_id])
                 self.evicted += 1
 
-    def _hold(self, block: Any) -> None:
+    def _pin(self, block: Any) -> None:
         if self._spare.pop(block.block_id, None) is None and block.block_id in self._keys:
             self._tier.pin(self._keys[block.block_id])
 
-    def _take_back(self, blocks: Sequence[Any]) -> None:
+    def _freed(self, blocks: Sequence[Any]) -> None:
         for block in blocks:
             if self._is_known(block):
                 self._tier.unpin(block.block_hash)
@@ -207,7 +201,7 @@ class DeviceOrder:
         self._tier.use(keys[:within], cost=cost, computed=computed)
 
     def _is_known(self, block: Any) -> bool:
-        """The tier holds the block's content. Content that the block had before is dropped."""
+        """Drops the content that the block had before."""
         key = self._keys.get(block.block_id)
         if key is None:
             return False
@@ -217,7 +211,7 @@ class DeviceOrder:
         return False
 
     def _admit(self, block: Any, parent: Key | None) -> bool:
-        """Add the block to the tier if it is the one that vLLM would find."""
+        """If vLLM would find this block."""
         key = block.block_hash
         if self._contents.get_one_block(key) is not block:
             return False

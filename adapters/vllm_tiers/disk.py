@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -43,31 +43,23 @@ _SHUTDOWN_PATIENCE_S = 5.0
 
 
 @dataclass(slots=True)
-class _Transfer:
-    """A job of vLLM's, with its chunks in the order of their transfer."""
-
+class _DiskTransfer:
     keys: Sequence[OffloadKey]
     places: Sequence[int]
     is_load: bool
 
 
-@dataclass(slots=True)
-class _Written:
-    """The chunks that a request has stored, which counts as its use of them."""
-
-    keys: set[OffloadKey] = field(default_factory=set)
+class _Written(set[OffloadKey]):
+    """The chunks that a request has stored, which counts as their use."""
 
 
 class DiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typed for us
     """A `ChunkStore` behind vLLM's host tier: chunks are written to both, and read from here once the host evicted
     them.
 
-    A chunk that cannot be read, or is corrupt, is dropped and reported as not loaded: vLLM computes it. A folder that
-    cannot be used (in use by another engine, of another model, not writable) is logged once and counted: the tier stays
-    empty, and device and host go on.
-
-    At most `bytes` below `path`; engines that share a configuration (data parallelism) have a folder each there.
-    `policy`, `history`: see `ChunkStore`. Of `io_threads` jobs, loads go before stores.
+    An unreadable or corrupt chunk is dropped: vLLM computes it. With a folder that cannot be used (another engine's,
+    another model's, not writable) the tier stays empty, which is logged and counted. At most `bytes` below `path`, in a
+    folder for each data-parallel engine.
     """
 
     medium: ClassVar[Medium | None] = Medium.STORAGE
@@ -92,8 +84,8 @@ class DiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typed
         self._refused = ""
         self._wants_events = enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events
         self._events: deque[OffloadingEvent] = deque()
-        self._transfers: dict[int, _Transfer] = {}
-        self._undone: list[JobResult] = []
+        self._transfers: dict[int, _DiskTransfer] = {}
+        self._failed_jobs: list[JobResult] = []
         parallel = offloading_spec.config.parallel
         folder = Path(path)
         if parallel.data_parallel_size > 1:
@@ -135,7 +127,7 @@ class DiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typed
         last, cost = len(path.keys) if path.last is None else path.last, path.cost
         used = {key for key in transfer.keys if path.places.get(key, last) < last}
         protected = frozenset(path.keys)
-        _written(request).keys.update(key for key in transfer.keys if key not in store)
+        _written(request).update(key for key in transfer.keys if key not in store)
 
         def write(step: int) -> bool:
             key = transfer.keys[step]
@@ -161,7 +153,7 @@ class DiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typed
 
     @override
     def get_finished_jobs(self) -> Iterable[JobResult]:
-        results, self._undone = self._undone, []
+        results, self._failed_jobs = self._failed_jobs, []
         for job_id, job in self._threads.take_ended():
             transfer = self._transfers.pop(job_id)
             done = [key for key, worked in zip(transfer.keys, job.worked, strict=True) if worked]
@@ -184,7 +176,7 @@ class DiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typed
 
     @override
     def has_pending_work(self) -> bool:
-        return self._threads.busy or bool(self._undone)
+        return self._threads.busy or bool(self._failed_jobs)
 
     @override
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
@@ -192,7 +184,7 @@ class DiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typed
 
     @override
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        """No effect: a request counts once for its whole path, when it has finished."""
+        """No effect: a request counts once, when it has finished."""
 
     @override
     def on_request_finished(self, req_context: ReqContext) -> None:
@@ -200,7 +192,7 @@ class DiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typed
         if store is None:
             return
         path = path_of(req_context)
-        written = _written(req_context).keys
+        written = _written(req_context)
         used = [key for key in path.keys[: path.last] if key not in written]
         if not used:
             return
@@ -235,7 +227,6 @@ class DiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typed
 
     @override
     def shutdown(self) -> None:
-        """Waiting stores get some seconds; the rest is dropped."""
         self._threads.close(_SHUTDOWN_PATIENCE_S)
         if self._store is not None:
             self._store.close()
@@ -257,16 +248,16 @@ class DiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typed
 
     def _refuse(self, job: TransferJob) -> None:
         self._counts.refused[self._refused] += len(job.keys)
-        self._undone.append(JobResult(job_id=job.job_id, success=False))
+        self._failed_jobs.append(JobResult(job_id=job.job_id, success=False))
 
-    def _transfer(self, job: TransferJob, order: dict[OffloadKey, int] | None = None) -> _Transfer:
+    def _transfer(self, job: TransferJob, order: dict[OffloadKey, int] | None = None) -> _DiskTransfer:
         chunks = list(zip(job.keys, map(int, job.chunk_ids), strict=True))
         if order is not None:
             # Parents first, so that they are there when their children come.
             chunks.sort(key=lambda chunk: order.get(chunk[0], 0))
-        return _Transfer([key for key, _ in chunks], [place for _, place in chunks], job.is_promotion)
+        return _DiskTransfer([key for key, _ in chunks], [place for _, place in chunks], job.is_promotion)
 
-    def _start(self, job_id: int, transfer: _Transfer, step: Callable[[int], bool]) -> None:
+    def _start(self, job_id: int, transfer: _DiskTransfer, step: Callable[[int], bool]) -> None:
         self._transfers[job_id] = transfer
         self._threads.add(ChunkJob(job_id, len(transfer.keys), step, urgent=transfer.is_load))
 

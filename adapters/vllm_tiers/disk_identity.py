@@ -1,10 +1,7 @@
-"""The identity of an engine's KV: everything on which the bytes behind a key depend.
+"""Identity of an engine's KV: everything on which the bytes behind a key depend.
 
-vLLM's keys are digests of tokens alone. An offloading spec gets the model's name, layout and parallelism; its weights
-are identified by all bytes of their files, and `note_model` adds what only a connector's configuration has.
-
-Not covered: an adapter (LoRA) whose files are replaced under the same path, and weights that are replaced in a running
-engine. Use another folder then.
+vLLM's keys are digests of tokens alone; `note_model` adds what only a connector's configuration has. Not covered: LoRA
+adapters or weights replaced under the same path in a running engine.
 """
 
 from __future__ import annotations
@@ -36,8 +33,7 @@ _CHOICES = ("quantization", "dtype", "model_impl", "disable_sliding_window", "ov
 
 
 def note_model(vllm_config: Any) -> None:
-    """Add to `kv_connector_extra_config` what only vLLM's whole configuration has; for a connector, before it makes its
-    offloading spec. Never raises."""
+    """Add to `kv_connector_extra_config` what only vLLM's whole configuration has. Never raises."""
     model = vllm_config.model_config
     load = getattr(vllm_config, "load_config", None)
     config = _as_json(getattr(model, "hf_config", None))
@@ -63,11 +59,8 @@ def note_model(vllm_config: Any) -> None:
 
 
 def disk_identity(spec: OffloadingSpec, chunk_bytes: int, folder: Path | None = None) -> str:
-    """A digest that is equal for engines with interchangeable chunks, and only for these.
-
-    Reads all files of the weights, except those whose digests are remembered in `folder`. Raises UnknownWeightsError,
-    or OSError if they cannot be read.
-    """
+    """A digest, equal only for engines with interchangeable chunks. Digests of weights are remembered in `folder`.
+    Raises UnknownWeightsError, OSError."""
     config = spec.config
     parallel = config.parallel
     noted = config.extra_config.get(_NOTE) or {}
@@ -113,7 +106,6 @@ def _hash_of(config: Any) -> str | None:
 
 
 def _machine() -> Mapping[str, str]:
-    """The device, on which the layout of KV depends."""
     from vllm.platforms import current_platform
 
     try:
@@ -127,7 +119,6 @@ def _machine() -> Mapping[str, str]:
 
 
 def _processor() -> str:
-    """A digest of the CPU's model and instructions, on which vLLM's layout depends."""
     try:
         lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
     except OSError:

@@ -12,9 +12,8 @@ __all__ = ["ChunkJob", "JobThreads"]
 
 
 class ChunkJob:
-    """Calls `step` with 0 to `steps` - 1: side by side if the job is `urgent`, otherwise in order. Afterwards `worked`
-    has the result of each step, and `seconds` their total time. Jobs with `id` None are not in
-    `JobThreads.take_ended`."""
+    """Calls `step` with 0 to `steps` - 1: side by side if `urgent`, otherwise in order. `worked` has the results. Only
+    jobs with an `id` are in `JobThreads.take_ended`."""
 
     __slots__ = ("begun", "id", "running", "seconds", "step", "urgent", "worked")
 
@@ -33,8 +32,7 @@ class ChunkJob:
 
 
 class JobThreads:
-    """Runs urgent jobs before others, also between the steps of a long one. A step that raises is logged and has not
-    worked. Thread-safe."""
+    """Runs urgent jobs first, also between the steps of others. A step that raises has not worked. Thread-safe."""
 
     def __init__(self, threads: int, name: str, logger: logging.Logger) -> None:
         self._logger = logger
@@ -52,41 +50,39 @@ class JobThreads:
 
     @property
     def busy(self) -> bool:
-        """A job has not ended, or was not yet taken by `take_ended`."""
+        """A job has not ended, or was not yet taken."""
         return bool(self._unended or self._ended)
 
     def add(self, job: ChunkJob) -> None:
-        """Queue a job; once the threads are closing it ends without having worked."""
+        """Once the threads are closing a job ends without having worked."""
         with self._changed:
+            self._unended += 1
             if self._closing or not job.worked:
                 job.begun = len(job.worked)
                 self._end(job)
                 return
-            self._unended += 1
             (self._urgent if job.urgent else self._others).append(job)
             self._changed.notify_all()
 
     def take_ended(self) -> list[tuple[int, ChunkJob]]:
-        """The jobs with an id that have ended since the last call."""
         ended = []
         while self._ended:
             ended.append(self._ended.popleft())
         return ended
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait until all jobs have ended. False after `seconds`."""
+        """False after `seconds`."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._unended, seconds)
 
     def close(self, patience_s: float = 0.0) -> None:
-        """Give the jobs `patience_s` to end, then drop the steps that have not begun, and wait for the others."""
+        """Drops steps that have not begun after `patience_s`."""
         self.wait(patience_s)
         with self._changed:
             self._closing = True
             for job in (*self._urgent, *self._others):
                 job.begun = len(job.worked)
                 if job.ended:
-                    self._unended -= 1
                     self._end(job)
             self._urgent.clear()
             self._others.clear()
@@ -117,23 +113,16 @@ class JobThreads:
                 job.worked[step] = worked
                 job.seconds += seconds
                 job.running -= 1
+                if self._closing:
+                    job.begun = len(job.worked)
                 if job.ended:
-                    self._unended -= 1
                     self._end(job)
-                    self._changed.notify_all()
                 elif not job.urgent:
-                    self._resume(job)
-
-    def _resume(self, job: ChunkJob) -> None:
-        if self._closing:
-            job.begun = len(job.worked)
-            self._unended -= 1
-            self._end(job)
-            self._changed.notify_all()
-        else:
-            self._others.appendleft(job)
-            self._changed.notify()
+                    self._others.appendleft(job)
+                    self._changed.notify()
 
     def _end(self, job: ChunkJob) -> None:
         if job.id is not None:
             self._ended.append((job.id, job))
+        self._unended -= 1
+        self._changed.notify_all()

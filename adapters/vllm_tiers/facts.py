@@ -1,4 +1,4 @@
-"""The facts of a request in vLLM's scheduler, read once per request."""
+"""Facts of a request in vLLM's scheduler, read once."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ _T = TypeVar("_T")
 
 
 class _ReqContext(Protocol):
-    """The members of vLLM's `ReqContext` used here."""
-
     kv_transfer_params: dict[str, Any] | None
 
     def get_state(self, cls: type[_T]) -> _T | None: ...
@@ -28,12 +26,11 @@ class _ReadFacts:
 
 
 def facts_of(request: _ReqContext) -> RequestFacts | None:
-    """The facts of a request; None if it has none, or malformed ones."""
+    """None for a request without facts, or with malformed ones."""
     return _read(request).facts
 
 
 def readable(request: _ReqContext) -> bool:
-    """False for a request with malformed facts."""
     return _read(request).readable
 
 

@@ -24,13 +24,13 @@ from ragorder.adapters.vllm_tiers.policy import HostPolicy
 
 __all__ = ["TierManager"]
 
-_MOST_TENANTS = 1024
+_MAX_TENANTS = 1024
 
 
 class TierManager(TieringOffloadingManager):  # type: ignore[misc]
-    """Names the request of each call to the policy, counts requests, and drops chunks whose copies failed.
+    """Tells the policy which request each call is for, counts requests, and drops chunks whose copies failed.
 
-    `chunk_bytes`: a chunk's size in host memory. Raises ValueError if the host tier's policy is not a `HostPolicy`.
+    Raises ValueError if the host tier's policy is not a `HostPolicy`.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class TierManager(TieringOffloadingManager):  # type: ignore[misc]
         policy = primary_tier._policy
         if not isinstance(policy, HostPolicy):
             raise ValueError(
-                f"eviction_policy is {type(policy).__name__}: take the --kv-transfer-config of `ragorder tiers config`"
+                f"eviction_policy is {type(policy).__name__}: use the --kv-transfer-config of `ragorder tiers config`"
             )
         self._policy = policy
         self._chunk_bytes = chunk_bytes
@@ -52,11 +52,10 @@ class TierManager(TieringOffloadingManager):  # type: ignore[misc]
         self._failed_chunks: set[int] = set()
 
     def loads_failed(self, count: int) -> None:
-        """`count` requests have to compute what failed to load."""
         self._policy.counts.failed_transfers += count
 
     def stores_failed(self, chunk_ids: set[int]) -> None:
-        """These chunks in host memory were not filled: stores to them that complete now have failed."""
+        """Stores to these host chunks that complete now have failed."""
         self._failed_chunks |= chunk_ids
 
     @override
@@ -101,7 +100,7 @@ class TierManager(TieringOffloadingManager):  # type: ignore[misc]
 
     @override
     def get_stats(self) -> Any:
-        stats = self._policy.counts_now(self._chunk_bytes).report()
+        stats = self._policy.current_counts(self._chunk_bytes).report()
         stats.aggregate(self._requests.report())
         of_vllm = super().get_stats()
         return stats if of_vllm is None else stats.aggregate(of_vllm)
@@ -118,6 +117,6 @@ class TierManager(TieringOffloadingManager):  # type: ignore[misc]
             if facts.tenant is not None:
                 self._tenants[facts.tenant] = None
                 self._tenants.move_to_end(facts.tenant)
-                if len(self._tenants) > _MOST_TENANTS:
+                if len(self._tenants) > _MAX_TENANTS:
                     self._tenants.popitem(last=False)
                 counts.tenants = len(self._tenants)

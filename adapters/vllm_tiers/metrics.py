@@ -1,4 +1,4 @@
-"""Metrics of the tiers in vLLM's own /metrics. vLLM adds its labels and, to counters, `_total`."""
+"""Metrics of the tiers in vLLM's /metrics. vLLM adds its labels and, to counters, `_total`."""
 
 from __future__ import annotations
 
@@ -46,35 +46,46 @@ _TIER = ("tier",)
 
 
 def metric_definitions() -> dict[str, OffloadingMetricMetadata]:
-    """All metrics by name, as an offloading spec or a secondary tier declares them."""
     return {
         CHUNKS: OffloadingGaugeMetadata("Chunks of KV that a tier holds.", _TIER),
         BYTES: OffloadingGaugeMetadata("Bytes that a tier's chunks take.", _TIER),
         CAPACITY_BYTES: OffloadingGaugeMetadata("Bytes that a tier may take.", _TIER),
         OLDEST_SECONDS: OffloadingGaugeMetadata("Seconds since a tier's oldest chunk came in; 0 if empty.", _TIER),
         STORED_CHUNKS: OffloadingCounterMetadata("Chunks that were copied into a tier.", _TIER),
-        EVICTED_CHUNKS: OffloadingCounterMetadata("Chunks that a tier's policy gave up for others.", _TIER),
+        EVICTED_CHUNKS: OffloadingCounterMetadata("Chunks that a tier's policy evicted.", _TIER),
         REFUSED_CHUNKS: OffloadingCounterMetadata(
             "Chunks that a tier did not take or did not give back, by reason.", ("tier", "reason")
         ),
         FAILED_TRANSFERS: OffloadingCounterMetadata(
-            "Copies between device and a tier that failed; what they were to bring was computed again.", _TIER
+            "Failed copies between device and a tier; the tokens were computed again.", _TIER
         ),
-        REQUESTS_WITH_FACTS: OffloadingCounterMetadata("Requests that said where their documents end."),
-        REQUESTS_WITHOUT_FACTS: OffloadingCounterMetadata("Requests that said nothing of their documents."),
+        REQUESTS_WITH_FACTS: OffloadingCounterMetadata("Requests that gave the ends of their documents."),
+        REQUESTS_WITHOUT_FACTS: OffloadingCounterMetadata("Requests without facts about their documents."),
         REQUESTS_WITH_UNREADABLE_FACTS: OffloadingCounterMetadata(
-            "Requests whose facts were not understood; they were served as if they had none."
+            "Requests with malformed facts, served as if they had none."
         ),
         DOCUMENTS: OffloadingCounterMetadata("Documents in the prompts of requests with facts."),
         TENANTS: OffloadingGaugeMetadata("Different tenants among the recent requests that named one."),
         DEVICE_ORDER: OffloadingGaugeMetadata(
-            "1 while the device gives up blocks in the order of the policy, 0 after an error of ours: in vLLM's own."
+            "1 while the policy orders the device's evictions, 0 after an error: then vLLM's own order."
         ),
     }
 
 
 @dataclass(slots=True)
-class TierCounts:
+class _Counters:
+    _reported: dict[tuple[str, tuple[str, ...]], int] = field(default_factory=dict, init=False)
+
+    def _grow(self, stats: OffloadingConnectorStats, name: str, count: int, labels: tuple[str, ...] = ()) -> None:
+        # A counter that has not moved is reported once, so that it is on the page from the start.
+        before = self._reported.get((name, labels))
+        if before is None or count != before:
+            stats.increase_counter(name, count - (before or 0), labels)
+            self._reported[name, labels] = count
+
+
+@dataclass(slots=True)
+class TierCounts(_Counters):
     """The metrics of one tier ("device", "host" or "disk")."""
 
     tier: str
@@ -86,10 +97,9 @@ class TierCounts:
     evicted: int = 0
     failed_transfers: int = 0
     refused: dict[str, int] = field(default_factory=dict)
-    _reported: dict[tuple[str, tuple[str, ...]], int] = field(default_factory=dict)
 
     def report(self) -> OffloadingConnectorStats:
-        """The gauges, and the growth of the counters since the last report."""
+        """Gauges, and the growth of counters since the last report."""
         stats = OffloadingConnectorStats()
         label = (self.tier,)
         stats.set_gauge(CHUNKS, self.chunks, label)
@@ -103,16 +113,9 @@ class TierCounts:
             self._grow(stats, REFUSED_CHUNKS, count, (self.tier, reason))
         return stats
 
-    def _grow(self, stats: OffloadingConnectorStats, name: str, count: int, labels: tuple[str, ...]) -> None:
-        # A counter that has not moved is reported once, so that it is on the page from the start.
-        before = self._reported.get((name, labels))
-        if before is None or count != before:
-            stats.increase_counter(name, count - (before or 0), labels)
-            self._reported[name, labels] = count
-
 
 @dataclass(slots=True)
-class RequestCounts:
+class RequestCounts(_Counters):
     """Counts of requests by their facts."""
 
     with_facts: int = 0
@@ -120,20 +123,12 @@ class RequestCounts:
     unreadable: int = 0
     documents: int = 0
     tenants: int = 0
-    _reported: dict[str, int] = field(default_factory=dict)
 
     def report(self) -> OffloadingConnectorStats:
-        """The gauges, and the growth of the counters since the last report."""
         stats = OffloadingConnectorStats()
         stats.set_gauge(TENANTS, self.tenants)
-        for name, count in (
-            (REQUESTS_WITH_FACTS, self.with_facts),
-            (REQUESTS_WITHOUT_FACTS, self.without_facts),
-            (REQUESTS_WITH_UNREADABLE_FACTS, self.unreadable),
-            (DOCUMENTS, self.documents),
-        ):
-            before = self._reported.get(name)
-            if before is None or count != before:
-                stats.increase_counter(name, count - (before or 0))
-                self._reported[name] = count
+        self._grow(stats, REQUESTS_WITH_FACTS, self.with_facts)
+        self._grow(stats, REQUESTS_WITHOUT_FACTS, self.without_facts)
+        self._grow(stats, REQUESTS_WITH_UNREADABLE_FACTS, self.unreadable)
+        self._grow(stats, DOCUMENTS, self.documents)
         return stats

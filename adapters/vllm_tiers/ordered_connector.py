@@ -1,4 +1,4 @@
-"""The tier connector with the device's blocks in the order of the policy."""
+"""The tier connector with ordered device blocks."""
 
 from __future__ import annotations
 

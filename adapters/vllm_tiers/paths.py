@@ -14,8 +14,7 @@ __all__ = ["RequestPath", "path_of"]
 
 
 class RequestPath:
-    """The chunks of a request's prompt, root first. Chunks of several groups of layers at one place follow one
-    another."""
+    """The chunks of a request's prompt, root first; those of several groups of layers are adjacent."""
 
     __slots__ = ("_device", "_loaded", "_positions", "cost", "counted", "ends", "keys", "last", "places")
 
@@ -37,23 +36,23 @@ class RequestPath:
         return key in self._positions
 
     def parent_of(self, key: OffloadKey) -> OffloadKey | None:
-        """The chunk before it; None for the first, and for other requests' chunks."""
+        """None for the first chunk, and for other requests' chunks."""
         place = self._place(key)
         return self.keys[place - 1] if place else None
 
     def looked_up(self, key: OffloadKey) -> None:
-        """vLLM looks up this chunk: the device has everything before the first one that is looked up."""
+        """The device has everything before the first chunk looked up."""
         if self._device is None:
             self._device = self._place(key)
 
     def loaded(self, keys: Iterable[OffloadKey]) -> None:
-        """These chunks are loaded from the tiers behind the device."""
+        """From the tiers behind the device."""
         places = [place for key in keys if (place := self._place(key)) is not None]
         self._loaded = max([self._loaded, *(place + 1 for place in places)])
 
     @property
     def cached(self) -> int:
-        """The number of cached chunks, from the root. All, if vLLM looked up none: the device had them."""
+        """In chunks; all if vLLM looked up none."""
         return len(self.keys) if self._device is None else max(self._device, self._loaded)
 
     def counts(self, key: OffloadKey) -> bool:
@@ -62,7 +61,7 @@ class RequestPath:
         return self.counted and place is not None and (self.last is None or place < self.last)
 
     def before(self, end: int) -> int:
-        """The number of chunks that end within the first `end` tokens."""
+        """Chunks that end within `end` tokens."""
         return bisect_right(self.ends, end)
 
     def _place(self, key: OffloadKey) -> int | None:
@@ -80,7 +79,6 @@ class RequestPath:
 
 
 def path_of(request: ReqContext) -> RequestPath:
-    """The path of a request, of its prompt alone if called before there is an answer."""
     path: RequestPath | None = request.get_state(RequestPath)
     if path is None:
         # vLLM's public get_offload_key_position needs a key, and a manager never gets the keys of a request's chunks

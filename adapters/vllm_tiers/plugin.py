@@ -1,8 +1,4 @@
-"""The entry point `vllm.general_plugins`: registers the tiers by name, without module paths in the configuration.
-
-vLLM calls it in each of its processes, whether the tiers are used or not: nothing of ours is loaded, and no error
-leaves it.
-"""
+"""Entry point `vllm.general_plugins`, called in each of vLLM's processes, with tiers or without."""
 
 from __future__ import annotations
 

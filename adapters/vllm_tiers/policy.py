@@ -22,11 +22,8 @@ __all__ = ["HostPolicy"]
 class HostPolicy(CachePolicy):  # type: ignore[misc]
     """Chunks in host memory; the leaf with the lowest priority is evicted first.
 
-    A request counts once for each chunk of its prompt, wherever that was found; with facts only for its documents, not
-    for the question behind them, which is not reused. The cost of a chunk is learnt from the request that computed it:
-    T(cached, new) / new, or the cost in its facts.
-
-    vLLM makes it by name, with a capacity only; call `configure` before the first chunk arrives.
+    A request counts once for each chunk of its prompt, wherever that was found; with facts only for its documents. A
+    chunk's cost is learnt from the request that computed it: T(cached, new) / new, or the cost in its facts.
     """
 
     def __init__(self, cache_capacity: int) -> None:
@@ -39,14 +36,14 @@ class HostPolicy(CachePolicy):  # type: ignore[misc]
         self.configure()
 
     def configure(self, policy: str = "pgdsf", history: int = 65536, profile: PrefillProfile = LINEAR) -> None:
-        """Set policy, length of the history (0: none) and prefill costs. Raises ValueError once there are chunks."""
+        """Before the first chunk: vLLM makes the policy with a capacity only. `history`: 0 for none."""
         if self._chunks:
             raise ValueError("the host tier holds chunks: configure it before it is used")
         self._profile = profile
         self._tier = Tier(make_policy(policy), History(history) if history else None)
 
     def serve(self, request: ReqContext) -> RequestPath:
-        """The calls that follow are for this request, whose chunks are not evicted for one another."""
+        """The calls that follow are for this request, which evicts none of its own chunks."""
         self._path = path_of(request)
         return self._path
 
@@ -140,8 +137,7 @@ class HostPolicy(CachePolicy):  # type: ignore[misc]
     def mark_non_evictable(self, key: OffloadKey) -> None:
         self._tier.pin(key)
 
-    def counts_now(self, chunk_bytes: int) -> TierCounts:
-        """The counts, updated by the present contents."""
+    def current_counts(self, chunk_bytes: int) -> TierCounts:
         counts = self.counts
         counts.chunks = len(self._chunks) - len(self._arriving)
         counts.bytes = counts.chunks * chunk_bytes

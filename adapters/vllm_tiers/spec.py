@@ -1,4 +1,4 @@
-"""The offloading spec from which vLLM builds the tiers: its own tiering with our settings, on any platform."""
+"""The offloading spec of the tiers: vLLM's own tiering with our settings, on any platform."""
 
 from __future__ import annotations
 
@@ -24,10 +24,8 @@ __all__ = ["TierSpec"]
 
 
 class TierSpec(TieringOffloadingSpec):  # type: ignore[misc]
-    """Host memory, and a disk behind it. On GPUs the copies are vLLM's own; on a CPU, where it has none, they are ours.
-
-    Raises UnsupportedVLLMError in another vLLM, and ValueError for impossible settings.
-    """
+    """Host memory, and a disk behind it. On GPUs vLLM copies; on a CPU, where it cannot, we do. Raises
+    UnsupportedVLLMError, and ValueError for impossible settings."""
 
     _manager: Any
     _worker: Any
@@ -67,12 +65,12 @@ class TierSpec(TieringOffloadingSpec):  # type: ignore[misc]
             return super().get_worker(kv_caches)
         if self._worker is None:
             if self.config.canonical_layout:
-                raise ValueError("canonical_layout is not for CPUs: take it out of kv_connector_extra_config")
+                raise ValueError("canonical_layout is not supported on CPUs: remove it from kv_connector_extra_config")
             if int(self.config.extra_config.get("sync_load_budget_bytes") or 0):
                 # From 0.33 on; off by default.
                 raise ValueError(
-                    "sync_load_budget_bytes is not for CPUs, where a load may fail and its request must be able to "
-                    "compute it: take it out of kv_connector_extra_config"
+                    "sync_load_budget_bytes is not supported on CPUs, where a failed load is computed by its request: "
+                    "remove it from kv_connector_extra_config"
                 )
             region = SharedOffloadRegion(
                 engine_id=self._engine_id,
@@ -89,8 +87,8 @@ class TierSpec(TieringOffloadingSpec):  # type: ignore[misc]
         return self._worker
 
     def _remove_name(self) -> None:
-        """Unlink the file of host memory in /dev/shm, which would outlive a killed engine. Workers open it when the KV
-        caches are made, before there is a scheduler: once the scheduler finds it, all have it open."""
+        """Unlink the file of host memory in /dev/shm, which would outlive a killed engine. Workers open it before there
+        is a scheduler: once the scheduler finds it, all have it open."""
         region = self._scheduler_mmap
         if region is not None and not region._creator:
             with suppress(OSError):

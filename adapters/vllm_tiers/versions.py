@@ -1,4 +1,4 @@
-"""The versions of vLLM in which the tiers run."""
+"""Supported versions of vLLM."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ class UnsupportedVLLMError(RuntimeError):
 
 
 def vllm_version() -> str | None:
-    """The installed version of vLLM; None if there is none."""
     for package in _PACKAGES:
         try:
             return version(package)
@@ -37,8 +36,8 @@ def check_vllm() -> None:
     supported = " and ".join(f"{minor}.x" for minor in SUPPORTED_VLLM)
     wanted = f"'vllm=={SUPPORTED_VLLM[-1]}.*'"
     raise UnsupportedVLLMError(
-        f"ragorder's tiers run in vLLM {supported}, and {found}: pip install {wanted}, take a ragorder whose tiers "
-        "know your vLLM, or start vLLM without this --kv-transfer-config"
+        f"ragorder's tiers run in vLLM {supported}, and {found}: pip install {wanted}, use a ragorder whose tiers "
+        "support your vLLM, or start vLLM without this --kv-transfer-config"
     )
 
 

@@ -1,4 +1,4 @@
-"""The identity of an engine's weights: digests over every byte of their files."""
+"""Identity of an engine's weights: digests over every byte of their files."""
 
 from __future__ import annotations
 
@@ -23,19 +23,17 @@ _NOT_THE_MODEL = (".", "README", "LICENSE", *_TOKENS)
 _NOT_WEIGHTS = frozenset({".md", ".txt", ".jinja", ".png", ".jpg"})
 # A file changed so shortly before it was read may be changed again within the same time stamp.
 _SETTLED_NS = 2 * 10**9
-_MOST_REMEMBERED_BYTES = 1 << 20
+_MAX_MEMORY_BYTES = 1 << 20
 
 
-class UnknownWeightsError(Exception):
-    """The engine's weights cannot be identified."""
+class UnknownWeightsError(Exception): ...
 
 
 class WeightDigests:
     """Digests of models, over all bytes of their files.
 
-    Digests of files are kept in `memory` (a file; None: nowhere) by inode, size and times, so that a restart does not
-    read them again. One of the times is the inode's ctime, which no copying tool sets back. A memory that others can
-    write is ignored.
+    They are kept in the file `memory` by inode, size and times, ctime included, which no copying tool sets back. A
+    memory that others can write is ignored.
     """
 
     def __init__(self, memory: Path | None = None) -> None:
@@ -43,12 +41,9 @@ class WeightDigests:
         self._known = _read(memory) if memory is not None else {}
 
     def of(self, model: str, revision: str | None = None, *, dummy: bool = False, hub: Path | None = None) -> str:
-        """The identity of the weights of `model`: a folder, a file, or a name on the Hub with its commit `revision`
-        there. `dummy` weights are made from the configuration. `hub`: the folder of downloads.
-
-        Raises UnknownWeightsError for any other model, one without weights, or with several commits in `hub`; OSError
-        for files that cannot be read.
-        """
+        """The identity of `model`: a folder, a file, or a name on the Hub with its commit `revision`. `dummy` weights
+        are made from the configuration. `hub`: the folder of downloads. Raises UnknownWeightsError; OSError for
+        unreadable files."""
         path = Path(model)
         if path.is_file():
             return "file " + self._digest([path])
@@ -56,13 +51,13 @@ class WeightDigests:
             files = _files(path)
             if dummy or any(file.suffix != ".json" for file in files):
                 return "files " + self._digest(files)
-            raise UnknownWeightsError(f"which weights {model} has cannot be told: there are none in it")
+            raise UnknownWeightsError(f"the weights of {model} cannot be identified: the folder has none")
         commits = _commits(model, hub)
         if revision is None or len(revision) != 40:
             if len(commits) != 1:
                 found = f"{len(commits)} revisions of it are" if commits else "it is not"
                 raise UnknownWeightsError(
-                    f"which weights {model} has cannot be told ({found} in the cache of the Hugging Face hub): give "
+                    f"the weights of {model} cannot be identified ({found} in the cache of the Hugging Face hub): give "
                     "vLLM the folder of the model, or --revision with a whole commit"
                 )
             [revision] = commits
@@ -90,7 +85,9 @@ class WeightDigests:
                 lambda start, end: _read_piece(descriptor, start, end), os.fstat(descriptor).st_size, threads
             )
             if _facts(os.fstat(descriptor)) != facts:
-                raise UnknownWeightsError(f"which weights {path} has cannot be told: it changes while it is read")
+                raise UnknownWeightsError(
+                    f"the weights in {path} cannot be identified: the file changes while it is read"
+                )
         finally:
             os.close(descriptor)
         if began - max(facts[-2:]) > _SETTLED_NS:
@@ -128,13 +125,13 @@ def _read_piece(descriptor: int, start: int, end: int) -> bytes:
     while len(read) < end - start:
         more = os.pread(descriptor, end - start - len(read), start + len(read))
         if not more:
-            raise UnknownWeightsError("which weights the model has cannot be told: a file shrinks while it is read")
+            raise UnknownWeightsError("the model's weights cannot be identified: a file shrinks while it is read")
         read += more
     return read
 
 
 def _read(memory: Path) -> dict[str, list[int | str]]:
-    """The remembered digests; none if the file is not trusted."""
+    """None if the file is not trusted."""
     try:
         descriptor = os.open(memory, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
@@ -143,7 +140,7 @@ def _read(memory: Path) -> dict[str, list[int | str]]:
         status = os.fstat(descriptor)
         if status.st_uid != os.geteuid() or status.st_mode & 0o022:
             return {}
-        found = json.loads(os.read(descriptor, _MOST_REMEMBERED_BYTES))
+        found = json.loads(os.read(descriptor, _MAX_MEMORY_BYTES))
     except (OSError, ValueError, RecursionError):
         return {}
     finally:
@@ -154,7 +151,6 @@ def _read(memory: Path) -> dict[str, list[int | str]]:
 
 
 def _commits(model: str, hub: Path | None) -> dict[str, Path]:
-    """The downloaded commits of a model of the Hub, and their folders."""
     if hub is None:
         try:
             from huggingface_hub.constants import HF_HUB_CACHE

@@ -106,9 +106,10 @@ def _print(folder: Path, name: str, page: Path | None) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from ragorder.eval.report import known_suites, make_report, read_results, render_markdown
+    from ragorder.eval.report import make_report, read_results, render_markdown
+    from ragorder.eval.running.suite import load_suites
 
-    made = make_report(read_results(folder), known_suites())
+    made = make_report(read_results(folder), load_suites())
     for section in made.sections:
         for table in section.tables if section.suite.name == name else ():
             shown = Table(title=table.title, caption=table.note)

@@ -36,7 +36,7 @@ def demo(engine: str, model: Path | None, limit: int, waiting: int) -> None:
     documents in retrieval order, and in ragorder's order.
     """
     from ragorder.eval.engines.base import EngineError
-    from ragorder.eval.running.demo import run_demo
+    from ragorder.eval.report.demo import run_demo
 
     try:
         with progress_bar() as progress:

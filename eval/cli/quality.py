@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from ragorder.cli.options import Choice, Command, Count, api_key, option, section
+from ragorder.cli.options import Choice, Command, Count, api_key, build, option, section
 from ragorder.eval.cli.options import block_size, embedding_model, limit, question_order, served_model, top_k
 from ragorder.eval.cli.progress import progress_bar
 
@@ -97,7 +97,6 @@ __all__ = ["quality"]
     option("--concurrency", type=Count(1), default=1, metavar="N", help="openai: N questions in flight."),
     option(
         "--capacity-tokens",
-        "capacity",
         metavar="TOKENS|PERCENT|unlimited",
         help="The engine's cache. [default: 100000; openai: the server's /metrics, else 262144]",
     ),
@@ -130,10 +129,10 @@ __all__ = ["quality"]
 )
 def quality(
     output: Path,
+    orders: tuple[str, ...],
+    dry_run: bool,
     retriever: str | None,
     embedding_model: str | None,
-    orders: tuple[str, ...],
-    capacity: str | None,
     **options: Any,
 ) -> None:
     """Measure whether the order of the documents changes the answers.
@@ -147,9 +146,16 @@ def quality(
     from ragorder.eval.data.machine import describe_environment
     from ragorder.eval.data.retrieval import make_retriever
     from ragorder.eval.engines.base import EngineError
-    from ragorder.eval.engines.capacity import Capacity
-    from ragorder.eval.experiments.quality import DEFAULT_ORDERS, QualityBench, QualityError, serve_quality
-    from ragorder.eval.experiments.quality.kept import judge_kept
+    from ragorder.eval.experiments.quality import (
+        DEFAULT_ORDERS,
+        AnswererSpec,
+        QualityBench,
+        QualityError,
+        QuestionsSpec,
+        done_in,
+        serve_quality,
+    )
+    from ragorder.eval.experiments.quality.previous import judge_previous
     from ragorder.eval.experiments.quality.tables import print_quality
     from ragorder.eval.running.policies import PolicyError
     from ragorder.eval.running.record import RESULTS, SCHEMA
@@ -163,19 +169,17 @@ def quality(
     arguments = {name: str(value) if isinstance(value, Path) else value for name, value in given.items()}
     arguments.pop("api_key")
     try:
+        made = make_retriever(retriever, embedding_model) if retriever else None
+        questions = {name: value for name, value in options.items() if name in QuestionsSpec.model_fields}
+        engine = {name: value for name, value in options.items() if name in AnswererSpec.model_fields}
         bench = QualityBench(
+            build(QuestionsSpec, questions | {"retriever": made}),
+            build(AnswererSpec, engine),
             orders=orders or DEFAULT_ORDERS,
-            retriever=make_retriever(retriever, embedding_model) if retriever else None,
-            capacity=Capacity.parse(capacity) if capacity else None,
+            dry_run=dry_run,
             session=session,
-            **options,
         )
         with Store(output) as store, progress_bar() as progress:
-
-            def done(cell: Any, policy: str) -> bool:
-                key = {"suite": bench.suite, "cell": cell, "seed": bench.seed, "policy": policy}
-                return store.has("quality", **key, dry_run=bench.dry_run)
-
             store.append(
                 {
                     "type": "session",
@@ -186,9 +190,9 @@ def quality(
                     "environment": describe_environment(),
                 }
             )
-            for line in serve_quality(bench, progress, done):
+            for line in serve_quality(bench, progress, done_in(store, bench)):
                 store.append(line)
-            lines, checks = judge_kept(output / RESULTS, bench.suite, session, progress)
+            lines, checks = judge_previous(output / RESULTS, bench.suite, session, progress)
             for line in checks:
                 store.append(line)
     except (

@@ -36,13 +36,14 @@ def report(folder: Path, output: Path | None, markdown: Path | None) -> None:
     DIR holds the results of `ragorder eval run`. The page shows the tables with the papers' numbers beside ours,
     differences with their confidence intervals, pictures, the environment, and what was not measured.
     """
-    from ragorder.eval.report import ReportError, known_suites, make_report, read_results, render_html, render_markdown
+    from ragorder.eval.report import ResultsError, make_report, read_results, render_html, render_markdown
+    from ragorder.eval.running.suite import load_suites
 
     try:
         results = read_results(folder)
         page = output or folder / "report.html"
         with progress_bar() as progress:
-            made = make_report(results, known_suites(), progress)
+            made = make_report(results, load_suites(), progress)
             page.write_text(render_html(made, progress), "utf-8")
         click.echo(f"wrote {page}", err=True)
         if markdown is not None:
@@ -51,5 +52,5 @@ def report(folder: Path, output: Path | None, markdown: Path | None) -> None:
             else:
                 markdown.write_text(render_markdown(made), "utf-8")
                 click.echo(f"wrote {markdown}", err=True)
-    except (ReportError, ImportError, OSError) as error:
+    except (ResultsError, ImportError, OSError) as error:
         raise click.ClickException(str(error)) from None

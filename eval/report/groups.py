@@ -1,15 +1,17 @@
-"""Runs that can be compared: the same suite, cell and engine; each policy in each seed."""
+"""Groups of records that can be compared."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic
+
+from typing_extensions import TypeVar
 
 from ragorder.eval.report.metrics import Metric
 from ragorder.eval.report.statistics import Comparison, StatisticsError, Summary, compare, summary
 from ragorder.eval.report.words import cell_words
-from ragorder.eval.running.record import Cell, RunRecord, key_of
+from ragorder.eval.running.record import Cell, Record, RunRecord, key_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -19,17 +21,26 @@ if TYPE_CHECKING:
 
 __all__ = ["Group", "group_runs"]
 
+R = TypeVar("R", bound=Record, default=RunRecord)
+
 _FIRST = ("workload", "corpus", "dataset")  # what a cell is called by
 
 
 @dataclass(slots=True)
-class Group:
-    """`varies` are those of the cell's parameters that differ within the suite."""
+class Group(Generic[R]):
+    """Records of one suite, cell and engine, by policy and seed.
+
+    `varies` holds the parameters of the cell that differ between the groups of a suite.
+
+    >>> (group,) = group_runs(results.of(RunRecord, "table-1"))
+    >>> group.compare("auto", "retrieval", CACHED).verdict
+    'better'
+    """
 
     cell: Cell
     engine: Mapping[str, Any]
     varies: Cell = field(default_factory=dict)
-    policies: dict[str, dict[int, RunRecord]] = field(default_factory=dict)
+    policies: dict[str, dict[int, R]] = field(default_factory=dict)
     _compared: dict[tuple[str, str, str], Comparison | None] = field(default_factory=dict)
 
     @property
@@ -45,15 +56,14 @@ class Group:
         return int(self.engine.get("block_size") or 1)
 
     def has(self, *columns: str) -> bool:
-        """Whether any run has figures of all these."""
         return any(all(run.column(name) is not None for name in columns) for run in self.runs())
 
-    def runs(self, policy: str | None = None) -> list[RunRecord]:
+    def runs(self, policy: str | None = None) -> list[R]:
         policies = self.policies.values() if policy is None else [self.policies.get(policy, {})]
         return [run for runs in policies for _, run in sorted(runs.items())]
 
     def values(self, policy: str, column: str) -> Floats:
-        """Of all seeds, one after another, warm-up left out."""
+        """The column of all seeds, one after another, without the warm-up."""
         import numpy as np
 
         columns = [found for run in self.runs(policy) if (found := run.column(column)) is not None]
@@ -69,7 +79,7 @@ class Group:
         return [value for run in self.runs(policy) if (value := metric.value([run])) is not None]
 
     def compare(self, policy: str, baseline: str, metric: Metric) -> Comparison | None:
-        """None where there is nothing to compare: other seeds, other requests, no figures."""
+        """None without seeds, requests and figures in common."""
         key = (policy, baseline, metric.name)
         if key not in self._compared:
             self._compared[key] = self._compare(policy, baseline, metric) if policy != baseline else None
@@ -97,9 +107,9 @@ class Group:
             return None
 
 
-def group_runs(runs: Sequence[RunRecord]) -> list[Group]:
+def group_runs(runs: Sequence[R]) -> list[Group[R]]:
     """In the order in which they were written."""
-    groups: dict[object, Group] = {}
+    groups: dict[object, Group[R]] = {}
     for run in runs:
         # A capacity "5%" is another number of tokens in every seed: it is the cell that says what was meant.
         engine = {name: value for name, value in run.engine.items() if name != "capacity_tokens"}

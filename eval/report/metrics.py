@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ragorder.eval.running.record import RunRecord
+from ragorder.eval.running.record import Record
 
 __all__ = [
     "CACHED",
@@ -44,7 +44,7 @@ class Metric:
         """The unit of a difference."""
         return "%" if self.relative else "points" if self.unit.startswith("%") else self.unit
 
-    def columns(self, run: RunRecord) -> tuple[Any, Any] | None:
+    def columns(self, run: Record) -> tuple[Any, Any] | None:
         """The figures, request by request, and what they are of (None: nothing). None: the run has none."""
         values = run.column(self.column)
         if values is None:
@@ -54,7 +54,7 @@ class Metric:
         whole = run.column(self.of)
         return None if whole is None else (values * self.scale, whole)
 
-    def value(self, runs: Sequence[RunRecord]) -> float | None:
+    def value(self, runs: Sequence[Record]) -> float | None:
         """Of all requests of these runs."""
         import numpy as np
 

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ragorder.eval.report.suites import PaperRow, SuiteInfo
 from ragorder.eval.report.words import THIN, cell_words, figure, policy_words, signed
 from ragorder.eval.running.record import Cell
+from ragorder.eval.running.suite import PaperRow, Suite
 
 __all__ = ["number", "paper_beside", "paper_heading", "paper_rows"]
 
 
-def paper_heading(suite: SuiteInfo, cell: Cell | None) -> list[str]:
+def paper_heading(suite: Suite, cell: Cell | None) -> list[str]:
     """A column for each machine of the paper's, with its first figure."""
     return [f"paper: {_first(suite, hardware)[0]}{_on(hardware)}" for hardware in _machines(suite, cell)]
 
 
-def paper_beside(suite: SuiteInfo, cell: Cell, policy: str | None, baseline: str) -> list[tuple[str, str]]:
+def paper_beside(suite: Suite, cell: Cell, policy: str | None, baseline: str) -> list[tuple[str, str]]:
     """For each of these columns the figure and, below it, how it differs from the paper's baseline. Without a policy:
     all policies of that cell."""
     found = []
     for hardware in _machines(suite, cell if policy is not None else None):
         _, name = _first(suite, hardware)
-        rows = [row for row in suite.paper if row.hardware == hardware and row.matches(cell)]
+        rows = [row for row in suite.paper_rows if row.hardware == hardware and row.matches(cell)]
         plain = next((number(row, name) for row in rows if row.policy == baseline), None)
         chosen = [row for row in rows if row.policy == policy or (policy is None and row.at and row.policy != "none")]
         if not chosen:
@@ -36,15 +36,16 @@ def paper_beside(suite: SuiteInfo, cell: Cell, policy: str | None, baseline: str
     return found
 
 
-def paper_rows(suite: SuiteInfo) -> tuple[list[str], list[list[str]]]:
+def paper_rows(suite: Suite) -> tuple[list[str], list[list[str]]]:
     """Headings and rows of all the paper's figures of this suite."""
-    names = list(dict.fromkeys(name for row in suite.paper for name in row.values))
-    several = len({row.hardware for row in suite.paper}) > 1
-    at = any(row.at for row in suite.paper)
+    paper = suite.paper_rows
+    names = list(dict.fromkeys(name for row in paper for name in row.values))
+    several = len({row.hardware for row in paper}) > 1
+    at = any(row.at for row in paper)
     headings = [*["at"] * at, "policy", *["hardware"] * several, *(_heading(suite, name) for name in names)]
-    decimals = {name: _decimals([n for row in suite.paper if (n := number(row, name)) is not None]) for name in names}
+    decimals = {name: _decimals([n for row in paper if (n := number(row, name)) is not None]) for name in names}
     rows = []
-    for row in suite.paper:
+    for row in paper:
         words = [*[cell_words(row.at)] * at, row.label or policy_words(row.policy or ""), *[row.hardware] * several]
         rows.append([*words, *(_shown(row, name, decimals[name]) for name in names)])
     return headings, rows
@@ -55,22 +56,22 @@ def number(row: PaperRow, name: str) -> float | None:
     return float(value) if isinstance(value, int | float) else None
 
 
-def _machines(suite: SuiteInfo, cell: Cell | None) -> Sequence[str]:
-    rows = [row for row in suite.paper if (row.at if cell is None else row.matches(cell))]
+def _machines(suite: Suite, cell: Cell | None) -> Sequence[str]:
+    rows = [row for row in suite.paper_rows if (row.at if cell is None else row.matches(cell))]
     return list(
         dict.fromkeys(row.hardware for row in rows if any(number(row, name) is not None for name in row.values))
     )
 
 
-def _first(suite: SuiteInfo, hardware: str) -> tuple[str, str]:
+def _first(suite: Suite, hardware: str) -> tuple[str, str]:
     """The heading and the name of the first figure that the paper has of this machine."""
-    rows = [row for row in suite.paper if row.hardware == hardware]
+    rows = [row for row in suite.paper_rows if row.hardware == hardware]
     name = next(name for row in rows for name in row.values if number(row, name) is not None)
     return _heading(suite, name), name
 
 
-def _heading(suite: SuiteInfo, name: str) -> str:
-    units = {row.unit for row in suite.paper if name in row.values and row.unit}
+def _heading(suite: Suite, name: str) -> str:
+    units = {row.unit for row in suite.paper_rows if name in row.values and row.unit}
     known = ("_ms", "_us", "_percent", "_per_s", "_s")
     words = name.replace("_ms", ", ms").replace("_us", ", µs").replace("_percent", ", %").replace("_per_s", "/s")
     unit = f", {units.pop()}" if len(units) == 1 and not name.endswith(known) else ""

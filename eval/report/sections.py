@@ -13,14 +13,15 @@ from ragorder.eval.report.finding import finding
 from ragorder.eval.report.groups import Group
 from ragorder.eval.report.metrics import CACHED, TTFT_P50
 from ragorder.eval.report.paper import paper_rows
-from ragorder.eval.report.reading import Results
-from ragorder.eval.report.statistics import BLOCK
-from ragorder.eval.report.suites import SuiteInfo
+from ragorder.eval.report.part import Reporter
+from ragorder.eval.report.statistics import BLOCK, need_scipy
 from ragorder.eval.report.tables import Entry, Table
 from ragorder.eval.report.words import cell_words, figure, policy_words
 from ragorder.eval.running.experiment import experiments
 from ragorder.eval.running.progress import Progress, silent
+from ragorder.eval.running.reading import Results
 from ragorder.eval.running.record import Record, SessionRecord
+from ragorder.eval.running.suite import Suite
 
 __all__ = ["Report", "Section", "make_report"]
 
@@ -37,7 +38,7 @@ STATISTICS = (
 class Section:
     """One suite."""
 
-    suite: SuiteInfo
+    suite: Suite
     baseline: str
     groups: list[Group]
     engine: str
@@ -67,13 +68,14 @@ class Report:
     notes: list[str]
 
 
-def make_report(results: Results, suites: Mapping[str, SuiteInfo], progress: Progress = silent) -> Report:
+def make_report(results: Results, suites: Mapping[str, Suite], progress: Progress = silent) -> Report:
     """Everything that is said about these results. Raises ImportError naming the extra to install."""
+    need_scipy()
     order = [*(name for name in suites if name in results.suites), *(n for n in results.suites if n not in suites)]
     advance, sections = progress("comparing", len(order)), []
     own = {name: info for each in experiments().values() for name, info in each.own_suites().items()}
     for name in order:
-        sections.append(_section(suites.get(name) or own.get(name) or SuiteInfo(name, name), results))
+        sections.append(_section(suites.get(name) or own.get(name) or Suite.unlisted(name), results))
         advance()
     words, side_by_side = finding([group for section in sections for group in section.groups])
     return Report(
@@ -91,10 +93,11 @@ def make_report(results: Results, suites: Mapping[str, SuiteInfo], progress: Pro
     )
 
 
-def _section(suite: SuiteInfo, results: Results) -> Section:
+def _section(suite: Suite, results: Results) -> Section:
     section = Section(suite, "", [], "", "")
     for kind, experiment in experiments().items():
-        if kind == suite.kind or results.of(experiment.record, suite.name):
+        shown = kind == suite.kind or results.of(experiment.record, suite.name)
+        if shown and issubclass(experiment, Reporter):
             part = experiment.report(suite, results)
             section.tables += part.tables
             section.words += part.words
@@ -176,7 +179,7 @@ def _all_runs(results: Results) -> list[Record]:
     return [line for line in results.records if line.is_run]
 
 
-def _not_measured(results: Results, suites: Mapping[str, SuiteInfo]) -> list[str]:
+def _not_measured(results: Results, suites: Mapping[str, Suite]) -> list[str]:
     runs = _all_runs(results)
     engines = {str(run.engine.get("name")) for run in runs}
     models = {str(run.engine.get("model") or "") for run in runs if run.engine.get("name") != "sim"}

@@ -1,7 +1,7 @@
 """The protocol of an experiment, and the registry: one folder of `ragorder.eval.experiments` for each.
 
-A folder is an experiment if it has a module `experiment` with a subclass of `Experiment`. It brings its cells, its
-record, its measurement, its tables and pictures, and its suites (`*.toml`); nothing else names it.
+A folder is an experiment if its module `experiment` has a subclass of `Experiment`. It holds the cells, the record, the
+measurement, the suites (`*.toml`) and a part of the report (`report.part.Reporter`). Nothing else names it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
-from ragorder.eval import experiments as _folder
 from ragorder.eval.data.corpora import Corpus
 from ragorder.eval.data.corpora.loader import CorpusLoader
 from ragorder.eval.running.cells import SuiteCell, SuiteError
@@ -23,16 +22,15 @@ from ragorder.eval.running.progress import Progress
 from ragorder.eval.running.record import Record
 
 if TYPE_CHECKING:
-    from ragorder.eval.report.part import Part
-    from ragorder.eval.report.reading import Results
-    from ragorder.eval.report.suites import SuiteInfo
     from ragorder.eval.running.options import Options
+    from ragorder.eval.running.reading import Results
     from ragorder.eval.running.store import Store
     from ragorder.eval.running.suite import Suite
 
 __all__ = ["Experiment", "Job", "Line", "Missing", "experiment_of", "experiments", "suite_files"]
 
 Line = Mapping[str, Any]
+_FOLDER = "ragorder.eval.experiments"
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,14 +175,7 @@ class Experiment(ABC):
         """
 
     @classmethod
-    def report(cls, suite: SuiteInfo, results: Results) -> Part:
-        """The tables and pictures of a suite."""
-        from ragorder.eval.report.part import Part
-
-        return Part()
-
-    @classmethod
-    def own_suites(cls) -> Mapping[str, SuiteInfo]:
+    def own_suites(cls) -> Mapping[str, Suite]:
         """Suites that stand in no file."""
         return {}
 
@@ -195,7 +186,7 @@ class Experiment(ABC):
 
 
 def _folders() -> list[Path]:
-    found = (path for home in _folder.__path__ for path in Path(home).iterdir())
+    found = (path for home in import_module(_FOLDER).__path__ for path in Path(home).iterdir())
     return sorted((path for path in found if (path / "experiment.py").is_file()), key=lambda path: path.name)
 
 
@@ -204,7 +195,7 @@ def experiments() -> dict[str, type[Experiment]]:
     """Every experiment by its kind."""
     found: dict[str, type[Experiment]] = {}
     for folder in _folders():
-        module = import_module(f"{_folder.__name__}.{folder.name}.experiment")
+        module = import_module(f"{_FOLDER}.{folder.name}.experiment")
         for value in vars(module).values():
             own = isinstance(value, type) and issubclass(value, Experiment) and value.__module__ == module.__name__
             if own:

@@ -129,6 +129,17 @@ class Record(_Line):
         """How many were served after the warm-up."""
         return 0
 
+    def column(self, name: str) -> Floats | None:
+        """The figures of all requests after the warm-up, NaN where there is none; None if no request has one."""
+        import numpy as np
+
+        if name not in self._columns:
+            values = self.rows.get(name)
+            column = None if values is None else as_column(values)[self.warmup :]
+            self._columns[name] = column if column is not None and np.isfinite(column).any() else None
+        found: Floats | None = self._columns[name]
+        return found
+
     @property
     def block_size(self) -> int:
         """Of the engine, in tokens."""
@@ -161,17 +172,6 @@ class RunRecord(Record):
         for name in self.rows:
             self.column(name)
         return self
-
-    def column(self, name: str) -> Floats | None:
-        """The figures of all requests after the warm-up, NaN where there is none; None if no request has one."""
-        import numpy as np
-
-        if name not in self._columns:
-            values = self.rows.get(name)
-            column = None if values is None else as_column(values)[self.warmup :]
-            self._columns[name] = column if column is not None and np.isfinite(column).any() else None
-        found: Floats | None = self._columns[name]
-        return found
 
     @property
     def requests(self) -> int:

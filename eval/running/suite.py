@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -15,16 +16,17 @@ from ragorder.eval.data.names import unknown
 from ragorder.eval.running.cells import SuiteError, complaint
 from ragorder.eval.running.experiment import experiment_of, suite_files
 from ragorder.eval.running.policies import POLICIES
+from ragorder.eval.running.record import Cell
 
-__all__ = ["GROUPS", "PaperRow", "Reduced", "Report", "Suite", "choose_suites", "load_suite", "load_suites"]
+__all__ = ["GROUPS", "Display", "PaperRow", "Reduced", "Suite", "choose_suites", "load_suite", "load_suites"]
 
 GROUPS = ("paper", "ours", "all")
 _FROM_PAPER = re.compile(r"(ragcache-)?(table|figure)-\d+|pressure")
 _STRICT = ConfigDict(extra="forbid", frozen=True)
 
 
-class Report(BaseModel):
-    """How the report shows a suite."""
+class Display(BaseModel):
+    """The report's view of a suite."""
 
     model_config = _STRICT
 
@@ -33,8 +35,23 @@ class Report(BaseModel):
     metrics: tuple[str, ...] = ()
 
 
-class PaperRow(BaseModel):
-    """A row of the paper's own numbers. Every other field is a figure by its name, or a parameter of the cell."""
+@dataclass(frozen=True, slots=True)
+class PaperRow:
+    """Figures of the paper by name, for a policy (ours of that name) in a cell."""
+
+    label: str
+    policy: str | None
+    hardware: str
+    unit: str
+    at: Cell
+    values: Mapping[str, float | str]
+
+    def matches(self, cell: Cell) -> bool:
+        return all(name not in cell or cell[name] == value for name, value in self.at.items())
+
+
+class PaperLine(BaseModel):
+    """A row of the paper's numbers as declared: every further field is a figure, or a parameter of the cell."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
@@ -46,7 +63,7 @@ class PaperRow(BaseModel):
     cell: Mapping[str, Any] = {}
 
     @model_validator(mode="after")
-    def _named(self) -> PaperRow:
+    def _named(self) -> Self:
         if self.policy is None and self.label is None:
             raise ValueError("a row of the paper's has a policy or a label")
         if self.policy is not None and self.policy not in POLICIES:
@@ -101,8 +118,8 @@ class Suite(BaseModel):
     sweep: Mapping[str, tuple[Any, ...]] = {}
     extra: tuple[Mapping[str, tuple[Any, ...]], ...] = ()
     reduced: Reduced | None = None
-    report: Report
-    paper: tuple[PaperRow, ...] = ()
+    report: Display
+    paper: tuple[PaperLine, ...] = ()
 
     @field_validator("kind")
     @classmethod
@@ -140,6 +157,33 @@ class Suite(BaseModel):
         if self.sweep and twice and any(name in self.sweep for name in twice):
             raise ValueError(f"{twice[0]}: either in [cell] or in [sweep]")
         return self
+
+    @classmethod
+    def unlisted(cls, name: str, title: str = "", **fields: Any) -> Self:
+        """A suite that has no file, for the report on its results."""
+        return cls.model_construct(
+            name=name, title=title or name, report=Display(figure=""), **{"source": "", "says": ""} | fields
+        )
+
+    def about(self, *words: str) -> bool:
+        """Whether the suite shows one of these."""
+        return any(word in (self.name, self.report.figure, *self.report.metrics) for word in words)
+
+    @property
+    def paper_rows(self) -> list[PaperRow]:
+        """The paper's numbers, parameters of the cell told from figures."""
+        parameters = {name for point in self.points for name in point}
+        return [
+            PaperRow(
+                label=row.label or "",
+                policy=row.policy,
+                hardware=row.hardware,
+                unit=row.unit,
+                at={**row.cell, **{name: value for name, value in row.figures.items() if name in parameters}},
+                values={name: value for name, value in row.figures.items() if name not in parameters},
+            )
+            for row in self.paper
+        ]
 
     @property
     def from_paper(self) -> bool:

@@ -752,7 +752,7 @@ class TestWorker:
                 error = response.json()["error"]
                 assert (response.status_code, error["code"], error["param"]) == (400, "invalid_prompt", "prompt")
                 assert f"{len(prompt):,} prompts" in error["message"]
-                assert "at most 3" in error["message"] and "--max-requests" in error["message"]
+                assert "exceed the 3" in error["message"] and "--max-requests" in error["message"]
             response = await client.post(COMPLETIONS, json={"prompt": ["a"] * 3, "max_tokens": 1})
             assert response.status_code == 200 and len(response.json()["choices"]) == 3
 

@@ -716,9 +716,9 @@ class TestTemplates:
             ("\n{text}</d>", "in front of"),
             ("[{id}]\n{text}\n\n", "behind"),
             ("<d>{id}{text}</d>", "between two fields"),
-            ("---{text}---", "part of one another"),
-            ("### {id}\n{text}\n### end", "part of one another"),
-            ("ab{text}a", "part of one another"),
+            ("---{text}---", "neither may contain"),
+            ("### {id}\n{text}\n### end", "neither may contain"),
+            ("ab{text}a", "neither may contain"),
             ("<d>{id}<d>{text}</d>", "not recognised"),
             ("<d>{id}</d>{text}</d>", "not recognised"),
         ],
@@ -1534,7 +1534,7 @@ class TestFailures:
         far_end.events(TOKEN, None)
         with suppress(httpx2.RemoteProtocolError):
             proxy.post(tagged("ab", secret="secret"), headers=headers)  # noqa: S106
-        assert "broken off" in caplog.text
+        assert "cut off" in caplog.text
         # The client of this test logs as well; `ragorder serve` has the server log no requests.
         logged = [record.getMessage() for record in caplog.records if record.name not in ("httpx2", "uvicorn.access")]
         for text in ("secret", "a is a document", "Which?"):
@@ -1701,7 +1701,7 @@ class TestServe:
             with pytest.raises(httpx2.RemoteProtocolError):
                 client.post(CHAT, json=tagged("ab", user="secret"))
         said = process.stop()
-        assert "an answer was broken off: upstream_unavailable" in said
+        assert "an answer was cut off: upstream_unavailable" in said
         for text in ("secret", "a is a document", "Which?", "ragorder/", CHAT):
             assert text not in said
 
@@ -1884,7 +1884,7 @@ class TestServeOptions:
         ("options", "said"),
         [
             (["--api-key", " "], "--api-key: the key is empty"),
-            (["--template", "{text}"], "--template: something visible"),
+            (["--template", "{text}"], "--template: a template needs visible text"),
             (["--template", "@/does/not/exist"], "No such file"),
             (["--template", "@."], "Is a directory"),
             (["--template", "<d>{text}</d>", "--number-by-place"], "--number-by-place: --template shows no {id}"),

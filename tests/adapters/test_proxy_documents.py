@@ -396,9 +396,9 @@ class TestIdsThatAreRanks:
     def test_d7_nothing_of_a_text_is_taken_for_its_id(
         self, template: str, fields: dict[str, str], before: str, after: str
     ) -> None:
-        named = DocumentTemplate(template).named(template.format(**fields))
-        assert named == (before, fields["id"], after)
-        assert named.under("12") == f"{before}12{after}"
+        parts = DocumentTemplate(template).split_at_id(template.format(**fields))
+        assert parts == (before, fields["id"], after)
+        assert parts.with_id("12") == f"{before}12{after}"
 
 
 async def echo(scope: Any, receive: Any, send: Any) -> None:

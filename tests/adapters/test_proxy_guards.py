@@ -280,7 +280,7 @@ class TestReadiness:
     def test_one_that_is_silent_is_not(
         self, start: Callable[..., httpx2.Client], server: RawServer, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setitem(_Readiness._answers.__globals__, "_READY_WAIT_S", 0.2)
+        monkeypatch.setitem(_Readiness._answers.__globals__, "_READY_TIMEOUT_S", 0.2)
         server.delay_s = 5
         assert start().get("/ragorder/ready").status_code == 503
 

@@ -304,7 +304,7 @@ class TestTooManyWait:
         refused = await proxy.send(tagged("refused", "ab"))
         assert (refused.status, refused.headers[b"retry-after"]) == (503, b"1")
         assert json.loads(refused.content)["error"] == {
-            "message": "1 requests wait already (--max-waiting): try again later.",
+            "message": "1 requests are waiting already (--max-waiting): try again later.",
             "type": "server_error",
             "param": None,
             "code": "too_many_waiting",

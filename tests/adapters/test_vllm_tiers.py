@@ -479,7 +479,7 @@ class TestEveryVersionOfVLLM:
         spec = object.__new__(tiers.spec.TierSpec)
         spec._worker = None
         spec.config = SimpleNamespace(canonical_layout=False, extra_config={"sync_load_budget_bytes": 1 << 20})
-        with pytest.raises(ValueError, match="sync_load_budget_bytes is not for CPUs"):
+        with pytest.raises(ValueError, match="sync_load_budget_bytes is not supported on CPUs"):
             spec.get_worker(None)
 
 
@@ -515,7 +515,7 @@ class TestTheCopiesOnACPU:
         import torch
 
         for tensor in (torch.zeros(2, 64, dtype=torch.int16), torch.zeros(2, 32, dtype=torch.int8), torch.zeros(2)):
-            with pytest.raises(ValueError, match="not one of blocks of 64 bytes"), Caches(tiers, 1, tensor):
+            with pytest.raises(ValueError, match="does not consist of blocks of 64 bytes"), Caches(tiers, 1, tensor):
                 pass
         with pytest.raises(ValueError, match="blocks_per_chunk is 0"), Caches(tiers, 0):
             pass

@@ -34,7 +34,7 @@ class TestWhichFilesCount:
 
     def test_a_folder_without_weights_tells_none_unless_they_are_dummies(self, model: Path) -> None:
         (model / "model.safetensors").unlink()
-        with pytest.raises(UnknownWeightsError, match="none in it"):
+        with pytest.raises(UnknownWeightsError, match="the folder has none"):
             WeightDigests().of(str(model))
         dummies = WeightDigests().of(str(model), dummy=True)
         (model / "config.json").write_text('{"hidden_size": 65}')

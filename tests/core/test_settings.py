@@ -12,6 +12,9 @@ from pydantic import ValidationError
 
 from ragorder import Document, Orderer, Settings
 from ragorder.settings import OrdererOptions
+from ragorder.trie.registry import Registry
+from ragorder.trie.search import SearchName, searches
+from ragorder.trie.tail import TailName, tails
 
 FIELDS = {
     "capacity_tokens": 4096,
@@ -103,16 +106,23 @@ class TestValidation:
     @pytest.mark.parametrize(
         ("name", "choices"),
         [
-            ("search", ("best", "greedy")),
-            ("tail", ("auto", "rank", "frequency", "queue")),
-            ("residency", ("lru", "none")),
+            ("search", get_args(get_args(SearchName)[0])),
+            ("tail", get_args(get_args(TailName)[0])),
+            ("residency", get_args(Settings.model_fields["residency"].annotation)),
         ],
     )
     def test_an_unknown_policy_names_the_field_and_the_choices(self, name: str, choices: tuple[str, ...]) -> None:
         said = problem(**{name: "bset"})
         assert name in said
         assert all(repr(choice) in said for choice in choices)
-        assert get_args(Settings.model_fields[name].annotation) == choices
+
+    @pytest.mark.parametrize(("registry", "names"), [(searches, SearchName), (tails, TailName)])
+    def test_type_checkers_see_the_registered_names(self, registry: Registry[Any], names: Any) -> None:
+        assert list(get_args(get_args(names)[0])) == registry.names
+
+    @pytest.mark.parametrize(("name", "misspelt", "meant"), [("search", "bset", "best"), ("tail", "atuo", "auto")])
+    def test_a_misspelt_policy_is_suggested(self, name: str, misspelt: str, meant: str) -> None:
+        assert f"did you mean '{meant}'?" in problem(**{name: misspelt})
 
     @pytest.mark.parametrize(
         ("name", "value"),

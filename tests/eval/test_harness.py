@@ -187,7 +187,7 @@ class TestSuites:
             ("top_k = 5", "topk = 5", r"mine.toml: cell \{.*topk = 5.*\}: topk: unknown field"),
             ("top_k = 5", "top_k = 0", "top_k: Input should be greater than or equal to 1"),
             ("top_k = 5", 'retriever = "colbert"', "retriever: Input should be 'bm25' or 'dense'"),
-            ('["hotpotqa"]', '["squad"]', "dataset: unknown data set 'squad': choose from hotpotqa"),
+            ('["hotpotqa"]', '["squad"]', "dataset: Input should be 'hotpotqa', 'musique'"),
             ("keep_first=2", "keep_frist=2", "mine.toml: policies: unknown guard 'keep_frist=2'"),
         ],
     )

@@ -38,7 +38,7 @@ from ragorder.eval.experiments.pipelining import (
 )
 from ragorder.eval.experiments.pipelining.modes import ask
 from ragorder.eval.experiments.pipelining.speculation import _rate
-from ragorder.eval.report import known_suites, make_report, read_results, render_markdown
+from ragorder.eval.report import make_report, read_results, render_markdown
 from ragorder.eval.running.cells import SuiteError
 from ragorder.eval.running.specs import Bench
 from ragorder.eval.running.suite import Suite, choose_suites, load_suites, read_suite
@@ -457,9 +457,7 @@ class TestOnARealServer:
         assert lines(command[3], "pipelining") == found
 
     def test_shows_it_all_in_the_report(self, found: list[JSON], command: list[Any]) -> None:
-        from ragorder.eval.report.suites import info_of
-
-        report = make_report(read_results(command[3]), {**known_suites(), "mine": info_of(suite())})
+        report = make_report(read_results(command[3]), {**load_suites(), "mine": suite()})
         (section,) = report.sections
         titles = [table.title for table in section.tables]
         assert titles == [
@@ -497,7 +495,7 @@ def line(measure: str, rows: JSON, **cell: Any) -> JSON:
 def report(folder: Path, *found: JSON) -> Any:
     text = "".join(f"{json.dumps(each)}\n" for each in found)
     (folder / "results.jsonl").write_text(text, "utf-8")
-    return make_report(read_results(folder), known_suites())
+    return make_report(read_results(folder), load_suites())
 
 
 def cells(table: Any, row: int = 0) -> dict[str, str]:

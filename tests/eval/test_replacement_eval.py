@@ -35,7 +35,7 @@ from ragorder.eval.experiments.replacement import (
     skewed_stream,
     stream_of_trace,
 )
-from ragorder.eval.report import known_suites, make_report, read_results, render_html, render_markdown
+from ragorder.eval.report import make_report, read_results, render_html, render_markdown
 from ragorder.eval.running.cells import SuiteError
 from ragorder.eval.running.suite import Suite, choose_suites, load_suites, read_suite
 
@@ -561,7 +561,7 @@ class TestTheHarness:
         times = line["scheduling"]
         assert 0 < times["p50_ms"] <= times["p99_ms"] <= times["max_ms"]
         assert (times["requests"], times["top_k"], times["policy"]) == (120, 3, "lru")
-        found = make_report(read_results(tmp_path), known_suites()).sections[0].tables[0]
+        found = make_report(read_results(tmp_path), load_suites()).sections[0].tables[0]
         assert [entry.text for entry in found.rows[0][:2]] == ["300", "LRU"]
 
 
@@ -579,7 +579,7 @@ def line(
 def report(folder: Path, *found: JSON) -> Any:
     text = "".join(f"{json.dumps(each)}\n" for each in found)
     (folder / "results.jsonl").write_text(text, "utf-8")
-    return make_report(read_results(folder), known_suites())
+    return make_report(read_results(folder), load_suites())
 
 
 def cells(table: Any, row: int = 0) -> dict[str, Any]:
@@ -651,7 +651,7 @@ class TestTheReport:
         assert any("is there already" in note for note in found.notes)
 
     def test_draws_a_line_for_each_policy_along_the_sizes(self, folder: Path) -> None:
-        suites = known_suites()
+        suites = load_suites()
         (folder / "mine").mkdir(exist_ok=True)
         text = (folder / "results.jsonl").read_text("utf-8").replace('"suite":"mine"', '"suite":"ragcache-figure-20"')
         (folder / "mine" / "results.jsonl").write_text(text, "utf-8")

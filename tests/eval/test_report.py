@@ -26,17 +26,15 @@ from ragorder.eval.engines.capacity import Capacity
 from ragorder.eval.experiments.quality import summarise
 from ragorder.eval.report import (
     Report,
-    ReportError,
-    known_suites,
+    ResultsError,
     make_report,
     read_results,
     render_html,
     render_markdown,
 )
-from ragorder.eval.report.suites import SuiteInfo, info_of
 from ragorder.eval.running.bench import run_traces
 from ragorder.eval.running.specs import Bench
-from ragorder.eval.running.suite import read_suite
+from ragorder.eval.running.suite import Suite, load_suites, read_suite
 
 pytestmark = pytest.mark.merge
 
@@ -150,8 +148,8 @@ figure = "sweep"
 }
 
 
-def suites() -> dict[str, SuiteInfo]:
-    return {name: info_of(read_suite(name, text, name)) for name, text in SUITES.items()}
+def suites() -> dict[str, Suite]:
+    return {name: read_suite(name, text, name) for name, text in SUITES.items()}
 
 
 def simulated(
@@ -359,11 +357,11 @@ class TestReading:
 
     @pytest.mark.parametrize(("name", "words"), [("nowhere", "is no folder"), (".", "has no results.jsonl")])
     def test_names_what_to_change(self, tmp_path: Path, name: str, words: str) -> None:
-        with pytest.raises(ReportError, match=f"{words}.*ragorder eval run"):
+        with pytest.raises(ResultsError, match=f"{words}.*ragorder eval run"):
             read_results(tmp_path / name)
 
     def test_of_a_session_that_measured_nothing(self, tmp_path: Path) -> None:
-        with pytest.raises(ReportError, match="holds no measurement"):
+        with pytest.raises(ResultsError, match="holds no measurement"):
             read_results(written(tmp_path, SESSION))
 
 
@@ -592,7 +590,7 @@ class TestWhatIsCommitted:
     def test_renders_whole_and_as_it_was_written_down(self, folder: Path) -> None:
         results = read_results(folder)
         assert results.notes == []
-        report = make_report(results, known_suites())
+        report = make_report(results, load_suites())
         assert not re.findall(r'(?:src|href)="(?!#|data:)[^"]*"', render_html(report).replace(XLINK, ""))
         kept = (folder / "report.md").read_text("utf-8")
         assert [line for line in kept.splitlines() if line.startswith("#")] == [

@@ -24,10 +24,9 @@ from ragorder.eval.data.trace import Request, Trace
 from ragorder.eval.engines.prompts import NumberedPrompts
 from ragorder.eval.engines.server import VLLMServer
 from ragorder.eval.experiments.tiering import ARMS, ROOMS, Verdict, judge, make_sizes, make_stream
-from ragorder.eval.report import known_suites, make_report, read_results, render_html, render_markdown
-from ragorder.eval.report.suites import info_of
+from ragorder.eval.report import make_report, read_results, render_html, render_markdown
 from ragorder.eval.running.cells import SuiteError
-from ragorder.eval.running.suite import Suite, choose_suites, read_suite
+from ragorder.eval.running.suite import Suite, choose_suites, load_suites, read_suite
 from ragorder.kernels.store import ChunkStore
 
 JSON = dict[str, Any]
@@ -276,7 +275,7 @@ class TestOnRealServers:
         assert kept(command[3], "tiering") == found
 
     def test_shows_it_all_in_the_report(self, found: list[JSON], command: list[Any]) -> None:
-        report = make_report(read_results(command[3]), {**known_suites(), "mine": info_of(suite())})
+        report = make_report(read_results(command[3]), {**load_suites(), "mine": suite()})
         (section,) = report.sections
         assert [table.title for table in section.tables] == ["Time to the first token"]
         assert "two live servers" in section.engine
@@ -301,7 +300,7 @@ class TestTheReport:
     @staticmethod
     def report(folder: Path, *found: JSON) -> Any:
         (folder / "results.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in found), "utf-8")
-        return make_report(read_results(folder), known_suites())
+        return make_report(read_results(folder), load_suites())
 
     def test_says_what_is_required_and_what_is_met(self, tmp_path: Path) -> None:
         found = self.report(tmp_path, *lines("device", 100, 110), *lines("host", 300, 100))

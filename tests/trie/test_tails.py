@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from time import thread_time
+from typing import NamedTuple
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -22,6 +23,12 @@ HISTORIES = st.lists(REQUESTS, max_size=12)
 QUEUES = st.lists(st.frozensets(st.sampled_from([*KEYS, "x", "y"])), max_size=6)
 
 
+class Requested(NamedTuple):
+    keys: Sequence[str]
+    tokens: Sequence[int] = ()
+    token_ids: Sequence[Sequence[int]] = ()
+
+
 def arrange(
     tail: Tail,
     keys: Sequence[str],
@@ -31,9 +38,10 @@ def arrange(
 ) -> str:
     """The documents behind the prefix, after these requests and for these waiting ones."""
     for earlier in history:
-        tail.observe(earlier)
+        tail.observe(Requested(earlier))
     rest = [rank for rank in range(len(keys)) if rank not in prefix]
-    return "".join(keys[rank] for rank in tail.arrange(keys, prefix, rest, [frozenset(wanted) for wanted in waiting]))
+    arranged = tail.arrange(Requested(keys), prefix, rest, [frozenset(wanted) for wanted in waiting])
+    return "".join(keys[rank] for rank in arranged)
 
 
 class TailContract:
@@ -50,9 +58,9 @@ class TailContract:
         prefix = prefix[: data.draw(st.integers(0, len(keys)))]
         tail = type(self).make()
         for earlier in [*history, keys]:
-            tail.observe(earlier)
+            tail.observe(Requested(earlier))
         rest = [rank for rank in range(len(keys)) if rank not in prefix]
-        assert sorted(tail.arrange(keys, prefix, list(rest), waiting)) == rest
+        assert sorted(tail.arrange(Requested(keys), prefix, list(rest), waiting)) == rest
 
     @shared
     @given(HISTORIES, REQUESTS, QUEUES)
@@ -80,8 +88,8 @@ class TailContract:
         keys = [f"d{number}" for number in range(10_000)]
         tail = type(self).make()
         start = thread_time()
-        tail.observe(keys)
-        arranged = tail.arrange(keys, [], list(range(10_000)), [frozenset(keys[::2]), frozenset(keys[::3])])
+        tail.observe(Requested(keys))
+        arranged = tail.arrange(Requested(keys), [], list(range(10_000)), [frozenset(keys[::2]), frozenset(keys[::3])])
         assert thread_time() - start < 2
         assert sorted(arranged) == list(range(10_000))
 
@@ -126,21 +134,21 @@ class TestFrequency(TailContract):
     def test_counts_do_not_overflow(self) -> None:
         tail = FrequencyTail(half_life=1)
         for _ in range(5_000):
-            tail.observe("a")
-            tail.observe("b")
+            tail.observe(Requested("a"))
+            tail.observe(Requested("b"))
         assert arrange(tail, "xab", history=["ab", "a"]) == "abx"
         assert all(math.isfinite(count) for count in tail._counts.values())
 
     def test_counts_a_bounded_number_of_documents(self) -> None:
         tail = FrequencyTail(max_documents=100)
         for number in range(5_000):
-            tail.observe(["popular", f"rare {number}"])
+            tail.observe(Requested(["popular", f"rare {number}"]))
             assert len(tail._counts) <= 100
-        assert tail.arrange(["rare 0", "rare 1", "popular"], [], [0, 1, 2], ()) == [2, 0, 1]
+        assert tail.arrange(Requested(["rare 0", "rare 1", "popular"]), [], [0, 1, 2], ()) == [2, 0, 1]
 
     def test_one_request_with_more_documents_than_are_counted(self) -> None:
         tail = FrequencyTail(max_documents=10)
-        tail.observe([str(number) for number in range(1_000)])
+        tail.observe(Requested([str(number) for number in range(1_000)]))
         assert len(tail._counts) <= 10
 
     def test_the_queue_does_not_matter(self) -> None:

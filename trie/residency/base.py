@@ -5,24 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from ragorder.trie.tree import Key, Node
+from ragorder.trie.tree import Node, RequestedDocuments, TokenIds
 
 __all__ = ["Lease", "RequestedDocuments", "Residency", "TokenIds"]
-
-TokenIds = Sequence[int]
-
-
-class RequestedDocuments(Protocol):
-    """The documents about to be searched for, in rank order; `token_ids` may be empty."""
-
-    @property
-    def keys(self) -> Sequence[Key]: ...
-
-    @property
-    def tokens(self) -> Sequence[int]: ...
-
-    @property
-    def token_ids(self) -> Sequence[TokenIds]: ...
 
 
 class Lease:

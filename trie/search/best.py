@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ragorder.trie.search.base import Permits, ranks_on_path
+from ragorder.trie.search.base import Permits, PrefixSearch, ranks_on_path, searches
 from ragorder.trie.tree import Key, KnowledgeTree, Node
 
 __all__ = ["BestPathSearch"]
 
 
-class BestPathSearch:
+@searches.register("best", "the longest cached path in tokens")
+class BestPathSearch(PrefixSearch):
     """Depth-first search of all paths within the request's documents, over at most `budget` nodes.
 
     The longest cached prefix in tokens wins, among equals the most recently used. A node of which the engine holds only

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ragorder.trie.search.base import Permits, ranks_on_path
+from ragorder.trie.search.base import Permits, PrefixSearch, ranks_on_path, searches
 from ragorder.trie.tree import Key, KnowledgeTree, Node
 
 __all__ = ["GreedySearch"]
 
 
-class GreedySearch:
+@searches.register("greedy", "the best-ranked cached document at each step (RAGCache++)")
+class GreedySearch(PrefixSearch):
     """At each node takes the cached child with the best rank. Under guards at most `budget` orders are checked. The
     paper's code iterates over a `set`, in an order that depends on the hash seed; here it is retrieval order, as
     Algorithm 1 is written."""

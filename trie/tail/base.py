@@ -1,32 +1,51 @@
-"""Interface of a tail policy."""
+"""Interface of a tail policy, and the registry of policies."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from typing import Protocol, Self
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Self
 
-from ragorder.trie.tree import Key
+from ragorder.trie.registry import Registry
+from ragorder.trie.tree import Key, Node, RequestedDocuments
 
-__all__ = ["Tail", "Waiting"]
+__all__ = ["Tail", "Waiting", "tails"]
 
 Waiting = Sequence[frozenset[Key]]
 """The document keys of each request that already waits, next first."""
 
 
-class Tail(Protocol):
-    """Orders the documents after the cached prefix for the requests to come.
+class Tail(ABC):
+    """Orders the documents after the cached prefix for the requests to come; a document is named by its rank.
 
-    All of a request's documents are given by key in rank order; a document is named by its rank.
+    The defaults are those of a policy that remembers nothing: others override `observe`, `observing` and `copy`.
     """
 
-    def observe(self, keys: Sequence[Key]) -> None: ...
+    @classmethod
+    def from_settings(cls, settings: Any) -> Self:
+        """The policy for an orderer with these `ragorder.Settings`."""
+        return cls()
 
-    def observing(self, keys: Sequence[Key]) -> AbstractContextManager[None]:
+    def observe(self, request: RequestedDocuments) -> None:  # noqa: B027
+        """A request is about to be arranged."""
+
+    def observing(self, request: RequestedDocuments) -> AbstractContextManager[None]:
         """A block in which the request counts as observed, and after which it does not."""
+        return nullcontext()
+
+    def served(self, path: Sequence[Node]) -> None:  # noqa: B027
+        """A request was served: the engine has computed its path, from the root."""
 
     def copy(self) -> Self:
         """An independent policy that has observed the same requests."""
+        return self
 
-    def arrange(self, keys: Sequence[Key], prefix: Sequence[int], rest: list[int], waiting: Waiting) -> list[int]:
+    @abstractmethod
+    def arrange(
+        self, request: RequestedDocuments, prefix: Sequence[int], rest: list[int], waiting: Waiting
+    ) -> list[int]:
         """The ranks in `rest` (in rank order) in the order in which they are to follow `prefix`."""
+
+
+tails: Registry[Tail] = Registry("tail")

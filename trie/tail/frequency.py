@@ -7,15 +7,16 @@ from contextlib import contextmanager
 from copy import copy as shallow_copy
 from typing import Self
 
-from ragorder.trie.tail.base import Waiting
-from ragorder.trie.tree import Key
+from ragorder.trie.tail.base import Tail, Waiting, tails
+from ragorder.trie.tree import Key, RequestedDocuments
 
 __all__ = ["FrequencyTail"]
 
 _RESCALE = 1e200
 
 
-class FrequencyTail:
+@tails.register("frequency", "the most requested documents first")
+class FrequencyTail(Tail):
     """The most frequently requested document first, ties in rank order.
 
     A request counts half after `half_life` further ones. Of more than `max_documents` the rarer half is forgotten.
@@ -28,10 +29,10 @@ class FrequencyTail:
         self._weight = 1.0
         self._counts: dict[Key, float] = {}
 
-    def observe(self, keys: Sequence[Key]) -> None:
+    def observe(self, request: RequestedDocuments) -> None:
         self._weight = weight = self._weight * self._growth
         counts = self._counts
-        for key in keys:
+        for key in request.keys:
             counts[key] = counts.get(key, 0.0) + weight
         if len(counts) > self.max_documents:
             kept = sorted(counts.items(), key=lambda item: -item[1])[: self.max_documents // 2]
@@ -41,10 +42,10 @@ class FrequencyTail:
             self._weight = 1.0
 
     @contextmanager
-    def observing(self, keys: Sequence[Key]) -> Iterator[None]:
+    def observing(self, request: RequestedDocuments) -> Iterator[None]:
         counts, weight = self._counts, self._weight
-        before = {key: counts.get(key) for key in keys}
-        self.observe(keys)
+        before = {key: counts.get(key) for key in request.keys}
+        self.observe(request)
         try:
             yield
         finally:
@@ -60,6 +61,8 @@ class FrequencyTail:
         copy._counts = dict(self._counts)
         return copy
 
-    def arrange(self, keys: Sequence[Key], prefix: Sequence[int], rest: list[int], waiting: Waiting) -> list[int]:
-        counts = self._counts
+    def arrange(
+        self, request: RequestedDocuments, prefix: Sequence[int], rest: list[int], waiting: Waiting
+    ) -> list[int]:
+        keys, counts = request.keys, self._counts
         return sorted(rest, key=lambda rank: -counts.get(keys[rank], 0.0))

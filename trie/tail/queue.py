@@ -7,34 +7,42 @@ from contextlib import AbstractContextManager
 from copy import copy as shallow_copy
 from typing import Self
 
-from ragorder.trie.tail.base import Tail, Waiting
-from ragorder.trie.tree import Key
+from ragorder.trie.tail.base import Tail, Waiting, tails
+from ragorder.trie.tail.rank import RankTail
+from ragorder.trie.tree import Node, RequestedDocuments
 
 __all__ = ["QueueTail"]
 
 
-class QueueTail:
+@tails.register("queue", "for the waiting requests, and without any as ranked")
+class QueueTail(Tail):
     """Next come the documents that most of the waiting requests want, among those that can still share the prefix.
 
-    Once no waiting request can share, the fallback policy arranges the rest.
+    Once no waiting request can share, the fallback policy (by default rank order) arranges the rest.
     """
 
-    def __init__(self, fallback: Tail) -> None:
-        self.fallback = fallback
+    def __init__(self, fallback: Tail | None = None) -> None:
+        self.fallback = RankTail() if fallback is None else fallback
 
-    def observe(self, keys: Sequence[Key]) -> None:
-        self.fallback.observe(keys)
+    def observe(self, request: RequestedDocuments) -> None:
+        self.fallback.observe(request)
 
-    def observing(self, keys: Sequence[Key]) -> AbstractContextManager[None]:
-        return self.fallback.observing(keys)
+    def observing(self, request: RequestedDocuments) -> AbstractContextManager[None]:
+        return self.fallback.observing(request)
+
+    def served(self, path: Sequence[Node]) -> None:
+        self.fallback.served(path)
 
     def copy(self) -> Self:
         copy = shallow_copy(self)
         copy.fallback = self.fallback.copy()
         return copy
 
-    def arrange(self, keys: Sequence[Key], prefix: Sequence[int], rest: list[int], waiting: Waiting) -> list[int]:
-        rest = self.fallback.arrange(keys, prefix, rest, waiting)
+    def arrange(
+        self, request: RequestedDocuments, prefix: Sequence[int], rest: list[int], waiting: Waiting
+    ) -> list[int]:
+        keys = request.keys
+        rest = self.fallback.arrange(request, prefix, rest, waiting)
         placed = [keys[rank] for rank in prefix]
         sharing = [wanted for wanted in waiting if wanted.issuperset(placed)]
         arranged: list[int] = []

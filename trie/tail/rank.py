@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Self
 
-from ragorder.trie.tail.base import Waiting
-from ragorder.trie.tree import Key
+from ragorder.trie.tail.base import Tail, Waiting, tails
+from ragorder.trie.tree import RequestedDocuments
 
 __all__ = ["RankTail"]
 
 
-class RankTail:
+@tails.register("rank", "as retrieval ranked them")
+class RankTail(Tail):
     """The most relevant document first."""
 
-    def observe(self, keys: Sequence[Key]) -> None:
-        pass
-
-    def observing(self, keys: Sequence[Key]) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def copy(self) -> Self:
-        return self
-
-    def arrange(self, keys: Sequence[Key], prefix: Sequence[int], rest: list[int], waiting: Waiting) -> list[int]:
+    def arrange(
+        self, request: RequestedDocuments, prefix: Sequence[int], rest: list[int], waiting: Waiting
+    ) -> list[int]:
         return rest

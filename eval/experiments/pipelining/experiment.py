@@ -22,8 +22,7 @@ from ragorder.eval.running.specs import Bench
 if TYPE_CHECKING:
     from ragorder.eval.experiments.pipelining.server import MeasuredServer, ServerFacts
     from ragorder.eval.report.part import Part
-    from ragorder.eval.report.reading import Results
-    from ragorder.eval.report.suites import SuiteInfo
+    from ragorder.eval.running.reading import Results
     from ragorder.eval.running.suite import Suite
 
 __all__ = ["Pipelining"]
@@ -108,7 +107,7 @@ class Pipelining(Experiment):
         return self._facts
 
     @classmethod
-    def report(cls, suite: SuiteInfo, results: Results) -> Part:
+    def report(cls, suite: Suite, results: Results) -> Part:
         from ragorder.eval.experiments.pipelining.report import pipelining_part
 
         return pipelining_part(suite, results)

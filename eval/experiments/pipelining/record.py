@@ -34,13 +34,13 @@ class PipeliningRecord(Record):
     @property
     def requests(self) -> int:
         """How many were served after the warm-up, in all modes."""
-        throughput = self.column("none", "requests")
+        throughput = self.figures("none", "requests")
         if len(throughput):
-            return int(sum(self.column(mode, "requests").sum() for mode in self.rows))
-        return sum(len(self.column(mode, "ttft_ms")) for mode in self.rows)
+            return int(sum(self.figures(mode, "requests").sum() for mode in self.rows))
+        return sum(len(self.figures(mode, "ttft_ms")) for mode in self.rows)
 
-    def column(self, mode: str, name: str) -> Floats:
-        """The figures after the warm-up, NaN where there is none."""
+    def figures(self, mode: str, name: str) -> Floats:
+        """A mode's column after the warm-up, NaN where there is no figure."""
         return as_column(self.rows.get(mode, {}).get(name, ()))[self.warmup :]
 
     def entries(self, mode: str, name: str) -> Sequence[Any]:

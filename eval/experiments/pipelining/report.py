@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 from ragorder.eval.experiments.pipelining.record import PipeliningRecord
 from ragorder.eval.report.paper import number
 from ragorder.eval.report.part import Part
-from ragorder.eval.report.reading import Results
 from ragorder.eval.report.statistics import Comparison, compare, summary
-from ragorder.eval.report.suites import PaperRow, SuiteInfo
 from ragorder.eval.report.tables import Entry, Table
 from ragorder.eval.report.words import THIN, change_words, figure, signed
+from ragorder.eval.running.reading import Results
 from ragorder.eval.running.record import key_of
+from ragorder.eval.running.suite import PaperRow, Suite
 
 if TYPE_CHECKING:
     from ragorder.eval.running.record import Floats
@@ -48,7 +48,7 @@ _THROUGHPUT = (
 _Group = Sequence[PipeliningRecord]
 
 
-def pipelining_part(suite: SuiteInfo, results: Results) -> Part:
+def pipelining_part(suite: Suite, results: Results) -> Part:
     lines = results.of(PipeliningRecord, suite.name)
     return Part(_pipelining_tables(suite, lines), engine=_engine(lines))
 
@@ -62,7 +62,7 @@ def _engine(lines: _Group) -> str:
     return "; ".join(dict.fromkeys(found))
 
 
-def _pipelining_tables(suite: SuiteInfo, lines: _Group) -> list[Table]:
+def _pipelining_tables(suite: Suite, lines: _Group) -> list[Table]:
     """What was measured of a suite about pipelines, with the paper's numbers beside it."""
     groups: dict[object, list[PipeliningRecord]] = {}
     for line in lines:
@@ -74,7 +74,7 @@ def _pipelining_tables(suite: SuiteInfo, lines: _Group) -> list[Table]:
     return tables
 
 
-def _cold(suite: SuiteInfo, groups: Sequence[_Group]) -> list[Table]:
+def _cold(suite: Suite, groups: Sequence[_Group]) -> list[Table]:
     headings = ["retrieval", "T_sys, ms", "T_docs, ms", "serial, ms", "with warm-up, ms", "saving, %"]
     headings += ["bound, ms", "of the bound, %", "to 10 %"]
     paper = any(_beside(suite, lines) for lines in groups)
@@ -85,7 +85,11 @@ def _cold(suite: SuiteInfo, groups: Sequence[_Group]) -> list[Table]:
         saved = _compare(lines, "none", "warmup", "ttft_ms", statistic="p50", better="lower")
         bounds = [_bounds(line) for line in lines]
         over = compare(
-            bounds, [line.column("warmup", "ttft_ms") for line in lines], statistic="p50", relative=True, better="lower"
+            bounds,
+            [line.figures("warmup", "ttft_ms") for line in lines],
+            statistic="p50",
+            relative=True,
+            better="lower",
         )
         row = [
             Entry(_retrieval(lines[0]), f"system prompt {lines[0].system_tokens:,} tokens"),
@@ -103,7 +107,7 @@ def _cold(suite: SuiteInfo, groups: Sequence[_Group]) -> list[Table]:
     return [table]
 
 
-def _speculation(suite: SuiteInfo, groups: Sequence[_Group]) -> list[Table]:
+def _speculation(suite: Suite, groups: Sequence[_Group]) -> list[Table]:
     headings = ["search", "T2, ms", "T1, ms", "T2 / T1", "TTFT mean, ms", "TTFT p50, ms", "TTFT p95, ms"]
     headings += ["right, %", "extra prefill, %"]
     paper = any(_beside(suite, lines) for lines in groups)
@@ -144,7 +148,7 @@ def _stages(groups: Sequence[_Group]) -> Table:
     return table
 
 
-def _throughput(suite: SuiteInfo, groups: Sequence[_Group]) -> list[Table]:
+def _throughput(suite: Suite, groups: Sequence[_Group]) -> list[Table]:
     headings = ["search", "clients", "offered", "without, requests/s", "speculating, requests/s", "at most 2 % less"]
     table = Table("Throughput under saturation", [*headings, "refused, %", "extra prefill, %"], note=_THROUGHPUT)
     for lines in groups:
@@ -167,7 +171,7 @@ def _throughput(suite: SuiteInfo, groups: Sequence[_Group]) -> list[Table]:
     return [table]
 
 
-_TABLES: Mapping[str, Callable[[SuiteInfo, Sequence[_Group]], list[Table]]] = {
+_TABLES: Mapping[str, Callable[[Suite, Sequence[_Group]], list[Table]]] = {
     "cold": _cold,
     "speculation": _speculation,
     "throughput": _throughput,
@@ -177,23 +181,23 @@ _TABLES: Mapping[str, Callable[[SuiteInfo, Sequence[_Group]], list[Table]]] = {
 def _bounds(line: PipeliningRecord) -> Floats:
     import numpy as np
 
-    waited = np.maximum(line.column("warmup", "retrieval_ms"), line.column("alone", "system_ms"))
-    bound: Floats = waited + line.column("alone", "documents_ms")
+    waited = np.maximum(line.figures("warmup", "retrieval_ms"), line.figures("alone", "system_ms"))
+    bound: Floats = waited + line.figures("alone", "documents_ms")
     return bound
 
 
 def _compare(lines: _Group, plain: str, mode: str, name: str, *, statistic: Any, better: Any) -> Comparison:
-    sides = [[line.column(each, name) for line in lines] for each in (plain, mode)]
+    sides = [[line.figures(each, name) for line in lines] for each in (plain, mode)]
     return compare(*sides, statistic=statistic, relative=True, better=better)
 
 
 def _stat(lines: _Group, mode: str, name: str) -> float | None:
-    found = summary([value for line in lines for value in line.column(mode, name)])
+    found = summary([value for line in lines for value in line.figures(mode, name)])
     return found.p50 if found else None
 
 
 def _sum(lines: _Group, mode: str, name: str) -> float:
-    return float(sum(line.column(mode, name).sum() for line in lines))
+    return float(sum(line.figures(mode, name).sum() for line in lines))
 
 
 def _started(lines: _Group) -> list[Sequence[int]]:
@@ -217,7 +221,7 @@ def _extra(lines: _Group) -> Entry:
 
 def _retrieval(line: PipeliningRecord) -> str:
     if (share := line.cell.get("retrieval_of_system")) is not None:
-        pause = summary([float(value) for value in line.column("none", "retrieval_ms")])
+        pause = summary([float(value) for value in line.figures("none", "retrieval_ms")])
         return f"{share:g} × T_sys ({figure(pause.p50 if pause else None, 0)}{THIN}ms)"
     return f"{line.cell['retrieval_ms']:g}{THIN}ms"
 
@@ -230,22 +234,24 @@ def _search(line: PipeliningRecord) -> str:
     return f"{words}, cautious" if cell.get("cautious") else words
 
 
-def _beside(suite: SuiteInfo, lines: _Group) -> list[PaperRow]:
+def _beside(suite: Suite, lines: _Group) -> list[PaperRow]:
     """The paper's rows at the same parameters; a search that is not stretched has none."""
     cell = lines[0].cell
     if cell["measure"] == "speculation" and not cell.get("search_ms"):
         return []
-    return [row for row in suite.paper if row.at and all(cell.get(name) == value for name, value in row.at.items())]
+    return [
+        row for row in suite.paper_rows if row.at and all(cell.get(name) == value for name, value in row.at.items())
+    ]
 
 
-def _paper_cold(suite: SuiteInfo, lines: _Group) -> list[Entry]:
+def _paper_cold(suite: Suite, lines: _Group) -> list[Entry]:
     for row in _beside(suite, lines):
         times = ", ".join(figure(number(row, name)) for name in ("serial_ms", "pipelined_ms"))
         return [Entry(times, row.hardware), Entry(figure(number(row, "saving_percent")))]
     return [Entry("–"), Entry("–")]
 
 
-def _paper_ratios(suite: SuiteInfo, lines: _Group) -> str:
+def _paper_ratios(suite: Suite, lines: _Group) -> str:
     words = []
     for row in _beside(suite, lines):
         serial, speculative = number(row, "serial_ms"), number(row, "speculative_ms")
@@ -281,7 +287,7 @@ def _at_most_less(rates: Comparison) -> str:
 
 def _counted(groups: Sequence[_Group]) -> str:
     seeds = sorted({line.seed for lines in groups for line in lines})
-    served = sorted({len(line.column("none", "ttft_ms")) for lines in groups for line in lines})
+    served = sorted({len(line.figures("none", "ttft_ms")) for lines in groups for line in lines})
     warmup = sorted({line.warmup for lines in groups for line in lines})
     numbers = [" to ".join(f"{each:,}" for each in dict.fromkeys((some[0], some[-1]))) for some in (served, warmup)]
     return f"{numbers[0]} requests a seed and mode after {numbers[1]} of warm-up; seeds {', '.join(map(str, seeds))}."

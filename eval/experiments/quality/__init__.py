@@ -1,28 +1,30 @@
-"""Does the order of the documents change the answers? Questions with known answers, asked in every order."""
+"""Answer quality: questions with known answers, asked with the documents in several orders."""
 
 from __future__ import annotations
 
-from ragorder.eval.experiments.quality.base import QualityError, Question
-from ragorder.eval.experiments.quality.bench import run_quality, serve_quality
+from ragorder.eval.experiments.quality.base import GradedQuestion, QualityError
+from ragorder.eval.experiments.quality.bench import done_in, run_quality, serve_quality
 from ragorder.eval.experiments.quality.compare import compare_orders, gold_places, judge, summarise
-from ragorder.eval.experiments.quality.extract import extract_answer
-from ragorder.eval.experiments.quality.metrics import SCORERS, Scorer
+from ragorder.eval.experiments.quality.datasets import DATASETS, Dataset, QuestionSet, load_questions
+from ragorder.eval.experiments.quality.metrics import SCORERS, Scorer, extract_answer
 from ragorder.eval.experiments.quality.orders import DEFAULT_ORDERS, Order
-from ragorder.eval.experiments.quality.sources import DATASETS, Dataset, QuestionSet, load_questions
-from ragorder.eval.experiments.quality.specs import QualityBench
+from ragorder.eval.experiments.quality.specs import AnswererSpec, QualityBench, QuestionsSpec
 
 __all__ = [
     "DATASETS",
     "DEFAULT_ORDERS",
     "SCORERS",
+    "AnswererSpec",
     "Dataset",
+    "GradedQuestion",
     "Order",
     "QualityBench",
     "QualityError",
-    "Question",
     "QuestionSet",
+    "QuestionsSpec",
     "Scorer",
     "compare_orders",
+    "done_in",
     "extract_answer",
     "gold_places",
     "judge",

@@ -1,4 +1,4 @@
-"""Sources of answers: an engine in this process, an OpenAI-compatible server, or a stub for dry runs."""
+"""Sources of answers: an engine in this process, an OpenAI-compatible server, a stub for dry runs."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from ragorder.eval.engines.base import Cache, EngineError, RequestError
 from ragorder.eval.engines.prompts import PromptIds
-from ragorder.eval.experiments.quality.base import Question
+from ragorder.eval.experiments.quality.base import GradedQuestion
 from ragorder.prompt import Prompt
 
 if TYPE_CHECKING:
     from ragorder.eval.engines.torch import TorchEngine
     from ragorder.eval.engines.vllm import VLLMEngine
 
-__all__ = ["Answer", "Answerer", "ServerAnswers", "StubAnswers", "local_answers"]
+__all__ = ["Answerer", "ModelAnswer", "ServerAnswers", "StubAnswers", "local_answers"]
 
 _TIMEOUT_S = 600.0
 _DEFAULT_BLOCK_SIZE = 16
@@ -27,7 +27,7 @@ _DEFAULT_CAPACITY_TOKENS = 262_144
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ModelAnswer:
     """`cached_tokens` is None where the engine does not report them."""
 
     text: str
@@ -35,33 +35,34 @@ class Answer:
 
 
 class Answerer(Cache, Protocol):
-    """An engine that answers questions, greedily, to the end of the sequence or to its limit of tokens."""
+    """An engine that answers greedily, up to the end of the sequence or to its limit of tokens."""
 
     def reset(self, *, reuse: bool = True) -> None:
-        """A cache that holds nothing. Without `reuse` every request that follows finds it so."""
+        """Empty the cache; without `reuse` before every further request, too."""
 
-    def answer(self, question: Question, prompt: Prompt) -> Answer:
+    def answer(self, question: GradedQuestion, prompt: Prompt) -> ModelAnswer:
         """Raises RequestError, which never quotes the prompt."""
 
 
 class StubAnswers:
-    """No model: says what it was told to, whatever the prompt, and has no cache. It shows that questions, orders,
-    prompts and scores fit together, and nothing about quality."""
+    """Fixed answers, without a model or a cache: a check of questions, orders, prompts and scores."""
 
     name = "stub"
     kept_output_tokens = 0
     partial_blocks_first = True
 
-    def __init__(self, say: Callable[[Question], str], block_size: int | None, capacity_tokens: int | None) -> None:
+    def __init__(
+        self, say: Callable[[GradedQuestion], str], block_size: int | None, capacity_tokens: int | None
+    ) -> None:
         self.block_size = block_size or _DEFAULT_BLOCK_SIZE
         self.capacity_tokens = capacity_tokens
         self._say = say
 
     def reset(self, *, reuse: bool = True) -> None:
-        """There is nothing to forget."""
+        pass
 
-    def answer(self, question: Question, prompt: Prompt) -> Answer:
-        return Answer(self._say(question), None)
+    def answer(self, question: GradedQuestion, prompt: Prompt) -> ModelAnswer:
+        return ModelAnswer(self._say(question), None)
 
 
 class _LocalAnswers:
@@ -78,32 +79,31 @@ class _LocalAnswers:
         self._reuse = reuse
         self._engine.reset()
 
-    def answer(self, question: Question, prompt: Prompt) -> Answer:
+    def answer(self, question: GradedQuestion, prompt: Prompt) -> ModelAnswer:
         if not self._reuse:
             self._engine.reset()
         try:
             served = self._engine.generate(PromptIds.of(prompt))
         except ValueError as error:
             raise RequestError(str(error)) from None
-        return Answer(served.text, served.cached_tokens)
+        return ModelAnswer(served.text, served.cached_tokens)
 
 
 @contextmanager
 def local_answers(engine: VLLMEngine | TorchEngine, output_tokens: int) -> Iterator[Answerer]:
-    """Have an engine of the benchmarks answer while the block lasts. `output_tokens` is the longest answer."""
+    """An engine of the benchmarks, set to answer with at most `output_tokens` within the block."""
     with engine.answering(output_tokens):
         yield _LocalAnswers(engine)
 
 
 class ServerAnswers:
-    """A server behind `base_url` (with or without /v1), asked by chat completions; use it in a `with` block. Several
-    threads may ask it at a time.
+    """Chat completions of a server at `base_url` (with or without /v1), in a `with` block and from several threads.
 
-    `model` is its id there. `block_size` and `capacity_tokens` None are those of the server's /metrics, or 16 and
-    262,144 where it has none. Where the server knows `cache_salt`, every `reset` draws a new one. What a server refuses
-    is left out from the first request on: `cache_salt`, then `max_tokens` in favour of `max_completion_tokens`.
+    `block_size` and `capacity_tokens` None are those of its /metrics, or 16 and 262,144. Every `reset` draws a new
+    `cache_salt`. A server that refuses salts, or `max_tokens`, gets requests without them
+    (`max_completion_tokens`).
 
-    Raises EngineError for an address or a key that is none, ImportError naming the extra to install.
+    Raises EngineError for an invalid address or key, ImportError naming the extra to install.
     """
 
     name = "openai"
@@ -160,7 +160,7 @@ class ServerAnswers:
     def reset(self, *, reuse: bool = True) -> None:
         self._salt = secrets.token_hex(16) if reuse else None
 
-    def answer(self, question: Question, prompt: Prompt) -> Answer:
+    def answer(self, question: GradedQuestion, prompt: Prompt) -> ModelAnswer:
         while True:
             form = self._form
             try:
@@ -179,7 +179,7 @@ class ServerAnswers:
                 self._works = True
                 return answer
 
-    def _ask(self, prompt: Prompt, form: Mapping[str, Any]) -> Answer:
+    def _ask(self, prompt: Prompt, form: Mapping[str, Any]) -> ModelAnswer:
         body = {"model": self._model, "messages": prompt.messages, "temperature": 0, **form}
         if "cache_salt" in form:
             body["cache_salt"] = self._salt or secrets.token_hex(16)
@@ -196,4 +196,4 @@ class ServerAnswers:
             raise RequestError("the answer has no text")
         # Without a salt one order finds what another left in the cache: that says nothing about either.
         told = "cache_salt" in form and isinstance(cached_tokens, int)
-        return Answer(text or "", cached_tokens if told else None)
+        return ModelAnswer(text or "", cached_tokens if told else None)

@@ -1,24 +1,27 @@
-"""Questions whose answers are known, with the documents that were retrieved for them."""
+"""Questions with known answers and retrieved documents."""
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from ragorder.document import Document
 
-__all__ = ["QualityError", "Question", "Reading"]
+__all__ = ["DatasetName", "GradedQuestion", "QualityError", "Reading"]
+
+DatasetName = Literal["hotpotqa", "musique", "2wikimultihopqa", "triviaqa", "nq"]
 
 
 class QualityError(ValueError):
-    """Quality cannot be measured as asked. The message says what to change."""
+    """Quality cannot be measured. The message says what to change."""
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
-    """`answers` are all accepted ones (one at least), `documents` stand in retrieval order, `gold` are the ids of those
-    among them that support the answer."""
+class GradedQuestion:
+    """`answers` are all accepted ones (at least one), `documents` in retrieval order, `gold` the ids of those that
+    support the answer."""
 
     id: str
     text: str
@@ -28,12 +31,10 @@ class Question:
 
 
 class Reading:
-    """What a loader needs beside the records, and what it passed over.
+    """The documents of a data set while it is read, named by title; questions share documents of equal title and text.
 
-    A document is named by its title. The same title and text is the same document in every question, so that questions
-    share it; another text under a known title is "title (2)" and so on. Texts are cut to `document_words` words.
-    `evidence` is TriviaQA's folder of that name, `aliases` the further answers of 2WikiMultiHopQA.
-    `passed_over` counts what could not be used, by reason.
+    Another text under a known title is "title (2)". `evidence` is TriviaQA's folder, `aliases` the further answers of
+    2WikiMultiHopQA. `passed_over` counts what could not be used, by reason.
     """
 
     def __init__(

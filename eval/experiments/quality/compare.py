@@ -25,8 +25,8 @@ _KEY = ("session", "suite", "cell", "seed", "dry_run")
 
 
 def mcnemar_exact(baseline: Sequence[int], other: Sequence[int]) -> tuple[int, int, float]:
-    """How many questions only the baseline and only the other answered, and the two-sided p-value of McNemar's exact
-    test that neither is better. Raises ValueError for different lengths, ImportError without scipy."""
+    """Questions that only the baseline answered, those that only the other answered, and the two-sided p-value of
+    McNemar's exact test. Raises ValueError for different lengths, ImportError without scipy."""
     pairs = list(zip(baseline, other, strict=True))
     lost = sum(before > after for before, after in pairs)
     won = sum(before < after for before, after in pairs)
@@ -38,8 +38,8 @@ def mcnemar_exact(baseline: Sequence[int], other: Sequence[int]) -> tuple[int, i
 def bootstrap_difference(
     baseline: Sequence[float], other: Sequence[float], *, seed: int = 0, confidence: float = 0.95
 ) -> tuple[float, float, float]:
-    """The mean of other - baseline over paired questions, and its percentile bootstrap interval (questions are
-    resampled). Raises ValueError for different lengths or none, ImportError without scipy."""
+    """The mean of other - baseline over paired questions, and its percentile bootstrap interval. Raises ValueError for
+    different lengths or no questions, ImportError without scipy."""
     differences = [after - before for before, after in zip(baseline, other, strict=True)]
     if not differences:
         raise ValueError("there are no questions to compare")
@@ -68,10 +68,9 @@ def _scipy_stats() -> Any:
 
 
 def summarise(lines: Iterable[Mapping[str, Any]], progress: Progress | None = None) -> list[Line]:
-    """Lines of type "check" on what lines of type "quality" say together, for each (suite, cell, seed, dry run): a
-    "quality-comparison" of each order with retrieval order, "quality-positions" of each order, and at last
-    "quality-verdict", which alone there is of a dry run. Lines of other types are passed over; of several for one order
-    the last one counts."""
+    """Lines of type "check" for each (suite, cell, seed, dry_run) of the "quality" lines: "quality-comparison" and
+    "quality-positions" of each order, then "quality-verdict" (the only one of a dry run). The last of several lines for
+    one order counts."""
     groups: dict[str, dict[str, Mapping[str, Any]]] = defaultdict(dict)
     for line in lines:
         if line.get("type") == "quality":
@@ -91,12 +90,11 @@ def summarise(lines: Iterable[Mapping[str, Any]], progress: Progress | None = No
 
 
 def compare_orders(lines: Sequence[Mapping[str, Any]], baseline: str = _BASELINE) -> list[Line]:
-    """Each order with the baseline, question by question, over those that both answered. EM and F1 are in percent.
+    """Each order against the baseline over the questions that both answered; EM and F1 in percent.
 
-    `reordered` is the share of questions whose documents stand otherwise than retrieval put them. EM is "better" or
-    "worse" if McNemar's exact test says so at 5 % (`em_p`, from `em_lost` questions that only the baseline and
-    `em_won` that only this order answered), F1 if the 95 % interval of the paired difference leaves out zero; else
-    there is "no difference" that so many questions could show. Nothing is corrected for comparing several orders.
+    `reordered` is the share of questions whose documents are not in retrieval order. EM differs if McNemar's exact test
+    says so at 5 % (`em_p`, from `em_lost` questions that only the baseline answered and `em_won` that only this order
+    did), F1 if the 95 % interval of the paired difference excludes zero. Comparing several orders is not corrected for.
     """
     by_policy = {line["policy"]: line for line in lines}
     if baseline not in by_policy:
@@ -137,9 +135,8 @@ def compare_orders(lines: Sequence[Mapping[str, Any]], baseline: str = _BASELINE
 
 
 def gold_places(line: Mapping[str, Any]) -> Line:
-    """Position sensitivity of one order: for each place (from 0, the front) how many gold documents stood there, and
-    EM and F1 in percent over their questions. A question with several gold documents counts at each of their places;
-    `without_gold` questions had none among their documents."""
+    """For each place (from 0, the front) the number of gold documents there, and EM and F1 in percent over their
+    questions. A question counts at each of its gold documents; `without_gold` questions have none."""
     rows = line["rows"]
     by_place: dict[int, list[tuple[int, float]]] = defaultdict(list)
     without = 0
@@ -164,9 +161,8 @@ def gold_places(line: Mapping[str, Any]) -> Line:
 
 
 def judge(lines: Sequence[Mapping[str, Any]]) -> Line:
-    """Whether quality was `measured` in these orders of one cell, and if not, why not (`reason`). `note` says what
-    a measurement cannot show. `reordered` is each order's share of questions whose documents do not stand as retrieval
-    put them."""
+    """Whether quality was `measured` in these orders of one cell, the `reason` if not, and a `note` on what the
+    measurement cannot show. `reordered`: see `compare_orders`."""
     first = lines[0]
     reason, note = None, None
     model: Mapping[str, Any] = first["model"] or {}

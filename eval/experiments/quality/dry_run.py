@@ -1,49 +1,44 @@
-"""The whole path without a model: questions, orders, prompts, scores."""
+"""A quality benchmark without a model: a check of questions, orders, prompts and scores."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 from ragorder.eval.engines.capacity import Capacity
 from ragorder.eval.engines.prompts import BuiltPrompts
 from ragorder.eval.experiments.quality.answering import StubAnswers
-from ragorder.eval.experiments.quality.asking import Builders, ask_all, corpus_tokens
 from ragorder.eval.experiments.quality.base import QualityError
+from ragorder.eval.experiments.quality.datasets import QuestionSet
 from ragorder.eval.experiments.quality.orders import Order
-from ragorder.eval.experiments.quality.sources import QuestionSet
+from ragorder.eval.experiments.quality.questions import Builders, ask_questions, corpus_tokens
 from ragorder.eval.experiments.quality.specs import Line, QualityBench
 from ragorder.eval.running.progress import Progress
 from ragorder.ordering import Ordering
 
-__all__ = ["rehearse"]
+__all__ = ["dry_run"]
 
 _CAPACITY = Capacity(tokens=100_000)
 
 
-def rehearse(
-    bench: QualityBench,
-    data: QuestionSet,
-    orders: list[Order],
-    progress: Progress,
-    done: Callable[[Mapping[str, Any], str], bool],
+def dry_run(
+    bench: QualityBench, data: QuestionSet, orders: list[Order], todo: Sequence[list[Order]], progress: Progress
 ) -> Iterator[Line]:
-    """Every order with the accepted answer and with none. Raises QualityError if they do not score 100 and 0."""
-    tokenizer = None
-    if bench.model is not None:
+    """Each order of `todo` (one list for each of the bench's cells) with the accepted answer and with none. Raises
+    QualityError unless they score 100 and 0."""
+    spec, tokenizer = bench.engine, None
+    if spec.model is not None:
         from ragorder.eval.engines.models import load_tokenizer
 
-        tokenizer = load_tokenizer(bench.model)
+        tokenizer = load_tokenizer(spec.model)
     builders, scorer = Builders(tokenizer), data.dataset.scorer
-    capacity_tokens = (bench.capacity or _CAPACITY).resolve(corpus_tokens(data, builders))
+    capacity_tokens = (spec.capacity_tokens or _CAPACITY).resolve(corpus_tokens(data, builders))
     _check_prompts(bench, data, orders, builders, capacity_tokens, progress)
     wordless = {question.id for question in data.questions if scorer.is_empty(question.answers)}
-    for cell, expected in zip(bench.cells(), (1, 0), strict=True):
+    for cell, wanted, expected in zip(bench.cells, todo, (1, 0), strict=True):
         say = (lambda question: question.answers[0]) if expected else (lambda question: "")
-        stub = StubAnswers(say, bench.block_size, capacity_tokens)
-        wanted = [order for order in orders if not done(cell, order.name)]
-        for line in ask_all(bench, data, wanted, stub, builders, None, progress, cell):
+        stub = StubAnswers(say, spec.block_size, capacity_tokens)
+        for line in ask_questions(bench, data, wanted, stub, builders, None, progress, cell):
             rows = line["rows"]
             wrong = [
                 id
@@ -52,7 +47,7 @@ def rehearse(
             ]
             if wrong:
                 raise QualityError(
-                    f"{bench.dataset}: the {cell['answers']} answer to question {wrong[0]!r} ({len(wrong)} in all) "
+                    f"{data.dataset.name}: the {cell['answers']} answer to question {wrong[0]!r} ({len(wrong)} in all) "
                     f"does not score {100 * expected}: are its accepted answers as the official script wants them?"
                 )
             yield {**line, "wordless_answers": len(wordless)}
@@ -67,11 +62,11 @@ def _check_prompts(
     progress: Progress,
 ) -> None:
     """Raises QualityError unless every order's prompts hold exactly the characters of retrieval order's."""
-    stub = StubAnswers(lambda question: "", bench.block_size, capacity_tokens)
-    advance = progress(f"{bench.dataset}: prompts", len(data.questions) * len(orders))
+    stub = StubAnswers(lambda question: "", bench.engine.block_size, capacity_tokens)
+    advance = progress(f"{data.dataset.name}: prompts", len(data.questions) * len(orders))
     for order in orders:
         builder = builders(state_ranking=order.state_ranking)
-        policy = order.make(stub, BuiltPrompts(builder), bench.seed)
+        policy = order.make(stub, BuiltPrompts(builder), bench.questions.seed)
         for question in data.questions:
             ordering = policy.order(list(question.documents))
             ordering.confirm()

@@ -1,4 +1,4 @@
-"""Questions with known answers: the suites of kind "quality"."""
+"""The experiment of the suites of kind "quality": questions with known answers."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ragorder.eval.data.corpora import CorpusError
-from ragorder.eval.experiments.quality.cells import QualityCell, check_orders
+from ragorder.eval.experiments.quality.base import QualityError
+from ragorder.eval.experiments.quality.cells import QualityCell
 from ragorder.eval.experiments.quality.record import QualityRecord
+from ragorder.eval.running.cells import SuiteError
 from ragorder.eval.running.experiment import Experiment, Job, Line, Missing
 from ragorder.eval.running.record import RESULTS
 
 if TYPE_CHECKING:
+    from ragorder.eval.experiments.quality.specs import QualityBench
     from ragorder.eval.report.part import Part
-    from ragorder.eval.report.reading import Results
-    from ragorder.eval.report.suites import SuiteInfo
+    from ragorder.eval.running.reading import Results
     from ragorder.eval.running.suite import Suite
 
 __all__ = ["Quality"]
@@ -42,100 +44,100 @@ class Quality(Experiment):
         ),
     }
 
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        # Cells whose questions cannot be asked: with another seed they cannot, either.
+        self._failed: set[tuple[str, QualityCell]] = set()
+
     @classmethod
     def check(cls, suite: Suite, where: str) -> None:
-        check_orders(suite.policies, where)
+        from ragorder.eval.experiments.quality.orders import Order
+
+        for order in suite.policies:
+            try:
+                Order.parse(order)
+            except QualityError as error:
+                raise SuiteError(f"{where}: policies: {error}") from None
         super().check(suite, where)
+
+    def obstacle(self, suite: Suite, cell: QualityCell, policy: str) -> str | None:
+        options = self.options
+        if not options.dry_run and not options.base_url and (options.engine == "sim" or options.model is None):
+            return _NO_MODEL
+        if options.questions is not None and self._data(cell) is None:
+            return _NO_DATA.format(name=cell.dataset)
+        return None
 
     def together(self, suite: Suite, policies: Sequence[str]) -> Iterable[tuple[str, ...]]:
         return [tuple(policies)]
 
-    def seeds(self, cell: QualityCell) -> Sequence[int]:
-        """One job for all seeds: a cell whose data set is missing is missing once."""
-        return self.options.seeds[:1]
-
     def done(self, **key: Any) -> bool:
-        """Never: the benchmark itself passes over what is there, and earlier answers may still have to be compared."""
+        """False: `serve_quality` skips what the store has, and earlier answers may still have to be compared."""
         return False
 
     def steps(self, job: Job) -> int:
         return 0
 
     def measure(self, job: Job, advance: Callable[[], None]) -> Iterator[Line | Missing]:
-        """Questions in the order of the data are asked with the first seed only: answers are greedy, with another seed
-        they are the same."""
-        from ragorder.eval.experiments.quality.kept import judge_kept
+        from ragorder.eval.experiments.quality.bench import done_in, serve_quality
+        from ragorder.eval.experiments.quality.previous import judge_previous
 
-        yield from self._ask(job)
-        yield from judge_kept(self.store.folder / RESULTS, job.suite.name, self.session, self.progress)[1]
+        name = job.suite.name
+        if (name, job.cell) in self._failed:
+            return
+        bench = self._bench(job)
+        done = done_in(self.store, bench)
+        reason = None
+        try:
+            yield from serve_quality(bench, self.progress, done)
+        except (QualityError, CorpusError) as error:
+            reason = str(error)
+        except ImportError as error:
+            # Without the engine or the statistics nothing can be measured; without the Hub all but this data set.
+            if error.name != "datasets":
+                raise
+            reason = str(error)
+        if reason is not None:
+            self._failed.add((name, job.cell))
+            missing = (each for each in job.policies if not all(done(cell, each) for cell in bench.cells))
+            yield from (Missing(name, job.cell.fields, policy, reason) for policy in missing)
+        yield from judge_previous(self.store.folder / RESULTS, name, self.session, self.progress)[1]
 
-    def _ask(self, job: Job) -> Iterator[Line | Missing]:
-        from ragorder.eval.experiments.quality.base import QualityError
-        from ragorder.eval.experiments.quality.bench import serve_quality
-        from ragorder.eval.experiments.quality.specs import QualityBench
+    def _bench(self, job: Job) -> QualityBench:
+        from ragorder.eval.experiments.quality.specs import AnswererSpec, QualityBench, QuestionsSpec
 
-        options, store, suite, policies = self.options, self.store, job.suite, job.policies
-        cell: QualityCell = job.cell
-        reason, data = self._reason(cell.dataset)
-        missing: Sequence[str] = policies if reason is not None else ()
-        seeds = options.seeds if cell.varies_with_seed else options.seeds[:1]
-        for seed in seeds if reason is None else ():
-            bench = QualityBench(
-                **cell.fields,
-                data=data,
-                limit=job.requests,
-                seed=seed,
-                orders=tuple(policies),
-                engine=options.engine if options.engine in ("openai", "torch") else "vllm",
-                model=options.model,
-                base_url=options.base_url,
-                served_model=options.served_model,
-                api_key=options.api_key,
-                dry_run=options.dry_run,
-                suite=suite.name,
-                suite_cell=cell.fields,
-                session=self.session,
-            )
+        options, fields = self.options, job.cell.fields
+        asked = {name: value for name, value in fields.items() if name in QuestionsSpec.model_fields}
+        served = {name: value for name, value in fields.items() if name in AnswererSpec.model_fields}
+        engine = {name: getattr(options, name) for name in ("model", "base_url", "served_model", "api_key")}
+        engine["engine"] = "vllm" if options.engine == "sim" else options.engine
+        return QualityBench(
+            QuestionsSpec(**asked, data=self._data(job.cell), limit=job.requests, seed=job.seed),
+            AnswererSpec.model_validate(served | engine),
+            orders=job.policies,
+            dry_run=options.dry_run,
+            suite=job.suite.name,
+            suite_cell=fields,
+            session=self.session,
+        )
 
-            def done(named: Mapping[str, Any], policy: str, seed: int = seed) -> bool:
-                key = {"suite": suite.name, "cell": named, "seed": seed, "policy": policy}
-                return store.has("quality", **key, dry_run=options.dry_run)
-
-            try:
-                yield from serve_quality(bench, self.progress, done)
-            except (QualityError, CorpusError) as error:
-                reason = str(error)
-            except ImportError as error:
-                # Without the engine or the statistics nothing can be measured; without the Hub all but this data set.
-                if error.name != "datasets":
-                    raise
-                reason = str(error)
-            if reason is not None:
-                missing = [policy for policy in policies if not all(done(each, policy) for each in bench.cells())]
-                break
-        yield from (Missing(suite.name, cell.fields, policy, str(reason)) for policy in missing)
-
-    def _reason(self, dataset: str) -> tuple[str | None, Path | None]:
-        """The reason why nothing can be asked, or the file with the questions; None where they come from the Hub."""
-        options = self.options
-        if not options.dry_run and not options.base_url and (options.engine == "sim" or options.model is None):
-            return _NO_MODEL, None
-        if options.questions is None:
-            return None, None
-        found = sorted(options.questions.glob(f"{dataset}.json*"))
-        return (None, found[0]) if found else (_NO_DATA.format(name=dataset), None)
+    def _data(self, cell: QualityCell) -> Path | None:
+        """The file of questions; None: the Hub's, or none where --questions is given."""
+        folder = self.options.questions
+        found = sorted(folder.glob(f"{cell.dataset}.json*")) if folder is not None else []
+        return found[0] if found else None
 
     @classmethod
-    def report(cls, suite: SuiteInfo, results: Results) -> Part:
+    def report(cls, suite: Suite, results: Results) -> Part:
         from ragorder.eval.experiments.quality.report import quality_part
 
         return quality_part(suite, results)
 
     @classmethod
-    def own_suites(cls) -> Mapping[str, SuiteInfo]:
-        from ragorder.eval.report.suites import SuiteInfo
+    def own_suites(cls) -> Mapping[str, Suite]:
+        from ragorder.eval.running.suite import Suite
 
-        asked = SuiteInfo(
+        asked = Suite.unlisted(
             "quality",
             "Answer quality, asked about by itself",
             source="ragorder eval quality",

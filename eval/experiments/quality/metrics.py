@@ -1,4 +1,4 @@
-"""Exact match and F1 as the official script of each data set defines them.
+"""Exact match and F1 as in the official script of each data set.
 
 | data set | before words are compared | yes, no, noanswer | both empty |
 |---|---|---|---|
@@ -7,7 +7,7 @@
 | TriviaQA | the same, but punctuation, four more quotes and _ become spaces | words like others | F1 0 |
 | NQ-open | decomposed (NFD), then as HotpotQA | words like others | F1 0 |
 
-The best of the accepted answers counts. The script of NQ-open has exact match only: its F1 is SQuAD's, on its words.
+The best of the accepted answers counts. The script of NQ-open has no F1: it is SQuAD's, on the same words.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-__all__ = ["SCORERS", "Scorer"]
+__all__ = ["SCORERS", "Scorer", "extract_answer"]
 
+_LABEL = re.compile(r"(?:(?:final )?answer\s*(?::|is\b)|the answer is\b:?)\s*", re.IGNORECASE)
 _ARTICLE = re.compile(r"\b(?:a|an|the)\b")
 _GONE = str.maketrans("", "", string.punctuation)
 _SPACED = str.maketrans(dict.fromkeys(string.punctuation + "‘’´`", " "))
@@ -45,28 +46,25 @@ def _words(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Scorer:
-    """How one data set scores an answer.
-
-    `closed` answers have an F1 only where they are met exactly; with `empty_agrees` two answers without a word have
-    an F1 of 1.
-    """
+    """Scores of one data set. `closed` answers have an F1 only for an exact match; with `empty_agrees` two answers
+    without words have an F1 of 1."""
 
     normalise: Callable[[str], str]
     closed: frozenset[str] = frozenset()
     empty_agrees: bool = False
 
     def exact_match(self, answer: str, accepted: Iterable[str]) -> int:
-        """1 if the answer is one of those accepted, else 0."""
+        """1 or 0."""
         given = self.normalise(answer)
         return int(any(given == self.normalise(other) for other in accepted))
 
     def f1(self, answer: str, accepted: Iterable[str]) -> float:
-        """The best overlap in words with one of those accepted, from 0 to 1."""
+        """The best overlap in words with an accepted answer, from 0 to 1."""
         given = self.normalise(answer)
         return max((self._overlap(given, self.normalise(other)) for other in accepted), default=0.0)
 
     def is_empty(self, accepted: Iterable[str]) -> bool:
-        """Whether an accepted answer has no word that counts ("The The"): then the empty answer matches it exactly."""
+        """Whether an accepted answer has no word that counts ("The The"), so that the empty answer matches it."""
         return any(not self.normalise(other) for other in accepted)
 
     def _overlap(self, given: str, wanted: str) -> float:
@@ -87,4 +85,17 @@ SCORERS = {
     "triviaqa": Scorer(_with_spaces),
     "nq": Scorer(_decomposed),
 }
-"""The scorer of each data set, by name."""
+
+
+def extract_answer(text: str) -> str:
+    """The part of a model's text that is scored, by one rule for every model and order: the first line that is not
+    blank after the last "</think>", without a label ("Answer:", "The answer is"). Unfinished thinking is no answer.
+    """
+    _, closed, rest = text.rpartition("</think>")
+    if closed:
+        text = rest
+    elif "<think>" in text:
+        return ""
+    line = next((line.strip() for line in text.splitlines() if line.strip()), "")
+    match = _LABEL.match(line)
+    return line[match.end() :] if match else line

@@ -1,4 +1,4 @@
-"""Facts of a model that limit its answers: random weights, number of weights."""
+"""Facts of a model: random weights, number of parameters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from pathlib import Path
 __all__ = ["RANDOM_WEIGHTS", "ModelFacts", "model_facts"]
 
 RANDOM_WEIGHTS = "random weights"
-"""The name of a model that is made on the spot."""
 
 _FINGERPRINT = "fingerprint.json"
 _BILLIONS = re.compile(r"(?<![A-Za-z0-9.])(\d+(?:\.\d+)?)[bB](?![A-Za-z0-9])")
@@ -20,8 +19,8 @@ _LONGEST_HEADER = 100_000_000
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """`parameters` is None where nothing says how many there are. `random_weights`: made by
-    `ragorder.eval.engines.tiny_model`. `from_name`: the number was read from the model's name."""
+    """`parameters` None: unknown; `from_name`: read from the model's name. `random_weights`: made by
+    `ragorder.eval.engines.tiny_model`."""
 
     name: str
     parameters: int | None = None
@@ -33,7 +32,7 @@ class ModelFacts:
 
 
 def model_facts(name: str, root: str | Path | None = None) -> ModelFacts:
-    """Of the model `name`, which was loaded from `root` (a folder or a name on the Hub; None: from `name`)."""
+    """Facts of the model `name`, loaded from `root` (a folder or a Hub name; None: `name`)."""
     folder = Path(root or name)
     if folder.is_dir():
         counted = _count(folder)
@@ -44,7 +43,6 @@ def model_facts(name: str, root: str | Path | None = None) -> ModelFacts:
 
 
 def _count(folder: Path) -> int | None:
-    """Parameters by the headers of the folder's safetensors."""
     total = 0
     for path in folder.glob("*.safetensors"):
         try:

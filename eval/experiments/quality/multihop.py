@@ -1,7 +1,6 @@
-"""HotpotQA (distractor), 2WikiMultiHopQA and MuSiQue: questions that take several paragraphs to answer.
+"""HotpotQA (distractor), 2WikiMultiHopQA and MuSiQue.
 
-Each question comes with its own paragraphs, shuffled by the authors: their order is no ranking. A retriever makes one
-(`rerank`).
+Each question has its own paragraphs, shuffled by the authors: their order is no ranking.
 """
 
 from __future__ import annotations
@@ -10,28 +9,28 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from ragorder.document import Document
-from ragorder.eval.experiments.quality.base import Question, Reading
-from ragorder.eval.experiments.quality.records import Record, read_records
+from ragorder.eval.experiments.quality.base import GradedQuestion, Reading
+from ragorder.eval.experiments.quality.records import SourceRecord, read_records
 
 __all__ = ["read_hotpotqa", "read_musique", "read_two_wiki"]
 
 
-def read_hotpotqa(records: Iterable[Record], reading: Reading) -> Iterator[Question]:
+def read_hotpotqa(records: Iterable[SourceRecord], reading: Reading) -> Iterator[GradedQuestion]:
     """hotpot_dev_distractor_v1.json, or hotpotqa/hotpot_qa."""
     for record in records:
         yield _paragraphs(record, reading, (record.string("answer"),))
 
 
-def read_two_wiki(records: Iterable[Record], reading: Reading) -> Iterator[Question]:
-    """dev.json, or framolfese/2WikiMultihopQA. With id_aliases.json the aliases and demonyms of an answer are accepted,
-    too, as version 1.1 of the official script does."""
+def read_two_wiki(records: Iterable[SourceRecord], reading: Reading) -> Iterator[GradedQuestion]:
+    """dev.json, or framolfese/2WikiMultihopQA. With id_aliases.json aliases and demonyms are accepted, as in 1.1
+    of the official script."""
     aliases = _aliases(reading.aliases) if reading.aliases else {}
     for record in records:
         more = aliases.get(record.name("answer_id"), ()) if "answer_id" in record else ()
         yield _paragraphs(record, reading, tuple(dict.fromkeys((record.string("answer"), *more))))
 
 
-def _paragraphs(record: Record, reading: Reading, answers: tuple[str, ...]) -> Question:
+def _paragraphs(record: SourceRecord, reading: Reading, answers: tuple[str, ...]) -> GradedQuestion:
     supporting = {fact.text("title") for fact in record.pairs("supporting_facts", "title", "sent_id")}
     documents: dict[str, Document] = {}
     gold = []
@@ -42,7 +41,7 @@ def _paragraphs(record: Record, reading: Reading, answers: tuple[str, ...]) -> Q
         if title in supporting and document.id not in documents:
             gold.append(document.id)
         documents[document.id] = document
-    return Question(
+    return GradedQuestion(
         record.name("_id", "id"), record.string("question"), answers, tuple(documents.values()), tuple(gold)
     )
 
@@ -53,9 +52,8 @@ def _aliases(path: Path) -> dict[str, list[str]]:
     }
 
 
-def read_musique(records: Iterable[Record], reading: Reading) -> Iterator[Question]:
-    """musique_ans_v1.0_dev.jsonl, or dgslibisey/MuSiQue. Of musique_full the questions that cannot be answered are
-    passed over."""
+def read_musique(records: Iterable[SourceRecord], reading: Reading) -> Iterator[GradedQuestion]:
+    """musique_ans_v1.0_dev.jsonl, or dgslibisey/MuSiQue. Unanswerable questions of musique_full are skipped."""
     for record in records:
         if record.fields.get("answerable") is False:
             reading.passed_over["questions without an answer"] += 1
@@ -72,4 +70,6 @@ def read_musique(records: Iterable[Record], reading: Reading) -> Iterator[Questi
             documents[document.id] = document
         aliases = record.strings("answer_aliases") if "answer_aliases" in record else []
         answers = tuple(dict.fromkeys((record.string("answer"), *aliases)))
-        yield Question(record.name("id"), record.string("question"), answers, tuple(documents.values()), tuple(gold))
+        yield GradedQuestion(
+            record.name("id"), record.string("question"), answers, tuple(documents.values()), tuple(gold)
+        )

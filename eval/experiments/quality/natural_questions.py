@@ -1,11 +1,11 @@
-"""Natural Questions, in the open form (questions with retrieved passages) and with the whole page.
+"""Natural Questions, open (with retrieved passages) or with the whole page.
 
-Open: what DPR and FiD write, {"question", "answers", "ctxs": [{"title", "text", "score", "has_answer"}]}; passages
-stand best first. A passage supports the answer if it says so (has_answer), or else if an answer stands in it.
+Open, as DPR and FiD write it: {"question", "answers", "ctxs": [{"title", "text", "score", "has_answer"}]}, the best
+passage first. A passage is gold by `has_answer`, or else if it contains an answer.
 
-With the page (simplified, the original, or the Hub's): the documents are the page's top-level long answer candidates in
-the page's own order; those around an annotator's long answer are gold. As in NQ-open the short answers of at most five
-tokens are accepted, and questions without one passed over.
+With the page (simplified, original, or the Hub's) the documents are its top-level long answer candidates, in the page's
+order; those around an annotator's long answer are gold. As in NQ-open, short answers of at most five tokens count, and
+questions without one are skipped.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import NamedTuple
 from urllib.parse import unquote
 
 from ragorder.document import Document
-from ragorder.eval.experiments.quality.base import Question, Reading
+from ragorder.eval.experiments.quality.base import GradedQuestion, Reading
 from ragorder.eval.experiments.quality.metrics import SCORERS
-from ragorder.eval.experiments.quality.records import Record
+from ragorder.eval.experiments.quality.records import SourceRecord
 
 __all__ = ["read_natural_questions"]
 
@@ -26,8 +26,7 @@ _LONGEST_ANSWER = 5
 _TAG = re.compile(r"<[^>]*>")
 
 
-def read_natural_questions(records: Iterable[Record], reading: Reading) -> Iterator[Question]:
-    """See the module."""
+def read_natural_questions(records: Iterable[SourceRecord], reading: Reading) -> Iterator[GradedQuestion]:
     for number, record in enumerate(records):
         if "ctxs" in record:
             yield _open_question(record, reading, number)
@@ -43,7 +42,7 @@ def read_natural_questions(records: Iterable[Record], reading: Reading) -> Itera
             record.fail("neither 'ctxs' (retrieved passages) nor a page: NQ-open alone has no documents to order")
 
 
-def _open_question(record: Record, reading: Reading, number: int) -> Question:
+def _open_question(record: SourceRecord, reading: Reading, number: int) -> GradedQuestion:
     answers = record.strings("answers" if "answers" in record else "answer")
     if not answers:
         record.fail("'answers' is empty: leave this record out")
@@ -57,7 +56,7 @@ def _open_question(record: Record, reading: Reading, number: int) -> Question:
         if says if isinstance(says, bool) else _holds(document, answers):
             gold[document.id] = None
     id = record.name("id", "question_id") if "id" in record or "question_id" in record else f"nq-{number}"
-    return Question(
+    return GradedQuestion(
         id, record.string("question"), tuple(dict.fromkeys(answers)), tuple(documents.values()), tuple(gold)
     )
 
@@ -78,7 +77,7 @@ class _Span(NamedTuple):
     end: int
 
 
-def _page_question(record: Record, reading: Reading) -> Question | None:
+def _page_question(record: SourceRecord, reading: Reading) -> GradedQuestion | None:
     page = _page(record)
     annotations = record.records("annotations")
     answers: dict[str, None] = {}
@@ -109,10 +108,10 @@ def _page_question(record: Record, reading: Reading) -> Question | None:
             gold[document.id] = None
     question = record.fields.get("question")
     text = record.record("question").string("text") if isinstance(question, dict) else record.string("question_text")
-    return Question(record.name("example_id", "id"), text, tuple(answers), tuple(documents.values()), tuple(gold))
+    return GradedQuestion(record.name("example_id", "id"), text, tuple(answers), tuple(documents.values()), tuple(gold))
 
 
-def _page(record: Record) -> _Page:
+def _page(record: SourceRecord) -> _Page:
     if "document_text" in record:
         tokens = record.text("document_text").split(" ")
         return _Page(_title(record), tokens, [bool(_TAG.fullmatch(token)) for token in tokens])
@@ -130,14 +129,14 @@ def _page(record: Record) -> _Page:
     )
 
 
-def _title(record: Record) -> str:
+def _title(record: SourceRecord) -> str:
     if "document_title" in record:
         return record.text("document_title")
     match = re.search(r"[?&]title=([^&]*)", record.text("document_url")) if "document_url" in record else None
     return unquote(match[1]).replace("_", " ") if match else ""
 
 
-def _span(record: Record, page: _Page) -> _Span:
+def _span(record: SourceRecord, page: _Page) -> _Span:
     start, end = record.value("start_token"), record.value("end_token")
     if not (isinstance(start, int) and isinstance(end, int) and 0 <= start <= end <= len(page.tokens)):
         record.fail(f"its tokens are not among the {len(page.tokens)} of the page: download the file again")

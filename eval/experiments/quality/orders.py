@@ -1,4 +1,4 @@
-"""The orders in which every question is asked: a policy, and the guards that hold it back."""
+"""Orders of documents: a policy with its guards."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ _POLICIES = tuple(policy for policy in POLICIES if policy not in ("events", "ora
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """A policy with its guards; with `state_ranking` the prompt says how retrieval ranked the documents. Under policy
-    "none" they stand in retrieval order and nothing is reused from the cache."""
+    """A policy with its guards. With `state_ranking` the prompt states retrieval's ranking. Policy "none" is retrieval
+    order without the prefix cache."""
 
     name: str
     policy: str
@@ -61,18 +61,17 @@ class Order:
                 )
         state_ranking = guards.pop("state_ranking", False)
         if guards and policy not in ORDERERS:
-            raise QualityError(f"{name!r}: guards hold back {', '.join(ORDERERS)}; {policy} knows none")
+            raise QualityError(f"{name!r}: guards apply to {', '.join(ORDERERS)}, not to {policy}")
         if "keep_first" in guards and "keep_last" in guards:
-            raise QualityError(f"{name!r}: keep_first and keep_last exclude each other: ask for one of them")
+            raise QualityError(f"{name!r}: keep_first and keep_last exclude each other: give one of them")
         return cls(name, policy, guards, state_ranking)
 
     @property
     def reuses(self) -> bool:
-        """Whether the engine's prefix cache is used."""
         return self.policy != "none"
 
     def make(self, engine: Cache, prompts: BuiltPrompts, seed: int) -> Policy:
-        """A fresh policy for a cache that holds nothing. Raises QualityError for guards that are wrong."""
+        """A fresh policy for an empty cache. Raises QualityError for invalid guards."""
         if self.policy not in ORDERERS:
             return make_policy(self.policy, engine=engine, prompts=prompts, seed=seed)
         lengths = {"tokens": prompts.document_tokens, "prefix_tokens": prompts.prefix_tokens}

@@ -1,4 +1,4 @@
-"""The record of answers' scores."""
+"""The record of a quality run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["QualityRecord"]
 
 
 class QualityRecord(Record):
-    """The answers' scores in one order, question by question."""
+    """Scores of the answers in one order, question by question."""
 
     called: ClassVar[str] = "a quality run"
     identified_by: ClassVar[tuple[str, ...]] = ("suite", "cell", "seed", "policy", "dry_run")

@@ -7,12 +7,12 @@ from typing import Any
 
 from ragorder.eval.experiments.quality.record import QualityRecord
 from ragorder.eval.report.part import Part
-from ragorder.eval.report.reading import Results
 from ragorder.eval.report.statistics import summary
-from ragorder.eval.report.suites import SuiteInfo
 from ragorder.eval.report.tables import Entry, Table
 from ragorder.eval.report.words import THIN, cell_words, figure, policy_words, signed
+from ragorder.eval.running.reading import Results
 from ragorder.eval.running.record import key_of
+from ragorder.eval.running.suite import Suite
 
 __all__ = ["quality_not_measured", "quality_part"]
 
@@ -28,14 +28,14 @@ _PLACES = "Over all orders; places from the front. A question counts once for ea
 _NOT_IN_TITLES = ("data", "base_url", "model", "engine", "answers")
 
 
-def quality_part(suite: SuiteInfo, results: Results) -> Part:
+def quality_part(suite: Suite, results: Results) -> Part:
     tables, words = _quality_tables(suite, results)
     lines = results.of(QualityRecord, suite.name)
     policies = [line.policy for line in lines]
     return Part(tables, words, baseline=suite.baseline if suite.baseline in policies else "".join(policies[:1]))
 
 
-def _quality_tables(suite: SuiteInfo, results: Results) -> tuple[list[Table], list[str]]:
+def _quality_tables(suite: Suite, results: Results) -> tuple[list[Table], list[str]]:
     """Of each cell that measured something what the checks say; and what must be said about all of them."""
     cells: dict[object, list[QualityRecord]] = {}
     for line in results.of(QualityRecord, suite.name):

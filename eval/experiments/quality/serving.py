@@ -1,4 +1,4 @@
-"""The engine that a quality benchmark asks for, ready to answer."""
+"""Engines of a quality benchmark, ready to answer."""
 
 from __future__ import annotations
 
@@ -10,70 +10,71 @@ from ragorder.eval.engines.models import load_tokenizer, longest_prompt, random_
 from ragorder.eval.engines.torch import TorchEngine, need_torch
 from ragorder.eval.engines.vllm import VLLMEngine
 from ragorder.eval.experiments.quality.answering import Answerer, ServerAnswers, local_answers
-from ragorder.eval.experiments.quality.asking import Builders, corpus_tokens
 from ragorder.eval.experiments.quality.base import QualityError
+from ragorder.eval.experiments.quality.datasets import QuestionSet
 from ragorder.eval.experiments.quality.models import RANDOM_WEIGHTS, ModelFacts, model_facts
-from ragorder.eval.experiments.quality.sources import QuestionSet
-from ragorder.eval.experiments.quality.specs import QualityBench
+from ragorder.eval.experiments.quality.questions import Builders, corpus_tokens
+from ragorder.eval.experiments.quality.specs import AnswererSpec, QualityBench
 from ragorder.eval.running.progress import Progress
 
-__all__ = ["answering"]
+__all__ = ["serve_answers"]
 
 _CAPACITY = Capacity(tokens=100_000)
+# Engines in this process, with their default block sizes.
 _ENGINES = {"vllm": (VLLMEngine, 32), "torch": (TorchEngine, 16)}
-"""In this process, with the tokens of a block unless given."""
 
 
 @contextmanager
-def answering(
+def serve_answers(
     bench: QualityBench, data: QuestionSet, progress: Progress
 ) -> Iterator[tuple[Answerer, Builders, ModelFacts]]:
-    """The engine, prompts in the tokens of its model, and what is known of that.
+    """The engine, prompt builders with its tokenizer, and the facts of its model.
 
-    Raises QualityError for prompts that do not fit, EngineError for a server that is not there, OSError for a model
+    Raises QualityError for prompts that do not fit, EngineError for a server that does not answer, OSError for a model
     that cannot be loaded, ImportError naming the extra to install.
     """
-    with _server(bench, data) if bench.engine == "openai" else _local(bench, data, progress) as ready:
+    spec = bench.engine
+    with _server(spec, data) if spec.engine == "openai" else _local(spec, data, progress) as ready:
         yield ready
 
 
 @contextmanager
-def _server(bench: QualityBench, data: QuestionSet) -> Iterator[tuple[Answerer, Builders, ModelFacts]]:
+def _server(spec: AnswererSpec, data: QuestionSet) -> Iterator[tuple[Answerer, Builders, ModelFacts]]:
     from ragorder.eval.engines.openai import find_model
 
-    assert bench.base_url is not None
-    served = find_model(bench.base_url, bench.served_model, api_key=bench.api_key)
-    builders = Builders(load_tokenizer(bench.model) if bench.model is not None else None)
-    capacity = bench.capacity
+    assert spec.base_url is not None
+    served = find_model(spec.base_url, spec.served_model, api_key=spec.api_key)
+    builders = Builders(load_tokenizer(spec.model) if spec.model is not None else None)
+    capacity = spec.capacity_tokens
     with ServerAnswers(
-        bench.base_url,
+        spec.base_url,
         served.id,
-        output_tokens=bench.output_tokens,
-        block_size=bench.block_size,
+        output_tokens=spec.output_tokens,
+        block_size=spec.block_size,
         capacity_tokens=capacity.resolve(corpus_tokens(data, builders)) if capacity else None,
         unlimited=capacity == Capacity(),
-        api_key=bench.api_key,
+        api_key=spec.api_key,
     ) as answers:
-        yield answers, builders, model_facts(served.id, bench.model or served.root)
+        yield answers, builders, model_facts(served.id, spec.model or served.root)
 
 
 @contextmanager
 def _local(
-    bench: QualityBench, data: QuestionSet, progress: Progress
+    spec: AnswererSpec, data: QuestionSet, progress: Progress
 ) -> Iterator[tuple[Answerer, Builders, ModelFacts]]:
-    if bench.engine == "torch":
+    if spec.engine == "torch":
         need_torch()
-    start, block_size = _ENGINES[bench.engine]
-    model = bench.model or random_model()
+    start, block_size = _ENGINES[spec.engine]
+    model = spec.model or random_model()
     builders = Builders(load_tokenizer(model))
     builder, lengths = builders(state_ranking=True), []
-    advance = progress(f"{bench.dataset}: counting tokens", len(data.questions))
+    advance = progress(f"{data.dataset.name}: counting tokens", len(data.questions))
     for question in data.questions:
         lengths.append(len(builder.build(question.text, list(question.documents)).token_ids or ()))
         advance()
-    longest = max(lengths) + bench.output_tokens
-    size, room = bench.block_size or block_size, longest_prompt(model)
-    capacity_tokens = (bench.capacity or _CAPACITY).resolve(corpus_tokens(data, builders))
+    longest = max(lengths) + spec.output_tokens
+    size, room = spec.block_size or block_size, longest_prompt(model)
+    capacity_tokens = (spec.capacity_tokens or _CAPACITY).resolve(corpus_tokens(data, builders))
     for takes, whose in ((room, "the model takes"), (capacity_tokens, "the cache (--capacity-tokens) holds")):
         if takes is not None and takes < longest:
             raise QualityError(
@@ -85,11 +86,11 @@ def _local(
         block_size=size,
         capacity_tokens=capacity_tokens,
         max_model_len=min(room, longest + size),
-        output_tokens=bench.output_tokens,
-        unlimited_tokens=sum(lengths) + len(lengths) * (bench.output_tokens + size),
+        output_tokens=spec.output_tokens,
+        unlimited_tokens=sum(lengths) + len(lengths) * (spec.output_tokens + size),
     )
     try:
-        with local_answers(engine, bench.output_tokens) as answers:
-            yield answers, builders, model_facts(str(bench.model or RANDOM_WEIGHTS), model)
+        with local_answers(engine, spec.output_tokens) as answers:
+            yield answers, builders, model_facts(str(spec.model or RANDOM_WEIGHTS), model)
     finally:
         engine.close()

@@ -1,92 +1,166 @@
-"""The specification of a benchmark of answers."""
+"""Specifications of a benchmark of answers: its questions, its engine, its orders."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SkipValidation, model_validator
 
 from ragorder.eval.data.retrieval import Retriever
 from ragorder.eval.engines.capacity import Capacity
+from ragorder.eval.experiments.quality.base import DatasetName, QualityError
 from ragorder.eval.experiments.quality.models import RANDOM_WEIGHTS
 from ragorder.eval.experiments.quality.orders import DEFAULT_ORDERS
 
-__all__ = ["Done", "Line", "QualityBench"]
+__all__ = ["AnswererSpec", "Done", "Line", "QualityBench", "QuestionsSpec"]
 
 Line = dict[str, Any]
 Done = Callable[[Mapping[str, Any], str], bool]
 
+_STRICT = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
+
+
+def _parsed(value: Any) -> Any:
+    return Capacity.parse(value) if isinstance(value, str) else value
+
+
+class QuestionsSpec(BaseModel):
+    """Questions of a data set, and the documents of each.
+
+    Example: `QuestionsSpec(dataset="hotpotqa", limit=100, retriever="bm25")`.
+    """
+
+    model_config = _STRICT
+
+    dataset: DatasetName
+    data: Path | None = Field(default=None, description="The data set's official file, plain or .gz; none: the Hub's.")
+    config: str | None = Field(default=None, description="Hub: another configuration, such as unfiltered (TriviaQA).")
+    split: str | None = Field(default=None, description="Hub: another split; none: validation.")
+    evidence: Path | None = Field(
+        default=None, description="triviaqa: the folder with web/ and wikipedia/; none: evidence/ beside the data."
+    )
+    aliases: Path | None = Field(
+        default=None, description="2wikimultihopqa: id_aliases.json; none: the one beside the data, if it exists."
+    )
+    limit: int | None = Field(default=None, ge=1, description="Only the first N questions.")
+    question_order: Literal["data", "random"] = Field(default="data", description="Order of the questions.")
+    seed: int = Field(default=0, description="Seed of the random order and of policy random.")
+    top_k: int | None = Field(default=None, ge=1, description="Documents a question; none: all; 10 with --retriever.")
+    document_words: int | None = Field(default=None, ge=1, description="Cut documents to N words.")
+    retriever: Annotated[Retriever | str | None, SkipValidation] = Field(
+        default=None,
+        description="Retrieve each question's documents from those of all questions, so that questions share them; "
+        "none: each question has its own, in the order of the data.",
+    )
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        if self.data is not None and (self.config or self.split):
+            raise ValueError("--config and --split choose from the Hub's data: leave them out with --data")
+        if self.evidence is not None and self.dataset != "triviaqa":
+            raise ValueError("--evidence is the folder of TriviaQA's pages: leave it out")
+        if self.aliases is not None and self.dataset != "2wikimultihopqa":
+            raise ValueError("--aliases is 2WikiMultiHopQA's id_aliases.json: leave it out")
+        return self
+
+
+class AnswererSpec(BaseModel):
+    """The engine that answers: "vllm" or "torch" in this process, or "openai", the server at `base_url`."""
+
+    model_config = _STRICT
+
+    engine: Literal["vllm", "torch", "openai"] = Field(
+        default="vllm",
+        description="vllm, torch: vLLM or the embedded engine in this process; openai: an OpenAI-compatible server.",
+    )
+    model: str | Path | None = Field(
+        default=None,
+        description="vllm, torch: the model [default: random weights, with which quality is not measured]. openai: "
+        "the model whose tokenizer counts tokens [default: four characters a token].",
+    )
+    base_url: str | None = Field(default=None, description="openai: the server, such as http://127.0.0.1:8000/v1.")
+    served_model: str | None = Field(
+        default=None, description="openai: the model's id there; none: the first one listed."
+    )
+    api_key: str | None = Field(default=None, repr=False, description="openai: the server's API key.")
+    concurrency: int = Field(default=1, ge=1, description="openai: N questions in flight.")
+    capacity_tokens: Annotated[Capacity | None, BeforeValidator(_parsed)] = Field(
+        default=None, description="The engine's cache; none: 100000; openai: the server's /metrics, else 262144."
+    )
+    block_size: int | None = Field(
+        default=None,
+        ge=1,
+        description="Tokens in one KV block; none: 32; torch: 16; openai: the server's /metrics, else 16.",
+    )
+    output_tokens: int = Field(default=32, ge=1, description="Tokens an answer, at most.")
+
+    def check(self) -> None:
+        """Raises QualityError for options that do not fit the engine."""
+        server = self.engine == "openai"
+        if server and not self.base_url:
+            raise QualityError("--engine openai needs --base-url, the address of the server")
+        if not server and (self.base_url or self.served_model):
+            raise QualityError("--base-url and --served-model go with --engine openai")
+        if not server and self.concurrency > 1:
+            raise QualityError(
+                f"--engine {self.engine} answers one question at a time: --concurrency goes with --engine openai"
+            )
+
 
 @dataclass(frozen=True, slots=True)
 class QualityBench:
-    """What to ask whom. `data` to `retriever` are those of `load_questions`, `question_order` its order; a
-    retriever may be given by its name.
+    """Questions, an engine, and the orders (policies with guards: see `Order`) of the documents.
 
-    `orders` are policies with guards: "retrieval", "auto+keep_first=2", "auto+state_ranking" (see `Order`). Engine
-    "vllm" or "torch" serves `model` in this process (None: random weights), "openai" asks `served_model` (None: the
-    first one listed) of the server at `base_url`, with `concurrency` questions in flight; `model` is then the folder or
-    the name on the Hub whose tokenizer counts tokens exactly, where there is one. The longest answer has
-    `output_tokens`.
+    `suite`, `suite_cell` (None: made of the specifications) and `session` are written into the results as they are. A
+    `dry_run` calls no engine: a stub gives the accepted answer, then none.
 
-    `suite`, `suite_cell` (None: made of the rest) and `session` are written into the results as they are.
-
-    A `dry_run` calls no engine: a stub says the accepted answer, and then nothing.
+    Raises QualityError for what cannot be measured.
     """
 
-    dataset: str
-    data: Path | None = None
-    config: str | None = None
-    split: str | None = None
-    evidence: Path | None = None
-    aliases: Path | None = None
-    limit: int | None = None
-    question_order: str = "data"
-    seed: int = 0
-    top_k: int | None = None
-    document_words: int | None = None
-    retriever: Retriever | str | None = None
+    questions: QuestionsSpec
+    engine: AnswererSpec = field(default_factory=AnswererSpec)
     orders: tuple[str, ...] = DEFAULT_ORDERS
-    engine: str = "vllm"
-    model: str | Path | None = None
-    base_url: str | None = None
-    served_model: str | None = None
-    api_key: str | None = field(default=None, repr=False)
-    capacity: Capacity | None = None
-    block_size: int | None = None
-    output_tokens: int = 32
-    concurrency: int = 1
     dry_run: bool = False
     suite: str = "quality"
     suite_cell: Mapping[str, Any] | None = None
     session: str | None = None
 
-    def cell(self) -> Line:
-        """What the results belong to, apart from seed and order."""
-        if self.suite_cell is not None:
-            return dict(self.suite_cell)
-        capacity = self.capacity
-        model = str(self.model) if self.model else None if self.engine == "openai" else RANDOM_WEIGHTS
-        return {
-            "dataset": self.dataset,
-            "data": str(self.data) if self.data else None,
-            "config": self.config,
-            "split": self.split,
-            "limit": self.limit,
-            "question_order": self.question_order,
-            "top_k": self.top_k,
-            "document_words": self.document_words,
-            "retriever": self.retriever if isinstance(self.retriever, str) else self.retriever and self.retriever.name,
-            "engine": "stub" if self.dry_run else self.engine,
-            "model": None if self.dry_run else self.served_model or model,
-            "base_url": None if self.dry_run else self.base_url,
-            "capacity_tokens": capacity and (f"{capacity.percent}%" if capacity.percent else capacity.tokens),
-            "block_size": self.block_size,
-            "output_tokens": self.output_tokens,
-            "concurrency": self.concurrency,
-        }
+    def __post_init__(self) -> None:
+        if not self.orders:
+            raise QualityError("there is no order of documents: name one at least")
+        if len(set(self.orders)) < len(self.orders):
+            raise QualityError("the same order twice: name each order once")
+        if not self.dry_run:
+            self.engine.check()
 
+    @property
     def cells(self) -> list[Line]:
-        """That of `cell`; in a dry run the one with the accepted answers, and the one with none."""
-        said = [{"answers": "accepted"}, {"answers": "empty"}] if self.dry_run else [{}]
-        return [self.cell() | each for each in said]
+        """The cells of the results. A dry run has two: with the accepted answers, and with none."""
+        cell = self._cell() if self.suite_cell is None else dict(self.suite_cell)
+        return [cell | {"answers": each} for each in ("accepted", "empty")] if self.dry_run else [cell]
+
+    def _cell(self) -> Line:
+        asked, engine, real = self.questions, self.engine, not self.dry_run
+        model = str(engine.model) if engine.model else None if engine.engine == "openai" else RANDOM_WEIGHTS
+        capacity, retriever = engine.capacity_tokens, asked.retriever
+        return {
+            "dataset": asked.dataset,
+            "data": str(asked.data) if asked.data else None,
+            "config": asked.config,
+            "split": asked.split,
+            "limit": asked.limit,
+            "question_order": asked.question_order,
+            "top_k": asked.top_k,
+            "document_words": asked.document_words,
+            "retriever": retriever if isinstance(retriever, str) else retriever and retriever.name,
+            "engine": engine.engine if real else "stub",
+            "model": engine.served_model or model if real else None,
+            "base_url": engine.base_url if real else None,
+            "capacity_tokens": capacity and (f"{capacity.percent}%" if capacity.percent else capacity.tokens),
+            "block_size": engine.block_size,
+            "output_tokens": engine.output_tokens,
+            "concurrency": engine.concurrency,
+        }

@@ -1,7 +1,7 @@
-"""TriviaQA: questions with several names for the answer, and web pages found for them.
+"""TriviaQA: answers with aliases, and pages from a web search.
 
-A page supports the answer if one of the answer's aliases stands in it: TriviaQA's own distant supervision. The official
-script asks the web questions once for each page; here each question is asked once, of all its pages.
+A page is gold if it contains an alias of the answer (TriviaQA's distant supervision). The official script asks web
+questions once for each page; here each question is asked once, with all its pages.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
 
 from ragorder.document import Document
-from ragorder.eval.experiments.quality.base import Question, Reading
+from ragorder.eval.experiments.quality.base import GradedQuestion, Reading
 from ragorder.eval.experiments.quality.metrics import SCORERS
-from ragorder.eval.experiments.quality.records import Record
+from ragorder.eval.experiments.quality.records import SourceRecord
 
 __all__ = ["read_triviaqa"]
 
@@ -20,9 +20,9 @@ _NO_PAGE = "pages that are not in the evidence folder, or empty"
 _NO_PAGES = "questions without a page"
 
 
-def read_triviaqa(records: Iterable[Record], reading: Reading) -> Iterator[Question]:
-    """qa/*.json of triviaqa-rc or triviaqa-unfiltered with the folder evidence/, or mandarjoshi/trivia_qa: first the
-    pages of the web search by rank, then those of Wikipedia."""
+def read_triviaqa(records: Iterable[SourceRecord], reading: Reading) -> Iterator[GradedQuestion]:
+    """qa/*.json of triviaqa-rc or triviaqa-unfiltered with evidence/, or mandarjoshi/trivia_qa. Pages of the web search
+    stand by rank, then those of Wikipedia."""
     for record in records:
         official = "QuestionId" in record
         answers = _official_answers(record) if official else _hub_answers(record)
@@ -37,7 +37,7 @@ def read_triviaqa(records: Iterable[Record], reading: Reading) -> Iterator[Quest
             reading.passed_over[_NO_PAGES] += 1
             continue
         gold = tuple(document.id for document in documents.values() if _holds(document, answers))
-        yield Question(
+        yield GradedQuestion(
             record.name("QuestionId", "question_id"),
             record.string("Question", "question"),
             answers,
@@ -46,24 +46,24 @@ def read_triviaqa(records: Iterable[Record], reading: Reading) -> Iterator[Quest
         )
 
 
-def _official_answers(record: Record) -> tuple[str, ...]:
+def _official_answers(record: SourceRecord) -> tuple[str, ...]:
     answer = record.record("Answer")
     human = answer.strings("HumanAnswers") if "HumanAnswers" in answer else []
     return _some(answer, [*answer.strings("NormalizedAliases"), *human], "NormalizedAliases")
 
 
-def _hub_answers(record: Record) -> tuple[str, ...]:
+def _hub_answers(record: SourceRecord) -> tuple[str, ...]:
     answer = record.record("answer")
     return _some(answer, answer.strings("normalized_aliases"), "normalized_aliases")
 
 
-def _some(answer: Record, accepted: list[str], field: str) -> tuple[str, ...]:
+def _some(answer: SourceRecord, accepted: list[str], field: str) -> tuple[str, ...]:
     if not accepted:
         answer.fail(f"{field!r} is empty: is this the test split, which has no answers?")
     return tuple(dict.fromkeys(accepted))
 
 
-def _official_pages(record: Record, reading: Reading) -> Iterator[tuple[str, str]]:
+def _official_pages(record: SourceRecord, reading: Reading) -> Iterator[tuple[str, str]]:
     evidence = reading.evidence
     if evidence is None or not evidence.is_dir():
         record.fail("its pages are in files of their own: give --evidence, the folder with web/ and wikipedia/")
@@ -74,7 +74,7 @@ def _official_pages(record: Record, reading: Reading) -> Iterator[tuple[str, str
         yield page.text("Title"), _page(evidence / "wikipedia", page)
 
 
-def _page(folder: Path, page: Record) -> str:
+def _page(folder: Path, page: SourceRecord) -> str:
     name = page.string("Filename")
     parts = PurePosixPath(name).parts
     if name.startswith("/") or ".." in parts:
@@ -87,14 +87,14 @@ def _page(folder: Path, page: Record) -> str:
         page.fail(f"its page cannot be read ({error.strerror})")
 
 
-def _hub_pages(record: Record) -> Iterator[tuple[str, str]]:
+def _hub_pages(record: SourceRecord) -> Iterator[tuple[str, str]]:
     for page in sorted(record.records("search_results"), key=_rank):
         yield page.text("title"), page.text("search_context")
     for page in record.records("entity_pages"):
         yield page.text("title"), page.text("wiki_context")
 
 
-def _rank(page: Record) -> int:
+def _rank(page: SourceRecord) -> int:
     rank = page.fields.get("Rank", page.fields.get("rank"))
     if isinstance(rank, bool) or not isinstance(rank, int):
         page.fail("'Rank' must be an integer")

@@ -29,8 +29,7 @@ from ragorder.eval.running.experiment import Experiment, Job, Line, Missing
 
 if TYPE_CHECKING:
     from ragorder.eval.report.part import Part
-    from ragorder.eval.report.reading import Results
-    from ragorder.eval.report.suites import SuiteInfo
+    from ragorder.eval.running.reading import Results
     from ragorder.eval.running.suite import Suite
 
 __all__ = ["Replacement"]
@@ -111,7 +110,7 @@ class Replacement(Experiment):
         }
 
     @classmethod
-    def report(cls, suite: SuiteInfo, results: Results) -> Part:
+    def report(cls, suite: Suite, results: Results) -> Part:
         from ragorder.eval.experiments.replacement.report import replacement_part
 
         return replacement_part(suite, results)

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import fmean
-from typing import Any, Literal
+from typing import Any
 
 from ragorder.eval.experiments.replacement import KIB_PER_TOKEN
 from ragorder.eval.experiments.replacement.record import ReplacementRecord
 from ragorder.eval.report.canvas import Picture, draw, label_ends, style
+from ragorder.eval.report.groups import Group, group_runs
+from ragorder.eval.report.metrics import Metric
 from ragorder.eval.report.paper import number
 from ragorder.eval.report.part import Part
-from ragorder.eval.report.reading import Results
-from ragorder.eval.report.statistics import Comparison, StatisticsError, compare
-from ragorder.eval.report.suites import SuiteInfo
+from ragorder.eval.report.statistics import Comparison
 from ragorder.eval.report.tables import Entry, Table
 from ragorder.eval.report.words import THIN, axis_words, figure
-from ragorder.eval.running.record import Cell, key_of
+from ragorder.eval.running.reading import Results
+from ragorder.eval.running.record import Cell, Record
+from ragorder.eval.running.suite import Suite
 
 __all__ = ["replacement_part"]
 
@@ -52,51 +54,31 @@ _LOOKS = {
     "none": "none",
 }
 _TIMES = ("p50_ms", "p99_ms", "max_ms")
-_OF, _SCALE = {"hits": "retrieved", "prefill_ms": "requests"}, {"hits": 100, "prefill_ms": 1}
-_METRICS = {"hits": "hits, % of retrieved documents", "prefill_ms": "mean prefill, ms"}
 
 
-@dataclass(slots=True)
-class _Group:
-    """A cell under all policies, with all seeds."""
+@dataclass(frozen=True, slots=True)
+class _SummedMetric(Metric):
+    """A metric of thousands of requests, which are added up before they are compared."""
 
-    cell: Cell
-    policies: dict[str, dict[int, ReplacementRecord]] = field(default_factory=dict)
-    _compared: dict[tuple[str, str, str], Comparison | None] = field(default_factory=dict)
-
-    def lines(self, policy: str) -> list[ReplacementRecord]:
-        return [line for _, line in sorted(self.policies.get(policy, {}).items())]
-
-    def value(self, policy: str, metric: str) -> float | None:
-        lines = self.lines(policy)
-        total, of = (sum(float(line.column(name).sum()) for line in lines) for name in (metric, _OF[metric]))
-        return _SCALE[metric] * total / of if of else None
-
-    def compare(self, policy: str, baseline: str, metric: str) -> Comparison | None:
-        """By what share the policy's figure differs. None where there is nothing to compare."""
-        key = (policy, baseline, metric)
-        if key not in self._compared:
-            self._compared[key] = self._compare(*key) if policy != baseline else None
-        return self._compared[key]
-
-    def _compare(self, policy: str, baseline: str, metric: str) -> Comparison | None:
-        theirs, ours = self.policies.get(baseline, {}), self.policies.get(policy, {})
-        seeds = sorted(theirs.keys() & ours.keys())
-        sides, of = (
-            [[side[seed].sums(name) for seed in seeds] for side in (theirs, ours)] for name in (metric, _OF[metric])
-        )
-        try:
-            better: Literal["higher", "lower"] = "higher" if metric == "hits" else "lower"
-            return compare(sides[0], sides[1], of=(of[0], of[1]), relative=True, better=better)
-        except StatisticsError:
-            return None
-
-    def fact(self, name: str) -> float:
-        """About the stream or a tier: the mean of the seeds."""
-        return fmean(line.facts[name] for lines in self.policies.values() for line in lines.values())
+    def columns(self, run: Record) -> tuple[Any, Any] | None:
+        assert isinstance(run, ReplacementRecord)
+        assert self.of is not None
+        return self.scale * run.sums(self.column), run.sums(self.of)
 
 
-def replacement_part(suite: SuiteInfo, results: Results) -> Part:
+_HITS = _SummedMetric("hits", "hits", "% of retrieved documents", of="retrieved", scale=100, relative=True)
+_PREFILL = _SummedMetric("mean prefill", "prefill_ms", "ms", of="requests", relative=True, better="lower")
+_METRICS = (_HITS, _PREFILL)
+
+_Group = Group[ReplacementRecord]
+
+
+def _fact(group: _Group, name: str) -> float:
+    """A fact about the stream or a tier: the mean of the seeds."""
+    return fmean(line.facts[name] for line in group.runs())
+
+
+def replacement_part(suite: Suite, results: Results) -> Part:
     lines = results.of(ReplacementRecord, suite.name)
     return Part(_tables(suite, lines), engine=_engine(lines), pictures=lambda: _pictures(suite, lines))
 
@@ -107,9 +89,9 @@ def _engine(lines: Sequence[ReplacementRecord]) -> str:
     return "; ".join(dict.fromkeys(kinds))
 
 
-def _tables(suite: SuiteInfo, lines: Sequence[ReplacementRecord]) -> list[Table]:
+def _tables(suite: Suite, lines: Sequence[ReplacementRecord]) -> list[Table]:
     """What was measured of a suite about replacement, with the paper's numbers beside it."""
-    groups = _groups([line for line in lines if line.scheduling is None])
+    groups = group_runs([line for line in lines if line.scheduling is None])
     tables = _scheduling([line for line in lines if line.scheduling is not None])
     if groups:
         tables += [_figures(suite, groups, metric) for metric in _METRICS]
@@ -119,24 +101,15 @@ def _tables(suite: SuiteInfo, lines: Sequence[ReplacementRecord]) -> list[Table]
     return tables
 
 
-def _groups(lines: Sequence[ReplacementRecord]) -> list[_Group]:
-    """In the order in which they were written."""
-    groups: dict[object, _Group] = {}
-    for line in lines:
-        group = groups.setdefault(key_of(line.cell), _Group(line.cell))
-        group.policies.setdefault(line.policy, {})[line.seed] = line
-    return list(groups.values())
-
-
-def _figures(suite: SuiteInfo, groups: Sequence[_Group], metric: str) -> Table:
+def _figures(suite: Suite, groups: Sequence[_Group], metric: Metric) -> Table:
     """Every policy in every cell, against the baseline."""
     policies = list(dict.fromkeys(policy for group in groups for policy in group.policies))
     baseline = suite.baseline
-    if baseline == "none" and metric == "hits":
+    if baseline == "none" and metric is _HITS:
         baseline = "device"
         policies.remove("none")
-    paper = [_beside(suite, group) for group in groups] if metric == "prefill_ms" else []
-    table = Table(_METRICS[metric].capitalize(), ["stream", "host", *map(_words, policies)], labels=2)
+    paper = [_beside(suite, group) for group in groups] if metric is _PREFILL else []
+    table = Table(metric.heading.capitalize(), ["stream", "host", *map(_words, policies)], labels=2)
     for place, group in enumerate(groups):
         row = _labels(group)
         for policy in policies:
@@ -160,7 +133,7 @@ def _required(groups: Sequence[_Group]) -> Table:
     )
     held, impossible = [0, 0], 0
     for group in groups:
-        hits, prefill = group.compare(_OURS, _LRU, "hits"), group.compare(_OURS, _GDSF, "prefill_ms")
+        hits, prefill = group.compare(_OURS, _LRU, _HITS), group.compare(_OURS, _GDSF, _PREFILL)
         verdicts = [
             _bound(hits, lambda difference: 1 + difference >= _MORE_HITS),
             _bound(prefill, lambda difference: difference <= _SLOWER),
@@ -169,7 +142,7 @@ def _required(groups: Sequence[_Group]) -> Table:
         possible = _possible(group)
         if possible is not None and possible < _MORE_HITS:
             verdicts[0], impossible = "no policy can", impossible + 1
-        by_gdsf, by_lfu = (group.compare(_OURS, other, "hits") for other in (_GDSF, _LFU))
+        by_gdsf, by_lfu = (group.compare(_OURS, other, _HITS) for other in (_GDSF, _LFU))
         row = [*_labels(group), _compared(hits), Entry(verdicts[0]), Entry(_times(possible)), _compared(by_gdsf)]
         table.rows.append([*row, _compared(by_lfu), _compared(prefill), Entry(verdicts[1])])
     table.note = (
@@ -181,11 +154,10 @@ def _required(groups: Sequence[_Group]) -> Table:
 
 def _possible(group: _Group) -> float | None:
     """What could be hit at most, by what LRU hits; known of the documents in the order as retrieved."""
-    plain = group.value(_LRU, "hits")
+    plain = group.value(_LRU, _HITS)
     if not plain or group.cell.get("ordered"):
         return None
-    lines = [line for lines in group.policies.values() for line in lines.values()]
-    return fmean(line.facts.get("most_hits_percent", line.facts["seen_percent"]) for line in lines) / plain
+    return fmean(line.facts.get("most_hits_percent", line.facts["seen_percent"]) for line in group.runs()) / plain
 
 
 def _times(ratio: float | None) -> str:
@@ -226,9 +198,9 @@ def _spread(values: Sequence[float]) -> Entry:
 
 
 def _labels(group: _Group) -> list[Entry]:
-    held = group.fact("working_set_tokens")
-    seen = group.fact("seen_percent")
-    device, host = (group.fact(f"{tier}_tokens") for tier in ("device", "host"))
+    held = _fact(group, "working_set_tokens")
+    seen = _fact(group, "seen_percent")
+    device, host = (_fact(group, f"{tier}_tokens") for tier in ("device", "host"))
     kib = int(group.cell.get("kib_per_token", KIB_PER_TOKEN))
     return [
         Entry(_stream(group.cell), f"working set {_room(held, kib)}; seen before: {figure(seen)}{THIN}%"),
@@ -252,9 +224,9 @@ def _room(tokens: float, kib_per_token: int) -> str:
     return f"{figure(tokens, 0)} tokens ({figure(gib, 0 if gib >= 10 else 1)}{THIN}GiB)"
 
 
-def _beside(suite: SuiteInfo, group: _Group) -> Entry:
+def _beside(suite: Suite, group: _Group) -> Entry:
     """The paper's times at the same parameters."""
-    for row in suite.paper:
+    for row in suite.paper_rows:
         times = [number(row, name) for name in ("pgdsf", "gdsf", "lru", "lfu")]
         if row.at and all(group.cell.get(name) == value for name, value in row.at.items()) and None not in times:
             return Entry(", ".join(figure(time, 2) for time in times), "PGDSF, GDSF, LRU, LFU")
@@ -289,7 +261,7 @@ def _words(policy: str) -> str:
 
 
 def _counted(groups: Sequence[_Group]) -> str:
-    lines = [line for group in groups for policy in group.policies for line in group.lines(policy)]
+    lines = [line for group in groups for line in group.runs()]
     seeds = sorted({line.seed for line in lines})
     served, warmup = (sorted({getattr(line, name) for line in lines}) for name in ("requests", "warmup"))
     numbers = [" to ".join(f"{each:,}" for each in dict.fromkeys((some[0], some[-1]))) for some in (served, warmup)]
@@ -298,21 +270,21 @@ def _counted(groups: Sequence[_Group]) -> str:
     return f"{words}{', a stream as it came with one of them' if once else ''}."
 
 
-def _pictures(suite: SuiteInfo, lines: Sequence[ReplacementRecord]) -> list[Picture]:
+def _pictures(suite: Suite, lines: Sequence[ReplacementRecord]) -> list[Picture]:
     """For each stream a line for each policy, along what the suite sweeps."""
-    x = suite.x
+    x = suite.report.x
     if x is None:
         return []
     panels: dict[str, list[_Group]] = {}
-    for group in _groups([line for line in lines if line.scheduling is None]):
+    for group in group_runs([line for line in lines if line.scheduling is None]):
         rest: Mapping[str, Any] = {name: value for name, value in group.cell.items() if name != x}
         panels.setdefault(_stream(rest), []).append(group)
-    metrics = [metric for metric in suite.metrics if metric in _METRICS]
+    metrics = [metric for name in suite.report.metrics for metric in _METRICS if metric.column == name]
     drawn = {words: panel for words, panel in panels.items() if len(panel) > 1}
     return [_picture(words, x, panel, metric) for words, panel in drawn.items() for metric in metrics]
 
 
-def _picture(words: str, x: str, panel: Sequence[_Group], metric: str) -> Picture:
+def _picture(words: str, x: str, panel: Sequence[_Group], metric: Metric) -> Picture:
     ticks = [_tier(str(group.cell[x])) for group in panel]
     policies = dict.fromkeys(policy for group in panel for policy in group.policies)
     values = {policy: [group.value(policy, metric) for group in panel] for policy in policies}
@@ -328,12 +300,12 @@ def _picture(words: str, x: str, panel: Sequence[_Group], metric: str) -> Pictur
         axes.set_xticks(range(len(ticks)), ticks)
         axes.grid(axis="x", visible=False)
         axes.set_xlabel(axis_words(x))
-        axes.set_ylabel(_METRICS[metric])
+        axes.set_ylabel(metric.heading)
         label_ends(axes, ends)
 
     said = "; ".join(
         f"{_words(policy)}: {', '.join(f'{tick} {figure(value)}' for tick, value in zip(ticks, line, strict=True))}"
         for policy, line in drawn.items()
     )
-    title = f"{_METRICS[metric].partition(',')[0].capitalize()} by {axis_words(x).partition(',')[0]} ({words})"
+    title = f"{metric.name.capitalize()} by {axis_words(x).partition(',')[0]} ({words})"
     return draw(paint, title=title, alt=said)

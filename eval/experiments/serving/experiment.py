@@ -20,8 +20,7 @@ from ragorder.eval.running.record import RunRecord
 if TYPE_CHECKING:
     from ragorder.eval.experiments.serving.engines import Engines
     from ragorder.eval.report.part import Part
-    from ragorder.eval.report.reading import Results
-    from ragorder.eval.report.suites import SuiteInfo
+    from ragorder.eval.running.reading import Results
     from ragorder.eval.running.runner import Run
     from ragorder.eval.running.suite import Suite
 
@@ -192,7 +191,7 @@ class Serving(Experiment):
         }
 
     @classmethod
-    def report(cls, suite: SuiteInfo, results: Results) -> Part:
+    def report(cls, suite: Suite, results: Results) -> Part:
         from ragorder.eval.experiments.serving.report import serving_part
 
         return serving_part(suite, results)

@@ -12,15 +12,15 @@ from ragorder.eval.experiments.serving.timelines import along, timelines
 from ragorder.eval.report.canvas import INK, LINE, Picture, draw, label_ends, name_marks, style, titled
 from ragorder.eval.report.groups import Group
 from ragorder.eval.report.metrics import CACHED
-from ragorder.eval.report.suites import SuiteInfo
 from ragorder.eval.report.words import figure, policy_words
+from ragorder.eval.running.suite import Suite
 
 __all__ = ["pictures_of"]
 
 _FEW_CELLS = 3
 
 
-def pictures_of(suite: SuiteInfo, groups: Sequence[Group], baseline: str) -> list[Picture]:
+def pictures_of(suite: Suite, groups: Sequence[Group], baseline: str) -> list[Picture]:
     """What can be drawn of these figures, none of them empty."""
     if not groups:
         return []
@@ -33,7 +33,7 @@ def pictures_of(suite: SuiteInfo, groups: Sequence[Group], baseline: str) -> lis
     elif not found:
         found.append(_cells(groups))
     if suite.about("position", "moved_share", "displacement"):
-        found += positions(groups, suite.x)
+        found += positions(groups, suite.report.x)
     if len(groups) <= _FEW_CELLS:
         for group in groups:
             found += timelines(group.label, {policy: (policy, group, policy) for policy in group.policies})
@@ -42,10 +42,10 @@ def pictures_of(suite: SuiteInfo, groups: Sequence[Group], baseline: str) -> lis
     return [picture for picture in found if picture is not None]
 
 
-def _swept_timelines(suite: SuiteInfo, groups: Sequence[Group]) -> list[Picture]:
+def _swept_timelines(suite: Suite, groups: Sequence[Group]) -> list[Picture]:
     """In the smallest cache, where it matters most, a line for each value of what is swept: what the default policy,
     or the last one, did."""
-    x = suite.x
+    x = suite.report.x
     recorded = [group for group in groups if any(run.timeline for run in group.runs())]
     if x is None or not recorded:
         return []

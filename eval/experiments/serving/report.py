@@ -19,12 +19,12 @@ from ragorder.eval.report.metrics import (
 )
 from ragorder.eval.report.paper import paper_beside, paper_heading
 from ragorder.eval.report.part import Part
-from ragorder.eval.report.reading import Results
 from ragorder.eval.report.statistics import Comparison, Summary, summary
-from ragorder.eval.report.suites import SuiteInfo
 from ragorder.eval.report.tables import Entry, Table
 from ragorder.eval.report.words import THIN, cell_words, change_words, figure, policy_words
+from ragorder.eval.running.reading import Results
 from ragorder.eval.running.record import RunRecord
+from ragorder.eval.running.suite import Suite
 
 __all__ = ["serving_part"]
 
@@ -38,7 +38,7 @@ _ENGINES = {
 }
 
 
-def serving_part(suite: SuiteInfo, results: Results) -> Part:
+def serving_part(suite: Suite, results: Results) -> Part:
     groups = group_runs(results.of(RunRecord, suite.name))
     policies = [policy for group in groups for policy in group.policies]
     baseline = suite.baseline if suite.baseline in policies else next(iter(policies), "")
@@ -78,7 +78,7 @@ def _setting(groups: Sequence[Group]) -> str:
     return words
 
 
-def _comparison_tables(suite: SuiteInfo, groups: Sequence[Group], baseline: str) -> list[Table]:
+def _comparison_tables(suite: Suite, groups: Sequence[Group], baseline: str) -> list[Table]:
     """What was measured, each policy against the baseline, with the paper's own figure beside it."""
     if not groups:
         return []
@@ -88,7 +88,7 @@ def _comparison_tables(suite: SuiteInfo, groups: Sequence[Group], baseline: str)
     return [_cells_table(suite, groups, baseline, metric) for metric in metrics]
 
 
-def _policies_table(suite: SuiteInfo, group: Group, baseline: str) -> Table:
+def _policies_table(suite: Suite, group: Group, baseline: str) -> Table:
     timed, predicted = group.has("ttft_ms"), group.has("predicted_tokens")
     paper = paper_heading(suite, group.cell)
     headings = ["policy", CACHED.heading, "whole documents cached, mean"]
@@ -112,7 +112,7 @@ def _policies_table(suite: SuiteInfo, group: Group, baseline: str) -> Table:
     return table
 
 
-def _cells_table(suite: SuiteInfo, groups: Sequence[Group], baseline: str, metric: Metric) -> Table:
+def _cells_table(suite: Suite, groups: Sequence[Group], baseline: str, metric: Metric) -> Table:
     policies = list(dict.fromkeys(policy for group in groups for policy in group.policies))
     paper = paper_heading(suite, None) if metric is CACHED or metric is TTFT_P50 else []
     table = Table(metric.heading, ["", *map(policy_words, policies), *paper])
@@ -166,7 +166,7 @@ def _range(numbers: Iterable[int]) -> str:
     return f"{low:,}" if low == high else f"{low:,} to {high:,}"
 
 
-def _detail_tables(suite: SuiteInfo, groups: Sequence[Group], baseline: str) -> list[Table]:
+def _detail_tables(suite: Suite, groups: Sequence[Group], baseline: str) -> list[Table]:
     """What else a suite is about: where the time goes, the prefill saved, throughput, how far documents moved."""
     tables: list[Table] = []
     few = len(groups) <= _FEW_CELLS

@@ -8,8 +8,8 @@ from typing import Any
 from ragorder.eval.report.canvas import INK, Picture, Style, draw, label_ends, name_marks, style
 from ragorder.eval.report.groups import Group
 from ragorder.eval.report.metrics import CACHED, TTFT_P50, Metric
-from ragorder.eval.report.suites import SuiteInfo
 from ragorder.eval.report.words import axis_words, cell_words, figure, policy_words, signed, value_words
+from ragorder.eval.running.suite import Suite
 
 __all__ = ["panels_of", "sweep_pictures", "value_on_axis"]
 
@@ -18,7 +18,7 @@ _UNORDERED = ("guards", "residency", "order", "corpus", "batch", "policy")
 _APART = 0.09
 
 
-def sweep_pictures(suite: SuiteInfo, groups: Sequence[Group], baseline: str) -> list[Picture]:
+def sweep_pictures(suite: Suite, groups: Sequence[Group], baseline: str) -> list[Picture]:
     """For each combination of what else varies two pictures a metric: figures, and differences to the baseline."""
     x = _swept(suite, groups)
     if x is None:
@@ -30,12 +30,12 @@ def sweep_pictures(suite: SuiteInfo, groups: Sequence[Group], baseline: str) -> 
     return [picture for picture in found if picture is not None]
 
 
-def _swept(suite: SuiteInfo, groups: Sequence[Group]) -> str | None:
+def _swept(suite: Suite, groups: Sequence[Group]) -> str | None:
     """The parameter that goes along the x axis: as the suite says, or the one with the most values if it is a size."""
     values = {name: {repr(g.cell.get(name)): g.cell.get(name) for g in groups} for name in groups[0].varies}
     values = {name: found for name, found in values.items() if len(found) >= 2}
-    if suite.x is not None:
-        return suite.x if suite.x in values else None
+    if suite.report.x is not None:
+        return suite.report.x if suite.report.x in values else None
     sizes = [name for name, found in values.items() if len(found) >= 3 and all(map(_is_size, found.values()))]
     return max(sizes, key=lambda name: len(values[name]), default=None)
 

@@ -21,9 +21,8 @@ from ragorder.eval.running.experiment import Experiment, Job, Line, Missing
 if TYPE_CHECKING:
     from ragorder.eval.engines.server import VLLMServer
     from ragorder.eval.report.part import Part
-    from ragorder.eval.report.reading import Results
-    from ragorder.eval.report.suites import SuiteInfo
     from ragorder.eval.running.options import Options
+    from ragorder.eval.running.reading import Results
     from ragorder.eval.running.suite import Suite
 
 __all__ = ["Tiering"]
@@ -123,7 +122,7 @@ class Tiering(Experiment):
         return self._running[1:]
 
     @classmethod
-    def report(cls, suite: SuiteInfo, results: Results) -> Part:
+    def report(cls, suite: Suite, results: Results) -> Part:
         from ragorder.eval.experiments.tiering.report import tiering_part
 
         return tiering_part(suite, results)

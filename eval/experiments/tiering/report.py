@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ragorder.adapters.observing.tier_stats import SOURCES, TIERS
 from ragorder.eval.experiments.tiering import ARMS, MOST_WORSE, REQUIRED, Verdict, judge
 from ragorder.eval.experiments.tiering.record import TieringRecord
 from ragorder.eval.report.canvas import LINE, Picture, draw, style
+from ragorder.eval.report.groups import Group, group_runs
 from ragorder.eval.report.part import Part
-from ragorder.eval.report.reading import Results
 from ragorder.eval.report.statistics import StatisticsError, compare
-from ragorder.eval.report.suites import SuiteInfo
 from ragorder.eval.report.tables import Entry, Table
 from ragorder.eval.report.words import THIN, change_words, figure
-from ragorder.eval.running.record import Cell, key_of
+from ragorder.eval.running.reading import Results
+from ragorder.eval.running.suite import Suite
+
+if TYPE_CHECKING:
+    from ragorder.eval.running.record import Floats
 
 __all__ = ["tiering_part"]
 
@@ -36,37 +38,35 @@ _NOTE = (
 _ALONE, _WITH = ARMS
 
 
-@dataclass(slots=True)
-class _Group:
-    """A cell with both arms and those seeds that both have."""
-
-    cell: Cell
-    arms: dict[str, dict[int, TieringRecord]] = field(default_factory=lambda: {arm: {} for arm in ARMS})
-
-    @property
-    def seeds(self) -> list[int]:
-        return sorted(self.arms[_ALONE].keys() & self.arms[_WITH].keys())
-
-    def lines(self, arm: str) -> list[TieringRecord]:
-        return [self.arms[arm][seed] for seed in self.seeds]
-
-    @property
-    def verdict(self) -> Verdict | None:
-        """None where nothing can be compared."""
-        sides = [[line.ttft_ms for line in self.lines(arm)] for arm in ARMS]
-        try:
-            return judge(str(self.cell["tier"]), *sides)
-        except StatisticsError:
-            return None
-
-    def shares(self, arm: str) -> dict[str, float]:
-        """Of all prompt tokens, by source, in per cent."""
-        sums = {source: sum(line.sources[source] for line in self.lines(arm)) for source in SOURCES}
-        every = max(1, sum(sums.values()))
-        return {source: 100 * tokens / every for source, tokens in sums.items()}
+_Group = Group[TieringRecord]
 
 
-def tiering_part(suite: SuiteInfo, results: Results) -> Part:
+def _arm(group: _Group, arm: str) -> list[TieringRecord]:
+    """The records of the seeds that both arms have."""
+    alone, tiers = (group.policies.get(each, {}) for each in ARMS)
+    return [group.policies[arm][seed] for seed in sorted(alone.keys() & tiers.keys())]
+
+
+def _sides(group: _Group) -> list[list[Floats]]:
+    return [[line.ttft_ms for line in _arm(group, arm)] for arm in ARMS]
+
+
+def _verdict(group: _Group) -> Verdict | None:
+    """None where nothing can be compared."""
+    try:
+        return judge(str(group.cell["tier"]), *_sides(group))
+    except StatisticsError:
+        return None
+
+
+def _shares(group: _Group, arm: str) -> dict[str, float]:
+    """Of all prompt tokens, by source, in per cent."""
+    sums = {source: sum(line.sources[source] for line in _arm(group, arm)) for source in SOURCES}
+    every = max(1, sum(sums.values()))
+    return {source: 100 * tokens / every for source, tokens in sums.items()}
+
+
+def tiering_part(suite: Suite, results: Results) -> Part:
     lines = results.of(TieringRecord, suite.name)
     return Part(_tables(lines), engine=_engine(lines), pictures=lambda: _pictures(lines))
 
@@ -88,11 +88,11 @@ def _tables(lines: Sequence[TieringRecord]) -> list[Table]:
     headings += ["alone → with tiers, p50 ms", "p95 ms", "hits alone, %", "hits with tiers: device, host, disk, %"]
     table = Table("Time to the first token", headings, labels=2)
     for group, verdict in groups:
-        alone, tiers = (group.shares(arm) for arm in ARMS)
+        alone, tiers = (_shares(group, arm) for arm in ARMS)
         table.rows.append(
             [
                 Entry(_FITS.get(group.cell["tier"], str(group.cell["tier"])), _stream(group)),
-                _sizes(group.lines(_WITH)[0]),
+                _sizes(_arm(group, _WITH)[0]),
                 Entry(f"{figure(verdict.apc_ms, 0)} → {figure(verdict.tiers_ms, 0)}"),
                 _ratio(verdict),
                 Entry(verdict.met or "–", _bound(str(group.cell["tier"]))),
@@ -134,15 +134,12 @@ def _pictures(lines: Sequence[TieringRecord]) -> list[Picture]:
 
 def _groups(lines: Sequence[TieringRecord]) -> list[tuple[_Group, Verdict]]:
     """In the order in which they were written, those of which there is something to say."""
-    groups: dict[object, _Group] = {}
-    for line in lines:
-        if line.policy in ARMS:
-            groups.setdefault(key_of(line.cell), _Group(line.cell)).arms[line.policy][line.seed] = line
-    return [(group, verdict) for group in groups.values() if group.seeds and (verdict := group.verdict) is not None]
+    groups = group_runs([line for line in lines if line.policy in ARMS])
+    return [(group, verdict) for group in groups if (verdict := _verdict(group)) is not None]
 
 
 def _stream(group: _Group) -> str:
-    cell, line = group.cell, group.lines(_WITH)[0]
+    cell, line = group.cell, _arm(group, _WITH)[0]
     words = f"{cell.get('corpus', '')}, top {cell['top_k']}" if "top_k" in cell else str(cell.get("corpus", ""))
     words += f", {cell['replacement']}" if "replacement" in cell else ""
     words += ", the device in vLLM's own order" if cell.get("device_order") is False else ""
@@ -175,14 +172,13 @@ def _bound(tier: str) -> str:
 
 
 def _quantile(group: _Group, statistic: Any) -> Entry:
-    sides = [[line.ttft_ms for line in group.lines(arm)] for arm in ARMS]
-    found = compare(sides[0], sides[1], statistic=statistic, relative=True, better="lower")
+    found = compare(*_sides(group), statistic=statistic, relative=True, better="lower")
     shown = f"{figure(found.baseline, 0)} → {figure(found.value, 0)}"
     return Entry(shown, change_words(found), found.verdict if found.known else "too few requests")
 
 
 def _counted(groups: Sequence[_Group]) -> str:
-    lines = [line for group in groups for line in group.lines(_WITH)]
+    lines = [line for group in groups for line in _arm(group, _WITH)]
     served, warmup = (sorted({getattr(line, name) for line in lines}) for name in ("requests", "warmup"))
     numbers = [" to ".join(f"{each:,}" for each in dict.fromkeys((some[0], some[-1]))) for some in (served, warmup)]
     seeds = ", ".join(map(str, sorted({line.seed for line in lines})))

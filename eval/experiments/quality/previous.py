@@ -1,4 +1,4 @@
-"""Quality results of earlier sessions in a results file, and their comparison."""
+"""Answers of earlier sessions in a results file, and their comparison."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ from typing import Any
 from ragorder.eval.experiments.quality.compare import summarise
 from ragorder.eval.running.progress import Progress
 
-__all__ = ["judge_kept"]
+__all__ = ["judge_previous"]
 
 Line = dict[str, Any]
 
 
-def judge_kept(path: Path, suite: str, session: str, progress: Progress | None = None) -> tuple[list[Line], list[Line]]:
-    """The lines of type "quality" of those cells of a suite in which an order was asked since the last verdict, or
-    which have none because a session was interrupted; and what `summarise` says of them, as lines of this `session`.
+def judge_previous(
+    path: Path, suite: str, session: str | None, progress: Progress | None = None
+) -> tuple[list[Line], list[Line]]:
+    """The "quality" lines of those cells of a suite that have new answers since their last verdict, or no verdict, and
+    what `summarise` finds in them, as lines of `session`.
 
-    Torn lines are passed over. Raises OSError, ImportError without scipy.
+    Torn lines are skipped. Raises OSError; ImportError without scipy.
     """
     cells: dict[str, list[Line]] = {}
     unjudged: dict[str, None] = {}

@@ -1,4 +1,4 @@
-"""Asking every question in an order, and scoring what comes back."""
+"""Questions asked in an order of their documents, and the scores of the answers."""
 
 from __future__ import annotations
 
@@ -13,19 +13,18 @@ from typing import Any
 from ragorder.document import Document
 from ragorder.eval.engines.base import EngineError, RequestError
 from ragorder.eval.engines.prompts import BuiltPrompts
-from ragorder.eval.experiments.quality.answering import Answer, Answerer
-from ragorder.eval.experiments.quality.base import Question
-from ragorder.eval.experiments.quality.extract import extract_answer
-from ragorder.eval.experiments.quality.metrics import Scorer
+from ragorder.eval.experiments.quality.answering import Answerer, ModelAnswer
+from ragorder.eval.experiments.quality.base import GradedQuestion
+from ragorder.eval.experiments.quality.datasets import QuestionSet
+from ragorder.eval.experiments.quality.metrics import Scorer, extract_answer
 from ragorder.eval.experiments.quality.models import ModelFacts
 from ragorder.eval.experiments.quality.orders import Order
-from ragorder.eval.experiments.quality.sources import QuestionSet
 from ragorder.eval.experiments.quality.specs import Line, QualityBench
 from ragorder.eval.running.progress import Progress
 from ragorder.ordering import Ordering
 from ragorder.prompt import Prompt, PromptBuilder
 
-__all__ = ["SYSTEM", "Builders", "ask_all", "corpus_tokens"]
+__all__ = ["SYSTEM", "Builders", "ask_questions", "corpus_tokens"]
 
 SYSTEM = (
     "Answer the question from the documents below. Give the answer itself and nothing else, as short as possible: "
@@ -35,7 +34,7 @@ SYSTEM = (
 
 
 class Builders:
-    """Prompt builders without and with a note of the ranking, in the tokens of a model (None: of none)."""
+    """Prompt builders without and with a note of the ranking; `tokenizer` None: lengths are estimated."""
 
     def __init__(self, tokenizer: Any = None) -> None:
         self._make = cache(
@@ -47,7 +46,7 @@ class Builders:
         return builder
 
 
-def ask_all(
+def ask_questions(
     bench: QualityBench,
     data: QuestionSet,
     orders: Sequence[Order],
@@ -57,20 +56,20 @@ def ask_all(
     progress: Progress,
     cell: Line,
 ) -> Iterator[Line]:
-    """Ask all questions in each of the orders, one order after another, each with a cache of its own. Raises
-    EngineError if not one question of an order is answered."""
-    advance = progress(f"{bench.dataset}: asking", len(data.questions) * len(orders))
+    """One order after another, each with a cache of its own. Raises EngineError if no question of an order is
+    answered."""
+    advance = progress(f"{data.dataset.name}: asking", len(data.questions) * len(orders))
     for order in orders:
-        asked = _ask(bench, data, order, engine, builders(state_ranking=order.state_ranking), advance)
-        em, f1 = asked.columns["em"], asked.columns["f1"]
+        scores = _ask(bench, data, order, engine, builders(state_ranking=order.state_ranking), advance)
+        em, f1 = scores.columns["em"], scores.columns["f1"]
         if not em:
-            raise EngineError(f"not one of {len(data.questions)} questions was answered: {asked.failure}")
+            raise EngineError(f"not one of {len(data.questions)} questions was answered: {scores.failure}")
         yield {
             "type": "quality",
             "session": bench.session,
             "suite": bench.suite,
             "cell": cell,
-            "seed": bench.seed,
+            "seed": bench.questions.seed,
             "policy": order.name,
             "engine": {
                 "name": engine.name,
@@ -80,18 +79,17 @@ def ask_all(
             },
             "model": model and model.as_json(),
             "dry_run": bench.dry_run,
-            "failures": asked.failures,
+            "failures": scores.failures,
             "passed_over": dict(data.passed_over),
             "em": round(100 * fmean(em), 4),
             "f1": round(100 * fmean(f1), 4),
-            "rows": asked.rows,
+            "rows": scores.rows,
         }
 
 
-class _Asked:
-    """What became of the questions that were answered, in their order: EM and F1 (from 0 to 1), the engine's cached
-    tokens (None where it reports none), how the documents moved, and at which places (from 0) the gold ones stood.
-    `failures` got no answer, the first one for the reason `failure`."""
+class _Scores:
+    """Columns with an entry for each answered question. `failures` questions got no answer, the first one for the
+    reason `failure`. EM and F1 are from 0 to 1, places of gold documents from 0."""
 
     def __init__(self, scorer: Scorer) -> None:
         names = ("id", "em", "f1", "cached_tokens", "displacement", "moved_share", "gold_places")
@@ -102,10 +100,10 @@ class _Asked:
 
     @property
     def rows(self) -> dict[str, list[Any] | None]:
-        """The columns, None in place of one in which something is missing."""
+        # A column with a gap is not kept.
         return {name: None if None in column else column for name, column in self.columns.items()}
 
-    def finish(self, question: Question, ordering: Ordering[Document], answered: Future[Answer]) -> None:
+    def finish(self, question: GradedQuestion, ordering: Ordering[Document], answered: Future[ModelAnswer]) -> None:
         try:
             answer = answered.result()
         except RequestError as error:
@@ -136,39 +134,39 @@ def _ask(
     engine: Answerer,
     builder: PromptBuilder,
     advance: Callable[[], None],
-) -> _Asked:
+) -> _Scores:
     engine.reset(reuse=order.reuses)
-    policy = order.make(engine, BuiltPrompts(builder), bench.seed)
-    asked = _Asked(data.dataset.scorer)
-    in_flight: deque[tuple[Question, Ordering[Document], Future[Answer]]] = deque()
+    policy = order.make(engine, BuiltPrompts(builder), bench.questions.seed)
+    scores, concurrency = _Scores(data.dataset.scorer), bench.engine.concurrency
+    in_flight: deque[tuple[GradedQuestion, Ordering[Document], Future[ModelAnswer]]] = deque()
 
     def finish_oldest() -> None:
-        asked.finish(*in_flight.popleft())
+        scores.finish(*in_flight.popleft())
         advance()
 
-    with _submitter(engine, bench.concurrency) as submit:
+    with _submitter(engine, concurrency) as submit:
         for question in data.questions:
             # The oldest, not the quickest: so that no order depends on how fast the answers come.
-            if len(in_flight) == bench.concurrency:
+            if len(in_flight) == concurrency:
                 finish_oldest()
             suffix_tokens = builder.suffix_tokens(question.text) + engine.kept_output_tokens
             ordering = policy.order(list(question.documents), suffix_tokens=suffix_tokens)
             in_flight.append((question, ordering, submit(question, builder.build(question.text, ordering))))
         while in_flight:
             finish_oldest()
-    return asked
+    return scores
 
 
 @contextmanager
-def _submitter(engine: Answerer, concurrency: int) -> Iterator[Callable[[Question, Prompt], Future[Answer]]]:
-    """Asks without waiting for the answer, or, one at a time, in this thread: vLLM stays in the one it started in."""
+def _submitter(engine: Answerer, concurrency: int) -> Iterator[Callable[[GradedQuestion, Prompt], Future[ModelAnswer]]]:
+    """A function that sends a question: to a pool of threads, or in this thread, in which vLLM must stay."""
     if concurrency > 1:
         with ThreadPoolExecutor(concurrency) as pool:
             yield lambda question, prompt: pool.submit(engine.answer, question, prompt)
         return
 
-    def ask(question: Question, prompt: Prompt) -> Future[Answer]:
-        answered: Future[Answer] = Future()
+    def ask(question: GradedQuestion, prompt: Prompt) -> Future[ModelAnswer]:
+        answered: Future[ModelAnswer] = Future()
         try:
             answered.set_result(engine.answer(question, prompt))
         except RequestError as error:
@@ -179,7 +177,7 @@ def _submitter(engine: Answerer, concurrency: int) -> Iterator[Callable[[Questio
 
 
 def corpus_tokens(data: QuestionSet, builders: Builders) -> int:
-    """The length of all documents that the questions have."""
+    """The length of all distinct documents."""
     builder = builders(state_ranking=False)
     documents = {document.id: document for question in data.questions for document in question.documents}
     return sum(builder.document_tokens(document) for document in documents.values())

@@ -1,0 +1,183 @@
+"""Data sets of questions, from official files or the Hugging Face Hub."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from importlib import import_module
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from ragorder.eval.data.corpora.base import CorpusError
+from ragorder.eval.data.retrieval import Retriever, make_retriever
+from ragorder.eval.experiments.quality.base import DatasetName, GradedQuestion, Reading
+from ragorder.eval.experiments.quality.metrics import SCORERS, Scorer
+from ragorder.eval.experiments.quality.multihop import read_hotpotqa, read_musique, read_two_wiki
+from ragorder.eval.experiments.quality.natural_questions import read_natural_questions
+from ragorder.eval.experiments.quality.records import SourceRecord, read_records
+from ragorder.eval.experiments.quality.specs import QuestionsSpec
+from ragorder.eval.experiments.quality.triviaqa import read_triviaqa
+from ragorder.eval.running.progress import Progress, silent
+
+__all__ = ["DATASETS", "Dataset", "QuestionSet", "load_questions"]
+
+
+_FILE = "give --data FILE (eval run: --questions DIR)"
+_PATIENCE_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Dataset:
+    """How a data set is read, and where it is on the Hub. `questions` is their approximate number; `container` the
+    field of the official file that holds the records."""
+
+    name: DatasetName
+    questions: int
+    read: Callable[[Iterable[SourceRecord], Reading], Iterator[GradedQuestion]]
+    hub: str
+    config: str | None = None
+    split: str = "validation"
+    container: str | None = None
+
+    @property
+    def scorer(self) -> Scorer:
+        return SCORERS[self.name]
+
+
+DATASETS = {
+    dataset.name: dataset
+    for dataset in (
+        Dataset("hotpotqa", 7_405, read_hotpotqa, "hotpotqa/hotpot_qa", "distractor"),
+        Dataset("musique", 2_417, read_musique, "dgslibisey/MuSiQue"),
+        Dataset("2wikimultihopqa", 12_576, read_two_wiki, "framolfese/2WikiMultihopQA"),
+        Dataset("triviaqa", 17_944, read_triviaqa, "mandarjoshi/trivia_qa", "rc", container="Data"),
+        Dataset("nq", 7_830, read_natural_questions, "google-research-datasets/natural_questions", "dev"),
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class QuestionSet:
+    """Questions in the order in which they are asked. `passed_over` counts unusable records and documents by reason."""
+
+    dataset: Dataset
+    questions: list[GradedQuestion]
+    passed_over: Mapping[str, int]
+
+
+def load_questions(spec: QuestionsSpec, progress: Progress = silent) -> QuestionSet:
+    """Questions from the official file `data` or the Hub (package `datasets`).
+
+    Without a retriever each question has its own documents, of which `top_k` are kept. With one, the documents of all
+    questions are one corpus, from which `top_k` (10) are retrieved for each question.
+
+    Raises CorpusError naming file and record, ImportError naming what to install.
+    """
+    data, evidence, aliases, limit = spec.data, spec.evidence, spec.aliases, spec.limit
+    in_order = spec.question_order == "data"
+    dataset = DATASETS[spec.dataset]
+    dataset = replace(dataset, config=spec.config or dataset.config, split=spec.split or dataset.split)
+    if data is None:
+        records, where = _from_hub(dataset, streaming=limit is not None and in_order), dataset.hub
+    else:
+        records, where = read_records(data, dataset.container), str(data)
+        evidence, aliases = evidence or _beside(data, "evidence"), aliases or _beside(data, "id_aliases.json")
+    reading = Reading(
+        document_words=spec.document_words,
+        evidence=evidence if spec.dataset == "triviaqa" else None,
+        aliases=aliases if spec.dataset == "2wikimultihopqa" else None,
+    )
+    wanted = limit if in_order else None
+    advance = progress(f"{spec.dataset}: reading", wanted or dataset.questions)
+    questions = []
+    for question in islice(_distinct(dataset.read(records, reading), where), wanted):
+        questions.append(question)
+        advance()
+    if not questions:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in reading.passed_over.items())
+        raise CorpusError(f"{where}: no question in it can be asked ({reasons or 'it is empty'}): use another file")
+    if not in_order:
+        random.Random(spec.seed).shuffle(questions)
+        questions = questions[:limit]
+    retriever = spec.retriever
+    if retriever is not None:
+        made = make_retriever(retriever) if isinstance(retriever, str) else retriever
+        questions = _retrieve(questions, made, spec.top_k or 10, reading)
+    elif spec.top_k is not None:
+        questions = [_first(question, spec.top_k) for question in questions]
+    return QuestionSet(dataset, questions, dict(reading.passed_over))
+
+
+def _from_hub(dataset: Dataset, *, streaming: bool) -> Iterator[SourceRecord]:
+    try:
+        datasets: Any = import_module("datasets")
+    except ImportError as error:
+        raise ImportError(
+            f"loading {dataset.name} from the Hub needs datasets: pip install 'ragorder[quality]', or {_FILE}",
+            name="datasets",
+        ) from error
+    where = f"{dataset.hub} ({', '.join(filter(None, (dataset.config, dataset.split)))})"
+    try:
+        _reach(dataset)
+        rows = datasets.load_dataset(dataset.hub, dataset.config, split=dataset.split, streaming=streaming)
+        for number, row in enumerate(rows, 1):
+            yield SourceRecord(f"{where}: record {number}", row)
+    except CorpusError:
+        raise
+    except Exception as error:
+        # The package raises errors of many libraries, whose texts may quote addresses and tokens.
+        raise CorpusError(
+            f"{where}: cannot be loaded ({type(error).__name__}): download the official file and {_FILE}"
+        ) from error
+
+
+def _reach(dataset: Dataset) -> None:
+    # Without a network `datasets` retries for half a minute; this fails at once. With HF_HUB_OFFLINE=1 `datasets` only
+    # reads its cache.
+    hub: Any = import_module("huggingface_hub")
+    try:
+        hub.HfApi().dataset_info(dataset.hub, timeout=_PATIENCE_S)
+    except Exception as error:
+        if type(error).__name__ != "OfflineModeIsEnabled":
+            raise
+
+
+def _beside(data: Path, name: str) -> Path | None:
+    return next((path for path in (data.parent / name, data.parent.parent / name) if path.exists()), None)
+
+
+def _distinct(questions: Iterator[GradedQuestion], where: str) -> Iterator[GradedQuestion]:
+    seen = set()
+    for question in questions:
+        if question.id in seen:
+            raise CorpusError(f"{where}: the question id {question.id!r} occurs twice: drop one of them")
+        if not question.documents:
+            raise CorpusError(f"{where}: question {question.id!r} has no documents to order: drop it")
+        seen.add(question.id)
+        yield question
+
+
+def _first(question: GradedQuestion, top_k: int) -> GradedQuestion:
+    documents = question.documents[:top_k]
+    ids = {document.id for document in documents}
+    return replace(question, documents=documents, gold=tuple(id for id in question.gold if id in ids))
+
+
+def _retrieve(
+    questions: list[GradedQuestion], retriever: Retriever, top_k: int, reading: Reading
+) -> list[GradedQuestion]:
+    corpus = list(dict.fromkeys(document.id for question in questions for document in question.documents))
+    by_id = {document.id: document for question in questions for document in question.documents}
+    texts = [f"{by_id[id].metadata['title']}\n{by_id[id].text}" for id in corpus]
+    rankings = retriever.search(texts, [question.text for question in questions], top_k)
+    retrieved = []
+    for question, ranking in zip(questions, rankings, strict=True):
+        ids = [corpus[position] for position in ranking]
+        if not ids:
+            reading.passed_over["questions for which nothing was retrieved"] += 1
+            continue
+        gold = tuple(id for id in question.gold if id in ids)
+        retrieved.append(replace(question, documents=tuple(by_id[id] for id in ids), gold=gold))
+    return retrieved

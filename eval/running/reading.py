@@ -1,0 +1,160 @@
+"""Results in a folder: results.jsonl or results.jsonl.xz, of any number of sessions."""
+
+from __future__ import annotations
+
+import json
+import lzma
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ragorder.eval.running.experiment import experiments
+from ragorder.eval.running.record import (
+    RESULTS,
+    SCHEMA,
+    CheckRecord,
+    Record,
+    RunRecord,
+    SessionRecord,
+    UnavailableRecord,
+    key_of,
+)
+
+__all__ = ["Results", "ResultsError", "read_results"]
+
+Line = SessionRecord | UnavailableRecord | CheckRecord | Record
+R = TypeVar("R", bound=Record)
+
+
+class ResultsError(ValueError):
+    """There is nothing to report on. The message says what to change."""
+
+
+@dataclass(slots=True)
+class Results:
+    """All that was measured, in the order in which it was written. `notes` say what could not be read.
+
+    `own_checks` are those that an experiment's own tables show: of several on the same the last one, which is made of
+    most.
+    """
+
+    folder: Path
+    sessions: list[SessionRecord] = field(default_factory=list)
+    records: list[Record] = field(default_factory=list)
+    unavailable: list[UnavailableRecord] = field(default_factory=list)
+    checks: list[Mapping[str, Any]] = field(default_factory=list)
+    own_checks: list[Mapping[str, Any]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def suites(self) -> list[str]:
+        """The names of all suites of which there is anything."""
+        names = [line.suite for line in self.records] + [line.suite for line in self.unavailable]
+        return list(dict.fromkeys(names))
+
+    @property
+    def runs(self) -> list[RunRecord]:
+        return self.of(RunRecord)
+
+    def of(self, record: type[R], suite: str | None = None) -> list[R]:
+        """The records of one type, all or those of one suite."""
+        return [each for each in self.records if isinstance(each, record) and suite in (None, each.suite)]
+
+
+def read_results(folder: Path) -> Results:
+    """Raises ResultsError if the folder has no results, OSError."""
+    text = _text(folder)
+    results = Results(folder)
+    passed_over: Counter[str] = Counter()
+    seen: set[object] = set()
+    for line in text.splitlines():
+        if line.strip():
+            passed_over[_take(line, results, seen)] += 1
+    del passed_over[""]
+    results.notes += [f"{count} × {what}" for what, count in passed_over.items()]
+    if not results.suites and not results.checks:
+        raise ResultsError(
+            f"{folder / RESULTS} holds no measurement: run 'ragorder eval run SUITE -o {folder}' to its end"
+        )
+    return results
+
+
+def _text(folder: Path) -> str:
+    plain, packed = folder / RESULTS, folder / f"{RESULTS}.xz"
+    if plain.is_file():
+        return plain.read_text("utf-8", errors="replace")
+    if packed.is_file():
+        try:
+            return lzma.decompress(packed.read_bytes()).decode("utf-8", errors="replace")
+        except lzma.LZMAError as error:
+            raise ResultsError(f"{packed}: cannot be unpacked ({error})") from None
+    where = "is no folder" if not folder.is_dir() else f"has no {RESULTS}"
+    raise ResultsError(f"{folder} {where}: give the folder that 'ragorder eval run SUITE -o DIR' wrote to")
+
+
+def _take(line: str, results: Results, seen: set[object]) -> str:
+    """Put a line where it belongs. Returns why it was passed over, or nothing."""
+    try:
+        entry = json.loads(line)
+    except (ValueError, RecursionError):
+        return "a torn line (an interrupted run) was passed over"
+    if not isinstance(entry, dict):
+        return "a line that is no JSON object was passed over"
+    kind = entry.get("type")
+    models = _models()
+    if not isinstance(kind, str) or kind not in models:
+        return f"a line of unknown type {kind!r}"
+    try:
+        return _put(models[kind].model_validate(entry), results, seen)
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError):
+        return f"a line of type {kind!r} without all it must say was passed over"
+
+
+@cache
+def _models() -> dict[str, type[Line]]:
+    measured = {each.record.model_fields["type"].default: each.record for each in experiments().values()}
+    return {"session": SessionRecord, "unavailable": UnavailableRecord, "check": CheckRecord, **measured}
+
+
+def _put(line: Line, results: Results, seen: set[object]) -> str:
+    if isinstance(line, SessionRecord):
+        if line.schema_version != SCHEMA:
+            results.notes.append(f"session {line.id} is of schema {line.schema_version}: this program knows {SCHEMA}")
+        results.sessions.append(line)
+    elif isinstance(line, CheckRecord):
+        _put_check(line, results)
+    elif isinstance(line, UnavailableRecord):
+        if not _again(seen, "unavailable", line.suite, key_of(line.cell), line.policy, line.reason):
+            results.unavailable.append(line)
+    elif isinstance(line, Record):
+        if _again(seen, *line.identity):
+            return f"{line.called} that is there already was passed over (the first one counts)"
+        results.records.append(line)
+    return ""
+
+
+def _put_check(line: CheckRecord, results: Results) -> None:
+    check = {"name": line.name} | {name: value for name, value in line.line().items() if name not in ("type", "name")}
+    own = {name: fields for each in experiments().values() for name, fields in each.checks.items()}
+    if line.name not in own:
+        results.checks.append(check)
+        return
+    missing = next((each for each in (*_OF_A_CELL, *own[line.name]) if each not in check), None)
+    if missing:
+        raise KeyError(missing)
+    known = results.own_checks
+    same = (*_OF_A_CELL, "name", "policy")
+    known[:] = [each for each in known if any(each.get(part) != check.get(part) for part in same)]
+    known.append(check)
+
+
+_OF_A_CELL = ("suite", "cell", "seed", "dry_run")
+
+
+def _again(seen: set[object], *key: object) -> bool:
+    known = key in seen
+    seen.add(key)
+    return known

@@ -1,0 +1,60 @@
+"""Registry of a kind of policy: classes by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from importlib import import_module
+from pkgutil import iter_modules
+from typing import Generic, TypeVar
+
+__all__ = ["Registry"]
+
+P = TypeVar("P")
+C = TypeVar("C")
+
+
+class Registry(Generic[P]):
+    """The policies of a package, which each of its modules registers itself: a new policy is one new file.
+
+    @tails.register("rank", "in retrieval order")
+    class RankTail(Tail): ...
+    """
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+        self._classes: dict[str, type[P]] = {}
+        self._help: dict[str, str] = {}
+
+    def register(self, name: str, help: str) -> Callable[[type[C]], type[C]]:
+        def add(policy: type[C]) -> type[C]:
+            self._classes[name] = policy  # type: ignore[assignment]
+            self._help[name] = help
+            return policy
+
+        return add
+
+    def load(self, package: str, path: Iterable[str]) -> None:
+        """Import all modules of a package, so that they register their policies."""
+        for module in iter_modules(path):
+            import_module(f"{package}.{module.name}")
+
+    def __getitem__(self, name: str) -> type[P]:
+        return self._classes[name]
+
+    @property
+    def names(self) -> list[str]:
+        return sorted(self._classes)
+
+    @property
+    def help(self) -> str:
+        return "; ".join(f"{name}: {self._help[name]}" for name in self.names)
+
+    def check(self, name: str) -> str:
+        """The name. Raises ValueError for an unknown one, with the names there are."""
+        if name in self._classes:
+            return name
+        from difflib import get_close_matches
+
+        near = get_close_matches(name, self._classes, n=1)
+        meant = f": did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"{self._kind} must be one of {', '.join(map(repr, self.names))}, got {name!r}{meant}")
