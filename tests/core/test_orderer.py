@@ -12,14 +12,14 @@ import threading
 import tracemalloc
 from array import array
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, product
 from time import thread_time
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.rings import examples
+from support.rings import examples, grid
 
 from ragorder import Document, Orderer, Ordering, Settings
 from ragorder.eval.data.workloads import make_workload
@@ -882,9 +882,10 @@ class TestNeverWorseThanRetrievalOrder:
         orderer = mirroring(engine, prefix_tokens, search=search, tail=tail)
         self.check(orderer, engine, Prompts(prefix_tokens), [[corpus[id] for id in request] for request in stream])
 
-    @pytest.mark.parametrize("capacity_tokens", [5_000, 30_000, None])
-    @pytest.mark.parametrize("name", ["paper", "paper-shuf", "zipf10"])
-    @pytest.mark.parametrize("search", SEARCHES)
+    @pytest.mark.parametrize(
+        ("search", "name", "capacity_tokens"),
+        grid(list(product(SEARCHES, ["paper", "paper-shuf", "zipf10"], [5_000, 30_000, None])), 7),
+    )
     def test_on_workloads(self, search: str, name: str, capacity_tokens: int | None) -> None:
         workload = make_workload(name, 0, requests=150)
         stream = [[workload.documents[number] for number in ranking] for ranking in workload.rankings]
@@ -989,8 +990,9 @@ class TestBatch:
         serve(orderer, "abcd")
         assert [ids(ordering) for ordering in orderer.order_batch(map(documents, ["cdba", "badc"]))] == ["abcd"] * 2
 
-    @pytest.mark.parametrize("max_wait", [None, 100, 50, 20, 5, 1])
-    @pytest.mark.parametrize("name", ["paper-shuf", "mix8", "zipf10"])
+    @pytest.mark.parametrize(
+        ("name", "max_wait"), grid(list(product(["paper-shuf", "mix8", "zipf10"], [None, 100, 50, 20, 5, 1])), 7)
+    )
     def test_d3_a_wait_saves_on_workloads(self, name: str, max_wait: int | None) -> None:
         """On the engine itself, and by more than the property asks for: who may wait is worth something."""
         workload = make_workload(name, 0, requests=200)

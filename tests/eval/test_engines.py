@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from support.rings import length
 
 from ragorder import Document, Orderer, Prompt, PromptBuilder
 from ragorder.cli import main
@@ -268,7 +269,7 @@ class TestVLLM:
     def test_the_orderer_predicts_the_cache_and_ordering_doubles_its_use(
         self, vllm_engine: VLLMEngine, builder: PromptBuilder
     ) -> None:
-        requests = paper_shuf(120)
+        requests = paper_shuf(length(120, 60))
         retrieval = sum(hits(vllm_engine, *(token_ids(builder.build(*request)) for request in requests)))
         vllm_engine.reset()
         orderer = Orderer(

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from support.rings import grid
 
 from ragorder.eval.cli.eval import eval as evaluate
 from ragorder.eval.data.trace import trace_of_workload
@@ -857,12 +858,13 @@ class TestTheCommand:
 class TestOnARealEngine:
     @pytest.fixture(scope="class")
     def folder(self, tmp_path_factory: pytest.TempPathFactory, vllm_model: Path, python: Any) -> Path:
-        """Three jobs that come in the order in which their engines can be kept: two seeds with one size, and another.
+        """Jobs in the order in which their engines can be kept: two seeds with one size, and all with another.
 
         In a process of its own: engines that this one closes would leave the session's without their groups.
         """
         folder = tmp_path_factory.mktemp("vllm")
-        text = SUITE.replace('["paper-shuf", "geo"]', '["paper-shuf"]\ncapacity_tokens = [4_000, 3_000]')
+        sizes = grid([4_000, 3_000], 1)
+        text = SUITE.replace('["paper-shuf", "geo"]', f'["paper-shuf"]\ncapacity_tokens = {sizes}')
         text = text.replace("capacity_tokens = 20_000", "top_k = 2").replace("requests = 30", "requests = 12")
         text = text.replace('"retrieval", "auto"]', '"none", "retrieval", "auto", "oracle"]')
         (folder / "mine.toml").write_text(text, "utf-8")
@@ -870,7 +872,7 @@ class TestOnARealEngine:
         options = ["-o", folder, "--seeds", "0,1", "--engine", "vllm", "--model", vllm_model]
         done = python(*command, *options, timeout=500)
         assert done.returncode == 0, done.stderr[-3000:]
-        assert "12 runs served" in done.stdout
+        assert f"{6 * len(sizes)} runs served" in done.stdout
         return folder
 
     def test_the_same_suite_has_times_as_well(self, folder: Path, vllm_model: Path) -> None:

@@ -493,9 +493,10 @@ class TestAdmission:
 
 
 class TestPredicting:
-    @pytest.mark.parametrize("workload", ["paper-shuf", "mix8", "zipf10"])
-    @pytest.mark.parametrize("concurrency", [1, 4, 16])
-    @pytest.mark.parametrize("capacity", [20_000, 100_000])
+    @pytest.mark.parametrize(
+        ("workload", "concurrency", "capacity"),
+        grid(list(product(["paper-shuf", "mix8", "zipf10"], [1, 4, 16], [20_000, 100_000])), 7),
+    )
     def test_the_mirror_is_exact_under_concurrency(self, workload: str, concurrency: int, capacity: int) -> None:
         result, _ = drive(Load(concurrency), trace=trace_of(workload, 400), capacity_tokens=capacity)
         assert result.prediction_within_block is not None

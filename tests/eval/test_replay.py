@@ -15,6 +15,7 @@ import time
 import tracemalloc
 from array import array
 from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +24,7 @@ import pytest
 from click.testing import CliRunner, Result
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.rings import examples
+from support.rings import examples, grid
 
 from ragorder.eval.cli.replay import replay as command
 from ragorder.eval.data.arrivals import Arrival, Arrivals, poisson_arrivals
@@ -494,9 +495,10 @@ POLICIES = ("retrieval", "greedy", "best", "frequency", "auto")
 class TestTheFiguresAreThoseOfTheBenchmark:
     """To the token: the same trace, policy and capacity."""
 
-    @pytest.mark.parametrize("capacity", ["300", "4000", "20000", "unlimited"])
-    @pytest.mark.parametrize("workload", ["paper-shuf", "zipf10"])
-    @pytest.mark.parametrize("seed", [0, 1])
+    @pytest.mark.parametrize(
+        ("workload", "capacity", "seed"),
+        grid(list(product(["paper-shuf", "zipf10"], ["300", "4000", "20000", "unlimited"], [0, 1])), 6),
+    )
     def test_one_request_at_a_time(self, workload: str, capacity: str, seed: int) -> None:
         log = exported(make_workload(workload, seed), limit=300)
         report = replay(log, policies=POLICIES, capacities=[capacity], sweep=())

@@ -586,7 +586,7 @@ class TestWhatIsCommitted:
     def test_there_are_results(self) -> None:
         assert self.FOLDERS
 
-    @pytest.mark.parametrize("folder", grid(FOLDERS, 2), ids=lambda folder: folder.name)
+    @pytest.mark.parametrize("folder", grid(FOLDERS, 1), ids=lambda folder: folder.name)
     def test_renders_whole_and_as_it_was_written_down(self, folder: Path) -> None:
         results = read_results(folder)
         assert results.notes == []

@@ -6,12 +6,13 @@ import random
 from array import array
 from collections import deque
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.rings import examples
+from support.rings import examples, grid
 
 from ragorder import Document, Orderer
 from ragorder.adapters.observing.observed import Observation, ObservedOrderer
@@ -285,8 +286,7 @@ class TestExactness:
             if rng.random() < 0.5:
                 live.engine.tell()
 
-    @pytest.mark.parametrize("foreign_blocks", [0, 10, 40])
-    @pytest.mark.parametrize("believed", [3, 40, 200])
+    @pytest.mark.parametrize(("believed", "foreign_blocks"), grid(list(product([3, 40, 200], [0, 10, 40])), 4))
     def test_under_load_with_late_events_few_predictions_are_wrong_and_hits_are_kept(
         self, believed: int, foreign_blocks: int
     ) -> None:

@@ -66,7 +66,7 @@ def _engines(groups: Sequence[Group]) -> str:
 
 
 def _setting(groups: Sequence[Group]) -> str:
-    """The parameters that are the same in all cells."""
+    """The parameters that all cells share."""
     if not groups:
         return ""
     same = {name: value for name, value in groups[0].cell.items() if name not in groups[0].varies}
@@ -79,7 +79,6 @@ def _setting(groups: Sequence[Group]) -> str:
 
 
 def _comparison_tables(suite: Suite, groups: Sequence[Group], baseline: str) -> list[Table]:
-    """What was measured, each policy against the baseline, with the paper's own figure beside it."""
     if not groups:
         return []
     if len(groups) <= _FEW_CELLS:
@@ -126,7 +125,6 @@ def _cells_table(suite: Suite, groups: Sequence[Group], baseline: str, metric: M
 
 
 def _compared(group: Group, policy: str, baseline: str, metric: Metric) -> Entry:
-    """A policy's figure, below it the difference to the baseline's."""
     value = figure(group.value(policy, metric), metric.decimals)
     comparison = group.compare(policy, baseline, metric)
     if comparison is None:
@@ -139,7 +137,7 @@ def _verdict(comparison: Comparison) -> str:
 
 
 def _predicted(group: Group, policy: str) -> float | None:
-    """Of the requests, how many had their cached tokens predicted to within one block, in %."""
+    """Percent of the requests whose cached tokens were predicted to within one block."""
     predicted, cached = group.values(policy, "predicted_tokens"), group.values(policy, "cached_tokens")
     if len(predicted) != len(cached):
         return None
@@ -167,7 +165,7 @@ def _range(numbers: Iterable[int]) -> str:
 
 
 def _detail_tables(suite: Suite, groups: Sequence[Group], baseline: str) -> list[Table]:
-    """What else a suite is about: where the time goes, the prefill saved, throughput, how far documents moved."""
+    """Tables of what else the suite is about: breakdown, prefill saved, throughput, moved documents."""
     tables: list[Table] = []
     few = len(groups) <= _FEW_CELLS
     if any(run.throughput for group in groups for run in group.runs()):
@@ -206,7 +204,7 @@ def _prediction_entry(group: Group, policy: str) -> Entry:
 
 
 def _each(groups: Sequence[Group], make: Callable[[Group, str], list[Entry] | None]) -> list[list[Entry]]:
-    """A row for each policy in each cell that has one."""
+    """A row for each policy in each cell, but for those that are None."""
     several = len(groups) > 1
     rows = []
     for group in groups:
