@@ -32,7 +32,7 @@ def reordering_part(suite: SuiteInfo, results: Results) -> Part:
     return Part([table] if groups else [])
 
 
-def _times_shorter(group: Group, policy: str) -> Entry:
+def _times_shorter(group: Group[ReorderingRecord], policy: str) -> Entry:
     theirs, ours = (group.policies.get(each, {}) for each in (_BASELINE, policy))
     pairs = [[TTFT_MEAN.value([side[seed]]) for side in (theirs, ours)] for seed in sorted(theirs.keys() & ours.keys())]
     ratios = [plain / mean for plain, mean in pairs if plain and mean]
