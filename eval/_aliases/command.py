@@ -104,7 +104,6 @@ def _options(arguments: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
 
 def _print(folder: Path, name: str, page: Path | None) -> None:
     from rich.console import Console
-    from rich.table import Table
 
     from ragorder.eval.report import make_report, read_results, render_markdown
     from ragorder.eval.running.suite import load_suites
@@ -112,13 +111,8 @@ def _print(folder: Path, name: str, page: Path | None) -> None:
     made = make_report(read_results(folder), load_suites())
     for section in made.sections:
         for table in section.tables if section.suite.name == name else ():
-            shown = Table(title=table.title, caption=table.note)
-            for place, heading in enumerate(table.headings):
-                shown.add_column(heading, justify="left" if place < table.labels else "right")
-            for row in table.rows:
-                shown.add_row(*("\n".join(filter(None, (each.text, each.note, each.verdict))) for each in row))
-            Console().print(shown, markup=False)
-        for who, reason in section.unavailable if section.suite.name == name else ():
-            click.echo(f"{who} not available: {reason}")
+            Console().print(table)
+        for policies, reason in section.unavailable if section.suite.name == name else ():
+            click.echo(f"{policies} not available: {reason}")
     if page is not None:
         page.write_text(render_markdown(made), "utf-8")
