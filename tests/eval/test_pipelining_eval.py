@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.commands import run_command
+from support.results import result_lines
 
 pytest.importorskip("numpy")
 
@@ -375,24 +376,19 @@ class TestSuites:
         assert str(refused.value).startswith("mine.toml: ") and said in str(refused.value)
 
 
-def lines(folder: Path, type: str) -> list[JSON]:
-    found = [json.loads(line) for line in (folder / "results.jsonl").read_text("utf-8").splitlines()]
-    return [line for line in found if line["type"] == type]
-
-
 class TestTheHarness:
     @pytest.mark.parametrize("engine", ["sim", "vllm"])
     def test_says_that_a_pipeline_needs_a_server(self, tmp_path: Path, engine: str) -> None:
         done = run_command(eval_command, "run", "table-6", "-o", tmp_path, "--engine", engine)
         assert done.exit_code == 0, done.output
-        (line,) = lines(tmp_path, "unavailable")
+        (line,) = result_lines(tmp_path, "unavailable")
         assert (line["suite"], line["cell"], line["policy"]) == ("table-6", {}, "warmup")
         assert "use --engine openai" in line["reason"]
 
     def test_says_which_corpus_is_not_here(self, tmp_path: Path) -> None:
         (tmp_path / "mine.toml").write_text(SUITE, "utf-8")
         run_command(eval_command, "run", tmp_path / "mine.toml", "-o", tmp_path, "--engine", "openai")
-        assert {line["reason"].partition(":")[0] for line in lines(tmp_path, "unavailable")} == {
+        assert {line["reason"].partition(":")[0] for line in result_lines(tmp_path, "unavailable")} == {
             "corpus small lies outside the project"
         }
 
@@ -435,7 +431,7 @@ class TestOnARealServer:
         done = run_command(eval_command, *command)
         assert done.exit_code == 0, done.output
         assert "3 runs served" in done.output
-        return lines(command[3], "pipelining")
+        return result_lines(command[3], "pipelining")
 
     def test_keeps_a_line_for_each_cell_with_the_rows_of_both_modes(self, found: list[JSON]) -> None:
         assert [line["cell"]["measure"] for line in found] == ["cold", "speculation", "throughput"]
@@ -448,7 +444,7 @@ class TestOnARealServer:
     def test_what_is_there_is_not_measured_again(self, found: list[JSON], command: list[Any]) -> None:
         done = run_command(eval_command, *command)
         assert done.exit_code == 0 and "0 runs served" in done.output
-        assert lines(command[3], "pipelining") == found
+        assert result_lines(command[3], "pipelining") == found
 
     def test_shows_it_all_in_the_report(self, found: list[JSON], command: list[Any]) -> None:
         report = make_report(read_results(command[3]), {**load_suites(), "mine": suite()})

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from support.commands import run_command
+from support.results import result_lines
 
 pytest.importorskip("scipy")
 
@@ -95,11 +96,6 @@ def lines(room: str, apc: float, tiers: float, *, seeds: int = 3, **fields: Any)
 
 def suite(text: str = SUITE) -> Suite:
     return read_suite("mine", text, "mine.toml")
-
-
-def kept(folder: Path, type: str) -> list[JSON]:
-    found = [json.loads(line) for line in (folder / "results.jsonl").read_text("utf-8").splitlines()]
-    return [line for line in found if line["type"] == type]
 
 
 class TestSizes:
@@ -212,7 +208,7 @@ class TestTheHarness:
     def test_says_that_it_starts_its_own_servers(self, tmp_path: Path, options: list[str], said: str) -> None:
         done = run_command(eval_command, "run", "ragcache-ttft-tiers", "-o", tmp_path, *options)
         assert done.exit_code == 0, done.output
-        (line,) = kept(tmp_path, "unavailable")
+        (line,) = result_lines(tmp_path, "unavailable")
         assert (line["suite"], line["cell"], line["policy"]) == ("ragcache-ttft-tiers", {}, "tiers")
         assert said in line["reason"]
 
@@ -220,7 +216,7 @@ class TestTheHarness:
         (tmp_path / "mine.toml").write_text(SUITE, "utf-8")
         done = run_command(eval_command, "run", tmp_path / "mine.toml", "-o", tmp_path, "--engine", "openai")
         assert done.exit_code == 0, done.output
-        (line,) = kept(tmp_path, "unavailable")
+        (line,) = result_lines(tmp_path, "unavailable")
         assert line["cell"]["corpus"] == "small" and "give --corpora" in line["reason"]
 
 
@@ -244,7 +240,7 @@ class TestOnRealServers:
         done = run_command(eval_command, *command)
         assert done.exit_code == 0, done.output
         assert "4 runs served" in done.output
-        return kept(command[3], "tiering")
+        return result_lines(command[3], "tiering")
 
     def test_keeps_a_line_for_each_seed_and_arm(self, found: list[JSON]) -> None:
         assert [(line["seed"], line["policy"]) for line in found] == [(seed, arm) for seed in (1, 2) for arm in ARMS]
@@ -266,7 +262,7 @@ class TestOnRealServers:
     def test_what_is_there_is_not_measured_again(self, found: list[JSON], command: list[Any]) -> None:
         done = run_command(eval_command, *command)
         assert done.exit_code == 0 and "0 runs served" in done.output
-        assert kept(command[3], "tiering") == found
+        assert result_lines(command[3], "tiering") == found
 
     def test_shows_it_all_in_the_report(self, found: list[JSON], command: list[Any]) -> None:
         report = make_report(read_results(command[3]), {**load_suites(), "mine": suite()})
