@@ -28,6 +28,7 @@ _PARAMETERS = {
     "workload": "",
     "corpus": "",
     "dataset": "",
+    "layout": "",
     "model": "",
     "engine": "",
 }
