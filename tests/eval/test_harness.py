@@ -51,7 +51,7 @@ capacity_tokens = 20_000
 workload = ["paper-shuf", "geo"]
 
 [report]
-figure = "strategies"
+chart = "strategies"
 """
 
 
@@ -68,7 +68,7 @@ question_order = "random"
 [sweep]
 dataset = ["hotpotqa"]
 [report]
-figure = "quality"
+chart = "quality"
 """
 
 NEEDY = SUITE.replace("policies =", 'needs = "patience, which does not exist yet"\npolicies =')
@@ -171,7 +171,7 @@ class TestSuites:
             ("capacity_tokens = 20_000", 'workload = "geo"', "workload: either in [cell] or in [sweep]"),
             ('["paper-shuf", "geo"]', "[]", "sweep: workload has no value"),
             ('["paper-shuf", "geo"]', '"geo"', "sweep.workload: "),
-            ('figure = "strategies"', "", "report.figure: Field required"),
+            ('chart = "strategies"', "", "report.chart: Field required"),
             ("[report]", "[report", "line"),
         ],
     )
@@ -722,12 +722,12 @@ class TestCells:
         assert self.cached(batch)["auto"] > self.cached(one)["auto"]
 
     def test_builds_are_timed_where_the_report_asks_for_them(self, tmp_path: Path) -> None:
-        text = SUITE.replace('figure = "strategies"', 'figure = "breakdown"\nmetrics = ["build_us"]')
+        text = SUITE.replace('chart = "strategies"', 'chart = "breakdown"\nmetrics = ["build_us"]')
         run(tmp_path, suite(text), seeds=(0,))
         assert all(min(line["rows"]["build_us"]) > 0 for line in lines(tmp_path, "run"))
 
     def test_timelines_show_the_cache_fill_and_evict(self, tmp_path: Path) -> None:
-        text = SUITE.replace('figure = "strategies"', 'figure = "timeline"').replace("requests = 30", "requests = 90")
+        text = SUITE.replace('chart = "strategies"', 'chart = "timeline"').replace("requests = 30", "requests = 90")
         run(tmp_path, suite(text), seeds=(0,))
         line = lines(tmp_path, "run")[1]["timeline"]
         assert line["request"] == list(range(0, 90, 2))
@@ -920,7 +920,7 @@ concurrency = [1, 4]
 residency = ["events"]
 
 [report]
-figure = "strategies"
+chart = "strategies"
 """
 
 

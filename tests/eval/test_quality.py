@@ -1665,7 +1665,7 @@ output_tokens = 6
 [sweep]
 dataset = ["hotpotqa"]
 [report]
-figure = "quality"
+chart = "quality"
 """
 
 

@@ -48,7 +48,7 @@ segment = 4
 [sweep]
 tier = ["host"]
 [report]
-figure = "tiering"
+chart = "tiering"
 """
 
 

@@ -16,7 +16,7 @@ from ragorder.eval.report.paper import number
 from ragorder.eval.report.part import Part
 from ragorder.eval.report.statistics import Comparison
 from ragorder.eval.report.tables import Entry, Table
-from ragorder.eval.report.words import THIN, axis_words, figure
+from ragorder.eval.report.words import THIN, axis_words, format_number, interval_words, served_words, verdict_words
 from ragorder.eval.running.reading import Results
 from ragorder.eval.running.record import Cell, Record
 from ragorder.eval.running.suite import Suite
@@ -114,9 +114,15 @@ def _figures(suite: Suite, groups: Sequence[_Group], metric: Metric) -> Table:
         row = _labels(group)
         for policy in policies:
             found = group.compare(policy, baseline, metric)
-            shown = figure(group.value(policy, metric))
+            shown = format_number(group.value(policy, metric))
             if found is not None:
-                row.append(Entry(shown, _ratio(found), _verdict(found)))
+                row.append(
+                    Entry(
+                        shown,
+                        f"{format_number(1 + found.difference, 2)} × {interval_words(found, 2, _times_of)}",
+                        verdict_words(found),
+                    )
+                )
             else:
                 row.append(Entry(shown, "baseline" if policy == baseline else ""))
         table.rows.append(row + ([paper[place]] if any(entry.text != "–" for entry in paper) else []))
@@ -161,7 +167,7 @@ def _possible(group: _Group) -> float | None:
 
 
 def _times(ratio: float | None) -> str:
-    return f"{figure(ratio, 3)} ×" if ratio is not None else "–"
+    return f"{format_number(ratio, 3)} ×" if ratio is not None else "–"
 
 
 def _bound(found: Comparison | None, holds: Callable[[float], bool]) -> str:
@@ -193,8 +199,8 @@ def _scheduling(lines: Sequence[ReplacementRecord]) -> list[Table]:
 
 def _spread(values: Sequence[float]) -> Entry:
     ordered = sorted(values)
-    ends = f"{figure(ordered[0], 3)} to {figure(ordered[-1], 3)}" if len(ordered) > 1 else ""
-    return Entry(figure(ordered[len(ordered) // 2], 3), ends)
+    ends = f"{format_number(ordered[0], 3)} to {format_number(ordered[-1], 3)}" if len(ordered) > 1 else ""
+    return Entry(format_number(ordered[len(ordered) // 2], 3), ends)
 
 
 def _labels(group: _Group) -> list[Entry]:
@@ -203,7 +209,7 @@ def _labels(group: _Group) -> list[Entry]:
     device, host = (_fact(group, f"{tier}_tokens") for tier in ("device", "host"))
     kib = int(group.cell.get("kib_per_token", KIB_PER_TOKEN))
     return [
-        Entry(_stream(group.cell), f"working set {_room(held, kib)}; seen before: {figure(seen)}{THIN}%"),
+        Entry(_stream(group.cell), f"working set {_room(held, kib)}; seen before: {format_number(seen)}{THIN}%"),
         Entry(_tier(group.cell["host"]), f"{_room(host, kib)}, device {_room(device, kib)}"),
     ]
 
@@ -221,7 +227,7 @@ def _tier(size: str) -> str:
 
 def _room(tokens: float, kib_per_token: int) -> str:
     gib = tokens * kib_per_token / (1 << 20)
-    return f"{figure(tokens, 0)} tokens ({figure(gib, 0 if gib >= 10 else 1)}{THIN}GiB)"
+    return f"{format_number(tokens, 0)} tokens ({format_number(gib, 0 if gib >= 10 else 1)}{THIN}GiB)"
 
 
 def _beside(suite: Suite, group: _Group) -> Entry:
@@ -229,28 +235,20 @@ def _beside(suite: Suite, group: _Group) -> Entry:
     for row in suite.paper_rows:
         times = [number(row, name) for name in ("pgdsf", "gdsf", "lru", "lfu")]
         if row.at and all(group.cell.get(name) == value for name, value in row.at.items()) and None not in times:
-            return Entry(", ".join(figure(time, 2) for time in times), "PGDSF, GDSF, LRU, LFU")
+            return Entry(", ".join(format_number(time, 2) for time in times), "PGDSF, GDSF, LRU, LFU")
     return Entry("–")
 
 
 def _compared(found: Comparison | None) -> Entry:
     if found is None:
         return Entry("–")
-    return Entry(f"{figure(1 + found.difference, 3)} ×", _interval(found), _verdict(found))
+    return Entry(
+        f"{format_number(1 + found.difference, 3)} ×", interval_words(found, 3, _times_of), verdict_words(found)
+    )
 
 
-def _ratio(found: Comparison) -> str:
-    return f"{figure(1 + found.difference, 2)} × {_interval(found, 2)}"
-
-
-def _interval(found: Comparison, decimals: int = 3) -> str:
-    if not found.known:
-        return "too few requests for an interval"
-    return f"[{figure(1 + found.low, decimals)}, {figure(1 + found.high, decimals)}]"
-
-
-def _verdict(found: Comparison) -> str:
-    return found.verdict if found.known else "too few requests"
+def _times_of(difference: float) -> float:
+    return 1 + difference
 
 
 def _words(policy: str) -> str:
@@ -263,9 +261,8 @@ def _words(policy: str) -> str:
 def _counted(groups: Sequence[_Group]) -> str:
     lines = [line for group in groups for line in group.runs()]
     seeds = sorted({line.seed for line in lines})
-    served, warmup = (sorted({getattr(line, name) for line in lines}) for name in ("requests", "warmup"))
-    numbers = [" to ".join(f"{each:,}" for each in dict.fromkeys((some[0], some[-1]))) for some in (served, warmup)]
-    words = f"{numbers[0]} requests a seed after {numbers[1]} of warm-up; seeds {', '.join(map(str, seeds))}"
+    served = served_words([line.requests for line in lines], [line.warmup for line in lines])
+    words = f"{served}; seeds {', '.join(map(str, seeds))}"
     once = any(len(group.policies[policy]) < len(seeds) for group in groups for policy in group.policies)
     return f"{words}{', a stream as it came with one of them' if once else ''}."
 
@@ -304,7 +301,7 @@ def _picture(words: str, x: str, panel: Sequence[_Group], metric: Metric) -> Pic
         label_ends(axes, ends)
 
     said = "; ".join(
-        f"{_words(policy)}: {', '.join(f'{tick} {figure(value)}' for tick, value in zip(ticks, line, strict=True))}"
+        f"{_words(policy)}: {', '.join(f'{at} {format_number(value)}' for at, value in zip(ticks, line, strict=True))}"
         for policy, line in drawn.items()
     )
     title = f"{metric.name.capitalize()} by {axis_words(x).partition(',')[0]} ({words})"

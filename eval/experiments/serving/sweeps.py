@@ -8,7 +8,7 @@ from typing import Any
 from ragorder.eval.report.canvas import INK, Picture, Style, draw, label_ends, name_marks, style, titled
 from ragorder.eval.report.groups import Group
 from ragorder.eval.report.metrics import CACHED, PLACES, SHARE_MOVED, TTFT_P50, Metric
-from ragorder.eval.report.words import axis_words, cell_words, figure, policy_words, signed, value_words
+from ragorder.eval.report.words import axis_words, cell_words, format_number, policy_words, signed, value_words
 from ragorder.eval.running.suite import Suite
 
 __all__ = ["panels_of", "position_pictures", "sweep_pictures", "value_on_axis"]
@@ -164,7 +164,7 @@ def _draw(
         axes.set_ylabel(unit)
         label_ends(axes, ends)
 
-    form = figure if floor else signed
+    form = format_number if floor else signed
     said = "; ".join(
         f"{policy_words(p)}: {', '.join(f'{ticks[at]} {form(v)}' for at, v, *_ in line)}" for p, line in lines.items()
     )
@@ -205,7 +205,9 @@ def _moves(groups: Sequence[Group], swept: str | None, others: str, metric: Metr
         name_marks(axes, policies)
         label_ends(axes, ends)
 
-    said = "; ".join(f"{label} {policy_words(p)}: {figure(x, 2)}, {figure(y)} %".strip() for x, y, p, label in points)
+    said = "; ".join(
+        f"{label} {policy_words(p)}: {format_number(x, 2)}, {format_number(y)} %".strip() for x, y, p, label in points
+    )
     return draw(
         paint,
         title=titled("How far documents move" if metric is PLACES else "How many documents move", others),

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ragorder.adapters.observing.tier_stats import SOURCES, TIERS
-from ragorder.eval.experiments.tiering import ARMS, MOST_WORSE, REQUIRED, TierVerdict, judge
+from ragorder.eval.experiments.tiering import ARMS, GOALS, MOST_WORSE, REQUIRED, TierVerdict, judge
 from ragorder.eval.experiments.tiering.record import TieringRecord
 from ragorder.eval.report.canvas import LINE, Picture, draw, style
 from ragorder.eval.report.groups import Group, group_runs
 from ragorder.eval.report.part import Part
 from ragorder.eval.report.statistics import StatisticsError, compare
 from ragorder.eval.report.tables import Entry, Table
-from ragorder.eval.report.words import THIN, change_words, figure
+from ragorder.eval.report.words import THIN, change_words, format_number, served_words, verdict_words
 from ragorder.eval.running.reading import Results
 from ragorder.eval.running.suite import Suite
 
@@ -93,12 +92,12 @@ def _tables(lines: Sequence[TieringRecord]) -> list[Table]:
             [
                 Entry(_FITS.get(group.cell["tier"], str(group.cell["tier"])), _stream(group)),
                 _sizes(_arm(group, _WITH)[0]),
-                Entry(f"{figure(verdict.apc_ms, 0)} → {figure(verdict.tiers_ms, 0)}"),
+                Entry(f"{format_number(verdict.apc_ms, 0)} → {format_number(verdict.tiers_ms, 0)}"),
                 _ratio(verdict),
                 Entry(verdict.met or "–", _bound(str(group.cell["tier"]))),
                 *(_quantile(group, name) for name in ("p50", "p95")),
-                Entry(figure(alone["device"])),
-                Entry(", ".join(figure(tiers[tier]) for tier in TIERS)),
+                Entry(format_number(alone["device"])),
+                Entry(", ".join(format_number(tiers[tier]) for tier in TIERS)),
             ]
         )
     table.note = f"{_NOTE} {_counted([group for group, _ in groups])}"
@@ -125,7 +124,7 @@ def _pictures(lines: Sequence[TieringRecord]) -> list[Picture]:
         axes.set_xlabel("mean TTFT, times shorter with tiers")
 
     said = "; ".join(
-        f"{name}: {figure(verdict.ratio, 2)} times [{figure(verdict.low, 2)}, {figure(verdict.high, 2)}]"
+        f"{name}: {format_number(verdict.ratio, 2)} times {_interval(verdict)}"
         for name, (_, verdict) in zip(names, groups, strict=True)
     )
     caption = "What the working set fits; bars are 95 % intervals, strokes the seeds."
@@ -143,43 +142,44 @@ def _stream(group: _Group) -> str:
     words = f"{cell.get('corpus', '')}, top {cell['top_k']}" if "top_k" in cell else str(cell.get("corpus", ""))
     words += f", {cell['replacement']}" if "replacement" in cell else ""
     words += ", the device in vLLM's own order" if cell.get("device_order") is False else ""
-    return f"{words}: {figure(line.facts['working_set_tokens'], 0)} tokens"
+    return f"{words}: {format_number(line.facts['working_set_tokens'], 0)} tokens"
 
 
 def _sizes(line: TieringRecord) -> Entry:
     disk = line.facts.get("disk_bytes")
     sizes = [_megabytes(line.facts["host_bytes"]), "–" if disk is None else _megabytes(disk)]
-    return Entry(f"{figure(line.facts['blocks'] * line.block_size, 0)} tokens, {', '.join(sizes)}")
+    return Entry(f"{format_number(line.facts['blocks'] * line.block_size, 0)} tokens, {', '.join(sizes)}")
 
 
 def _megabytes(size: int) -> str:
-    return f"{figure(size / 1e6, 0)}{THIN}MB"
+    return f"{format_number(size / 1e6, 0)}{THIN}MB"
 
 
 def _ratio(verdict: TierVerdict) -> Entry:
     if not verdict.known:
-        return Entry(f"{figure(verdict.ratio, 2)} ×", "too few requests for an interval", "too few requests")
+        return Entry(f"{format_number(verdict.ratio, 2)} ×", "too few requests for an interval", "too few requests")
     word = "better" if verdict.low > 1 else "worse" if verdict.high < 1 else "no difference"
-    by_seed = ", ".join(figure(ratio, 2) for ratio in verdict.by_seed)
+    by_seed = ", ".join(format_number(ratio, 2) for ratio in verdict.by_seed)
     seeds = f"; {by_seed}" if len(verdict.by_seed) > 1 else ""
-    return Entry(f"{figure(verdict.ratio, 2)} ×", f"[{figure(verdict.low, 2)}, {figure(verdict.high, 2)}]{seeds}", word)
+    return Entry(f"{format_number(verdict.ratio, 2)} ×", f"{_interval(verdict)}{seeds}", word)
+
+
+def _interval(verdict: TierVerdict) -> str:
+    return f"[{format_number(verdict.low, 2)}, {format_number(verdict.high, 2)}]"
 
 
 def _bound(tier: str) -> str:
-    least: Mapping[str, float] = {"host": REQUIRED, "device": 1 / (1 + MOST_WORSE)}
-    bound = least.get(tier, math.nan)
-    return "" if math.isnan(bound) else f"{figure(bound, 2)} × or more"
+    return f"{format_number(GOALS[tier], 2)} × or more" if tier in GOALS else ""
 
 
 def _quantile(group: _Group, statistic: Any) -> Entry:
     found = compare(*_sides(group), statistic=statistic, relative=True, better="lower")
-    shown = f"{figure(found.baseline, 0)} → {figure(found.value, 0)}"
-    return Entry(shown, change_words(found), found.verdict if found.known else "too few requests")
+    shown = f"{format_number(found.baseline, 0)} → {format_number(found.value, 0)}"
+    return Entry(shown, change_words(found), verdict_words(found))
 
 
 def _counted(groups: Sequence[_Group]) -> str:
     lines = [line for group in groups for line in _arm(group, _WITH)]
-    served, warmup = (sorted({getattr(line, name) for line in lines}) for name in ("requests", "warmup"))
-    numbers = [" to ".join(f"{each:,}" for each in dict.fromkeys((some[0], some[-1]))) for some in (served, warmup)]
+    served = served_words([line.requests for line in lines], [line.warmup for line in lines])
     seeds = ", ".join(map(str, sorted({line.seed for line in lines})))
-    return f"{numbers[0]} requests a seed after {numbers[1]} of warm-up; seeds {seeds}."
+    return f"{served}; seeds {seeds}."

@@ -12,7 +12,7 @@ from ragorder.eval.report.statistics import Comparison, compare
 if TYPE_CHECKING:
     from ragorder.eval.report.statistics import Floats
 
-__all__ = ["ARMS", "MOST_WORSE", "REQUIRED", "TierVerdict", "judge"]
+__all__ = ["ARMS", "GOALS", "MOST_WORSE", "REQUIRED", "TierVerdict", "judge"]
 
 ARMS = ("apc", "tiers")
 """vLLM's own prefix cache alone, and with tiers behind it."""
@@ -22,6 +22,8 @@ REQUIRED = 1.5
 
 MOST_WORSE = 0.03
 """The share by which it may be longer at most, where the working set fits the device."""
+
+GOALS = {"host": REQUIRED, "device": 1 / (1 + MOST_WORSE)}
 
 Met = Literal["met", "not met", "not decided", ""]
 
@@ -62,7 +64,7 @@ def _faster(difference: float) -> float:
 
 
 def _met(room: str, found: Comparison, low: float) -> Met:
-    least = {"host": REQUIRED, "device": 1 / (1 + MOST_WORSE)}.get(room)
+    least = GOALS.get(room)
     if least is None:
         return ""
     if _faster(found.difference) < least:
