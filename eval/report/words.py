@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from ragorder.eval.report.statistics import Comparison
+from ragorder.eval.report.statistics import PairedDifference
 
 __all__ = [
     "THIN",
@@ -43,6 +43,7 @@ _PARAMETERS = {
     "workload": "",
     "corpus": "",
     "dataset": "",
+    "layout": "",
     "model": "",
     "engine": "",
 }
@@ -71,7 +72,7 @@ def signed(value: float, decimals: int = 1) -> str:
     return shown if value < 0 or float(f"{value:.{decimals}f}") == 0 else f"+{shown}"
 
 
-def change_words(comparison: Comparison, decimals: int = 1) -> str:
+def change_words(comparison: PairedDifference, decimals: int = 1) -> str:
     """A difference and its interval: in % of the baseline if it is relative, else in the unit of the figures."""
     scale = 100 if comparison.relative else 1
     unit = f"{THIN}%" if comparison.relative else ""
@@ -83,7 +84,7 @@ def change_words(comparison: Comparison, decimals: int = 1) -> str:
 
 
 def interval_words(
-    comparison: Comparison, decimals: int = 1, scale: Callable[[float], float] = lambda difference: difference
+    comparison: PairedDifference, decimals: int = 1, scale: Callable[[float], float] = lambda difference: difference
 ) -> str:
     """The interval of `scale(difference)`."""
     if not comparison.known:
@@ -92,7 +93,7 @@ def interval_words(
     return f"[{format_number(low, decimals)}, {format_number(high, decimals)}]"
 
 
-def verdict_words(comparison: Comparison) -> str:
+def verdict_words(comparison: PairedDifference) -> str:
     return comparison.verdict if comparison.known else "too few requests"
 
 

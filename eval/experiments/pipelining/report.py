@@ -1,4 +1,4 @@
-"""Tables and pictures of pipelines: cold starts, speculation, throughput under saturation."""
+"""Tables of pipelines: cold starts, speculation, throughput under saturation."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ragorder.eval.experiments.pipelining.record import PipeliningRecord
 from ragorder.eval.report.paper import number
 from ragorder.eval.report.part import Part
-from ragorder.eval.report.statistics import Comparison, compare, summary
+from ragorder.eval.report.statistics import PairedDifference, compare, summary
 from ragorder.eval.report.tables import Entry, Table
 from ragorder.eval.report.words import (
     THIN,
@@ -62,7 +62,6 @@ def pipelining_part(suite: Suite, results: Results) -> Part:
 
 
 def _engine(lines: _Group) -> str:
-    """The engines, in words."""
     found = [
         f"a live server, model {line.engine.get('model')}, blocks of {line.engine.get('block_size')} tokens"
         for line in lines
@@ -71,7 +70,6 @@ def _engine(lines: _Group) -> str:
 
 
 def _pipelining_tables(suite: Suite, lines: _Group) -> list[Table]:
-    """What was measured of a suite about pipelines, with the paper's numbers beside it."""
     groups: dict[object, list[PipeliningRecord]] = {}
     for line in lines:
         groups.setdefault((key_of(line.cell), key_of(line.engine), line.policy), []).append(line)
@@ -209,7 +207,7 @@ def _bounds(line: PipeliningRecord) -> Floats:
     return bound
 
 
-def _compare(lines: _Group, plain: str, mode: str, name: str, *, statistic: Any, better: Any) -> Comparison:
+def _compare(lines: _Group, plain: str, mode: str, name: str, *, statistic: Any, better: Any) -> PairedDifference:
     sides = [[line.figures(each, name) for line in lines] for each in (plain, mode)]
     return compare(*sides, statistic=statistic, relative=True, better=better)
 
@@ -224,7 +222,7 @@ def _sum(lines: _Group, mode: str, name: str) -> float:
 
 
 def _started(lines: _Group) -> list[Sequence[int]]:
-    """Of each request the stages after which a speculation began. Where one was refused, that is not known."""
+    """The stages of each request after which a speculation began; unknown where one was refused."""
     return [
         stages
         for line in lines
@@ -283,7 +281,7 @@ def _paper_ratios(suite: Suite, lines: _Group) -> str:
     return ", ".join(words) or "–"
 
 
-def _at_most_less(rates: Comparison) -> str:
+def _at_most_less(rates: PairedDifference) -> str:
     if rates.difference < -_LESS:
         return "no"
     if rates.known and rates.low >= -_LESS:

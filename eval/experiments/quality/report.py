@@ -1,4 +1,4 @@
-"""Tables of answer quality by order: exact match and F1, paired by question."""
+"""Tables of answer quality by order."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def quality_part(suite: Suite, results: Results) -> Part:
 
 
 def _quality_tables(suite: Suite, results: Results) -> tuple[list[Table], list[str]]:
-    """Of each cell that measured something what the checks say; and what must be said about all of them."""
+    """Tables of the cells that measured something, and messages on the others."""
     cells: dict[object, list[QualityRecord]] = {}
     for line in results.of(QualityRecord, suite.name):
         cells.setdefault(_key(line), []).append(line)
@@ -61,7 +61,7 @@ def _quality_tables(suite: Suite, results: Results) -> tuple[list[Table], list[s
 
 
 def quality_not_measured(results: Results) -> str | None:
-    """Why nothing is known about quality, if nothing is."""
+    """The reason why nothing is known about quality, if there is one."""
     verdicts = [check for check in results.own_checks if check["name"] == "quality-verdict"]
     if any(verdict["measured"] for verdict in verdicts):
         return None
@@ -128,7 +128,6 @@ def _score(line: QualityRecord, name: str) -> float | None:
 
 
 def _places(title: str, checks: Sequence[_Check]) -> list[Table]:
-    """The scores by the place at which a gold document stood, over all orders."""
     places: dict[int, list[Mapping[str, Any]]] = {}
     for check in checks:
         for found in check["places"] if check["name"] == "quality-positions" else ():

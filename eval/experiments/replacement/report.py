@@ -14,7 +14,7 @@ from ragorder.eval.report.groups import Group, group_runs
 from ragorder.eval.report.metrics import Metric
 from ragorder.eval.report.paper import number
 from ragorder.eval.report.part import Part
-from ragorder.eval.report.statistics import Comparison
+from ragorder.eval.report.statistics import PairedDifference
 from ragorder.eval.report.tables import Entry, Table
 from ragorder.eval.report.words import THIN, axis_words, format_number, interval_words, served_words, verdict_words
 from ragorder.eval.running.reading import Results
@@ -74,7 +74,7 @@ _Group = Group[ReplacementRecord]
 
 
 def _fact(group: _Group, name: str) -> float:
-    """A fact about the stream or a tier: the mean of the seeds."""
+    """The mean of the seeds."""
     return fmean(line.facts[name] for line in group.runs())
 
 
@@ -84,13 +84,11 @@ def replacement_part(suite: Suite, results: Results) -> Part:
 
 
 def _engine(lines: Sequence[ReplacementRecord]) -> str:
-    """What was simulated or timed, in words."""
     kinds = ["simulated tiers" if line.scheduling is None else "one tier, metadata only, timed" for line in lines]
     return "; ".join(dict.fromkeys(kinds))
 
 
 def _tables(suite: Suite, lines: Sequence[ReplacementRecord]) -> list[Table]:
-    """What was measured of a suite about replacement, with the paper's numbers beside it."""
     groups = group_runs([line for line in lines if line.scheduling is None])
     tables = _scheduling([line for line in lines if line.scheduling is not None])
     if groups:
@@ -102,7 +100,6 @@ def _tables(suite: Suite, lines: Sequence[ReplacementRecord]) -> list[Table]:
 
 
 def _figures(suite: Suite, groups: Sequence[_Group], metric: Metric) -> Table:
-    """Every policy in every cell, against the baseline."""
     policies = list(dict.fromkeys(policy for group in groups for policy in group.policies))
     baseline = suite.baseline
     if baseline == "none" and metric is _HITS:
@@ -159,7 +156,7 @@ def _required(groups: Sequence[_Group]) -> Table:
 
 
 def _possible(group: _Group) -> float | None:
-    """What could be hit at most, by what LRU hits; known of the documents in the order as retrieved."""
+    """The bound on hits, by LRU's hits; known only in retrieval order."""
     plain = group.value(_LRU, _HITS)
     if not plain or group.cell.get("ordered"):
         return None
@@ -170,7 +167,7 @@ def _times(ratio: float | None) -> str:
     return f"{format_number(ratio, 3)} ×" if ratio is not None else "–"
 
 
-def _bound(found: Comparison | None, holds: Callable[[float], bool]) -> str:
+def _bound(found: PairedDifference | None, holds: Callable[[float], bool]) -> str:
     if found is None:
         return "–"
     words = "holds" if holds(found.difference) else "does not hold"
@@ -239,7 +236,7 @@ def _beside(suite: Suite, group: _Group) -> Entry:
     return Entry("–")
 
 
-def _compared(found: Comparison | None) -> Entry:
+def _compared(found: PairedDifference | None) -> Entry:
     if found is None:
         return Entry("–")
     return Entry(
@@ -268,7 +265,7 @@ def _counted(groups: Sequence[_Group]) -> str:
 
 
 def _pictures(suite: Suite, lines: Sequence[ReplacementRecord]) -> list[Picture]:
-    """For each stream a line for each policy, along what the suite sweeps."""
+    """For each stream a line for each policy along the swept parameter."""
     x = suite.report.x
     if x is None:
         return []

@@ -19,7 +19,7 @@ _APART = 0.09
 
 
 def sweep_pictures(suite: Suite, groups: Sequence[Group], baseline: str) -> list[Picture]:
-    """Two pictures a metric for each combination of the other parameters: values, and differences to the baseline."""
+    """Values, and differences to the baseline, for each metric and each combination of the other parameters."""
     x = _swept(suite, groups)
     if x is None:
         return []
@@ -172,8 +172,7 @@ def _draw(
 
 
 def position_pictures(groups: Sequence[Group], x: str | None) -> list[Picture]:
-    """Cached share by distance and by share of moved documents: a point for each policy at each `x`, a picture for each
-    combination of the other parameters."""
+    """Cached share by distance and by share of moved documents, a picture for each combination of the other parameters."""
     panels = panels_of(groups, x) if x is not None else [("", list(groups))]
     found = (_moves(panel, x, others, metric) for others, panel in panels for metric in (PLACES, SHARE_MOVED))
     return [picture for picture in found if picture is not None]

@@ -1,4 +1,4 @@
-"""Tables of tiers on a real engine: times to the first token with and without tiers, by working set."""
+"""Tables and pictures of times to the first token with and without tiers."""
 
 from __future__ import annotations
 
@@ -51,7 +51,6 @@ def _sides(group: _Group) -> list[list[Floats]]:
 
 
 def _verdict(group: _Group) -> TierVerdict | None:
-    """None where nothing can be compared."""
     try:
         return judge(str(group.cell["tier"]), *_sides(group))
     except StatisticsError:
@@ -59,7 +58,7 @@ def _verdict(group: _Group) -> TierVerdict | None:
 
 
 def _shares(group: _Group, arm: str) -> dict[str, float]:
-    """Of all prompt tokens, by source, in per cent."""
+    """Percent of all prompt tokens by source."""
     sums = {source: sum(line.sources[source] for line in _arm(group, arm)) for source in SOURCES}
     every = max(1, sum(sums.values()))
     return {source: 100 * tokens / every for source, tokens in sums.items()}
@@ -71,7 +70,6 @@ def tiering_part(suite: Suite, results: Results) -> Part:
 
 
 def _engine(lines: Sequence[TieringRecord]) -> str:
-    """The engines, in words."""
     found = [
         f"two live servers, model {line.engine.get('model')}, blocks of {line.block_size} tokens" for line in lines
     ]
@@ -79,7 +77,6 @@ def _engine(lines: Sequence[TieringRecord]) -> str:
 
 
 def _tables(lines: Sequence[TieringRecord]) -> list[Table]:
-    """What was measured of a suite about tiers on a real engine."""
     groups = _groups(lines)
     if not groups:
         return []
@@ -105,7 +102,7 @@ def _tables(lines: Sequence[TieringRecord]) -> list[Table]:
 
 
 def _pictures(lines: Sequence[TieringRecord]) -> list[Picture]:
-    """How many times shorter tiers make the time, a row for each cell, with its interval."""
+    """The speed-up by tiers, a row for each cell, with its interval."""
     groups = [(group, verdict) for group, verdict in _groups(lines) if verdict.known]
     if not groups:
         return []
@@ -132,7 +129,7 @@ def _pictures(lines: Sequence[TieringRecord]) -> list[Picture]:
 
 
 def _groups(lines: Sequence[TieringRecord]) -> list[tuple[_Group, TierVerdict]]:
-    """In the order in which they were written, those of which there is something to say."""
+    """Groups that can be compared, in the order in which they were written."""
     groups = group_runs([line for line in lines if line.policy in ARMS])
     return [(group, verdict) for group in groups if (verdict := _verdict(group)) is not None]
 

@@ -1,4 +1,4 @@
-"""Results of tiering runs: paired times to the first token, verdicts against the goals."""
+"""Paired times to the first token, and verdicts against the goals."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from ragorder.eval.report.statistics import Comparison, compare
+from ragorder.eval.report.statistics import PairedDifference, compare
 
 if TYPE_CHECKING:
     from ragorder.eval.report.statistics import Floats
@@ -30,9 +30,8 @@ Met = Literal["met", "not met", "not decided", ""]
 
 @dataclass(frozen=True, slots=True)
 class TierVerdict:
-    """Mean times to the first token in ms; `ratio` is the speed-up by tiers (below 1: slower) with its confidence
-    interval (0 to inf: too few requests). `met` says whether the goal is reached ("": there is none): "not decided" if
-    only the ratio reaches it, and not its interval."""
+    """`ratio` is the speed-up by tiers with its interval (0 to inf: too few requests). `met` ("": there is no goal) is
+    "not decided" if the ratio reaches the goal and its interval does not."""
 
     apc_ms: float
     tiers_ms: float
@@ -48,8 +47,8 @@ class TierVerdict:
 
 
 def judge(room: str, apc: Sequence[Sequence[float] | Floats], tiers: Sequence[Sequence[float] | Floats]) -> TierVerdict:
-    """Compare both arms' times to the first token (a sequence a seed), paired request by request, where the working set
-    fits `room`. Raises StatisticsError for different seeds or requests."""
+    """Compare both arms' times to the first token (a sequence a seed), paired request by request. Raises
+    StatisticsError for different seeds or requests."""
     found = compare(apc, tiers, relative=True, better="lower")
     low, high = _faster(found.high), _faster(found.low)
     by_seed = tuple(map(_faster, found.by_seed))
@@ -63,7 +62,7 @@ def _faster(difference: float) -> float:
     return math.inf if difference <= -1 else 1 / (1 + difference)
 
 
-def _met(room: str, found: Comparison, low: float) -> Met:
+def _met(room: str, found: PairedDifference, low: float) -> Met:
     least = GOALS.get(room)
     if least is None:
         return ""
