@@ -20,7 +20,7 @@ class QualityError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class GradedQuestion:
-    """`answers` are all accepted ones, `documents` in retrieval order, `gold` the ids of those that support the answer."""
+    """`answers` are all accepted ones, `documents` in retrieval order, `gold` the ids of supporting documents."""
 
     id: str
     text: str
