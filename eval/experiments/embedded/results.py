@@ -9,7 +9,7 @@ from typing import Literal
 
 from ragorder.eval.experiments.embedded.cells import NO_CACHE, NOTHING, PLAIN, EmbeddedCell
 from ragorder.eval.experiments.embedded.record import EmbeddedRecord
-from ragorder.eval.report.statistics import Comparison, Statistic, compare, need_scipy
+from ragorder.eval.report.statistics import PairedDifference, Statistic, compare, need_scipy
 
 __all__ = ["BASELINES", "Clock", "Speedup", "judge", "median", "required", "values_of"]
 
@@ -85,7 +85,7 @@ def _shorter(difference: float) -> float:
     return 0.0 if difference == math.inf else 1 / max(1e-9, 1 + difference)
 
 
-def _met(found: Comparison, ratio: float, low: float, least: float) -> Literal["met", "not met", "not decided"]:
+def _met(found: PairedDifference, ratio: float, low: float, least: float) -> Literal["met", "not met", "not decided"]:
     if ratio < least:
         return "not met"
     return "met" if found.known and low >= least else "not decided"

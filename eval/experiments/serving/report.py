@@ -19,7 +19,7 @@ from ragorder.eval.report.metrics import (
 )
 from ragorder.eval.report.paper import paper_beside, paper_heading
 from ragorder.eval.report.part import Part
-from ragorder.eval.report.statistics import Comparison, Summary, summary
+from ragorder.eval.report.statistics import PairedDifference, Summary, summary
 from ragorder.eval.report.tables import Entry, Table
 from ragorder.eval.report.words import THIN, cell_words, change_words, figure, policy_words
 from ragorder.eval.running.reading import Results
@@ -132,7 +132,7 @@ def _compared(group: Group, policy: str, baseline: str, metric: Metric) -> Entry
     return Entry(value, change_words(comparison, metric.decimals), _verdict(comparison))
 
 
-def _verdict(comparison: Comparison) -> str:
+def _verdict(comparison: PairedDifference) -> str:
     return comparison.verdict if comparison.known else "too few requests"
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from ragorder.eval.report.statistics import Comparison, compare
+from ragorder.eval.report.statistics import PairedDifference, compare
 
 if TYPE_CHECKING:
     from ragorder.eval.report.statistics import Floats
@@ -61,7 +61,7 @@ def _faster(difference: float) -> float:
     return math.inf if difference <= -1 else 1 / (1 + difference)
 
 
-def _met(room: str, found: Comparison, low: float) -> Met:
+def _met(room: str, found: PairedDifference, low: float) -> Met:
     least = {"host": REQUIRED, "device": 1 / (1 + MOST_WORSE)}.get(room)
     if least is None:
         return ""
