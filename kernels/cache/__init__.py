@@ -4,7 +4,7 @@ from ragorder.kernels.cache.cache import KnowledgeCache
 from ragorder.kernels.cache.disk import DiskSettings
 from ragorder.kernels.cache.lease import KVLease
 from ragorder.kernels.cache.segments import Segment, segments_of
-from ragorder.kernels.cache.stats import CacheStats, TierStats, TierTokens
+from ragorder.kernels.cache.stats import CacheStats, CacheTierStats, TierTokens
 from ragorder.kernels.paging import OutOfBlocksError
 
 __all__ = [
@@ -14,7 +14,7 @@ __all__ = [
     "KnowledgeCache",
     "OutOfBlocksError",
     "Segment",
-    "TierStats",
+    "CacheTierStats",
     "TierTokens",
     "segments_of",
 ]
