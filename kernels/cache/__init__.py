@@ -9,12 +9,12 @@ from ragorder.kernels.paging import OutOfBlocksError
 
 __all__ = [
     "CacheStats",
+    "CacheTierStats",
     "DiskSettings",
     "KVLease",
     "KnowledgeCache",
     "OutOfBlocksError",
     "Segment",
-    "CacheTierStats",
     "TierTokens",
     "segments_of",
 ]

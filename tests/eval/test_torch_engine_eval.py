@@ -22,7 +22,7 @@ pytest.importorskip("scipy")
 from ragorder import Document, Orderer, PromptBuilder
 from ragorder.cli import main as ragorder
 from ragorder.eval._aliases.command import run_suite
-from ragorder.eval.data.trace import Request
+from ragorder.eval.data.trace import TraceRequest
 from ragorder.eval.data.workloads import make_workload
 from ragorder.eval.engines.base import EngineError, RequestError
 from ragorder.eval.engines.prompts import PromptIds
@@ -283,7 +283,7 @@ class TestOrderer:
         for number, ranking in enumerate(workload.rankings[:20]):
             documents = [workload.documents[each] for each in ranking]
             ordering = orderer.order(documents, suffix_tokens=prompts.question_tokens)
-            ids = prompts.token_ids(number, Request("", []), ordering.documents)
+            ids = prompts.token_ids(number, TraceRequest("", []), ordering.documents)
             completion = engine.generate(ids)
             assert 0 <= completion.cached_tokens - ordering.cached_tokens < engine.block_size
             assert completion.cached_tokens in (0, *ids.document_ends)
@@ -466,11 +466,11 @@ class TestPrompts:
 
     def test_of_a_trace_are_the_same_for_the_same_documents(self) -> None:
         a, b = Document("a", tokens=30), Document("b", tokens=40)
-        first, second = (RandomPrompts(512).token_ids(number, Request("", []), [a, b]) for number in (1, 2))
+        first, second = (RandomPrompts(512).token_ids(number, TraceRequest("", []), [a, b]) for number in (1, 2))
         assert first.document_ends == (64, 94, 134)
         assert first[:134] == second[:134]
         assert first[134:] != second[134:]
-        assert RandomPrompts(512).token_ids(1, Request("", []), [b])[64:104] == first[94:134]
+        assert RandomPrompts(512).token_ids(1, TraceRequest("", []), [b])[64:104] == first[94:134]
 
 
 ENGINE = {"name": "torch", "model": "tiny", "hardware": "a GPU", "block_size": 16}

@@ -17,7 +17,7 @@ from ragorder import Orderer, PromptBuilder
 from ragorder.eval.data.cache import cache_folder
 from ragorder.eval.data.corpora import load_pydocs
 from ragorder.eval.data.machine import load_average
-from ragorder.eval.data.trace import Request
+from ragorder.eval.data.trace import TraceRequest
 from ragorder.eval.engines.models import load_tokenizer
 from ragorder.eval.engines.prompts import SYSTEM_PROMPT
 from ragorder.eval.engines.server import VLLMServer
@@ -134,13 +134,13 @@ class SeveralOrderers(Experiment):
         return self._running
 
 
-def questions_by_topic(count: int, seed: int, top_k: int) -> list[Request]:
+def questions_by_topic(count: int, seed: int, top_k: int) -> list[TraceRequest]:
     """Questions about the standard library on 25 topics, some of them far more popular (1/rank)."""
     corpus = load_pydocs(cache=cache_folder())
     topics = defaultdict(list)
     for question, ranking in zip(corpus.questions, corpus.rankings, strict=True):
         documents = [corpus.documents[place] for place in ranking[:top_k]]
-        topics[question.id.partition("/")[0]].append(Request(question.text, documents))
+        topics[question.id.partition("/")[0]].append(TraceRequest(question.text, documents))
     rng = random.Random(seed)
     asked = rng.sample(sorted(topics), _TOPICS)
     popularity = list(accumulate(1 / rank for rank in range(1, _TOPICS + 1)))
@@ -161,7 +161,7 @@ def _serve(
     orderers: Sequence[_TimedOrderer],
     server: VLLMServer,
     builder: PromptBuilder,
-    requests: Sequence[Request],
+    requests: Sequence[TraceRequest],
     advance: Callable[[], None],
 ) -> dict[str, list[Any]]:
     """The columns of a run."""
