@@ -10,15 +10,17 @@ import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
+from support.commands import run_command
 from support.rings import grid
 
 from ragorder import Document
@@ -60,10 +62,7 @@ MOONCAKE = """{"timestamp": 0, "input_length": 6758, "output_length": 500, "hash
 """
 
 
-def invoke(*arguments: str | Path) -> Result:
-    done = CliRunner().invoke(main, ["bench", *map(str, arguments)], env={"COLUMNS": "200", "OPENAI_API_KEY": ""})
-    assert done.exception is None or isinstance(done.exception, SystemExit), repr(done.exception)
-    return done
+invoke = partial(run_command, main, "bench", env={"COLUMNS": "200", "OPENAI_API_KEY": ""})
 
 
 def bench(*arguments: str | Path) -> list[dict[str, Any]]:
