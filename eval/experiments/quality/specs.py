@@ -28,7 +28,7 @@ def _parsed(value: Any) -> Any:
 
 
 class QuestionsSpec(BaseModel):
-    """Questions of a data set with their documents: `QuestionsSpec(dataset="hotpotqa", limit=100, retriever="bm25")`."""
+    """Questions of a data set: `QuestionsSpec(dataset="hotpotqa", limit=100, retriever="bm25")`."""
 
     model_config = _STRICT
 

@@ -30,7 +30,7 @@ _NEIGHBOURS = 20
 
 @dataclass(frozen=True, slots=True)
 class DocumentStream:
-    """Requests in order of arrival, each with the numbers of its documents, best first; `tokens` are lengths by number."""
+    """Requests in order of arrival, each with its documents' numbers, best first; `tokens` are lengths by number."""
 
     name: str
     requests: Sequence[tuple[int, ...]]

@@ -172,7 +172,7 @@ def _draw(
 
 
 def position_pictures(groups: Sequence[Group], x: str | None) -> list[Picture]:
-    """Cached share by distance and by share of moved documents, a picture for each combination of the other parameters."""
+    """Cached share by distance and by share of moved documents, for each combination of the other parameters."""
     panels = panels_of(groups, x) if x is not None else [("", list(groups))]
     found = (_moves(panel, x, others, metric) for others, panel in panels for metric in (PLACES, SHARE_MOVED))
     return [picture for picture in found if picture is not None]
