@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from statistics import fmean
 from typing import Any
 
@@ -14,7 +15,7 @@ from ragorder.document import Document
 from ragorder.eval.data.trace import Trace
 from ragorder.eval.engines.base import EngineError
 from ragorder.eval.engines.prompts import SYSTEM_PROMPT
-from ragorder.eval.experiments.pipelining.modes import ask, in_turn, make_pipeline
+from ragorder.eval.experiments.pipelining.modes import ask, closed_loop, in_turn, make_pipeline
 from ragorder.eval.experiments.pipelining.search import played
 from ragorder.eval.experiments.pipelining.server import MeasuredServer, ServerFacts, find_server
 from ragorder.eval.running.bench import check_bench, sources_of
@@ -138,21 +139,11 @@ class _Run:
                         await self._ask(pipelines[mode], mode, number)
             else:
                 for mode in in_turn(self._seed, self._modes):
-                    await self._closed_loop(pipelines[mode], mode)
+                    asked = partial(self._ask, pipelines[mode], mode)
+                    await closed_loop(asked, range(len(rankings)), self._clients)
             for pipeline in pipelines.values():
                 await pipeline.close()
         return [self._result(mode) for mode in self._modes]
-
-    async def _closed_loop(self, pipeline: Pipeline[Any, Document, Any], mode: str) -> None:
-        numbers = iter(range(len(self._trace.requests)))
-
-        async def client() -> None:
-            for number in numbers:
-                await self._ask(pipeline, mode, number)
-
-        async with asyncio.TaskGroup() as group:
-            for _ in range(self._clients):
-                group.create_task(client())
 
     async def _ask(self, pipeline: Pipeline[Any, Document, Any], mode: str, number: int) -> None:
         import openai

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from ragorder.document import Document
 
-__all__ = ["DatasetName", "GradedQuestion", "QualityError", "Reading"]
+__all__ = ["DatasetName", "GradedQuestion", "QualityError", "QuestionDocuments", "Reading"]
 
 DatasetName = Literal["hotpotqa", "musique", "2wikimultihopqa", "triviaqa", "nq"]
 
@@ -27,6 +28,24 @@ class GradedQuestion:
     answers: tuple[str, ...]
     documents: tuple[Document, ...]
     gold: tuple[str, ...] = ()
+
+
+class QuestionDocuments:
+    """The documents of one question, each once, and which of them are gold."""
+
+    def __init__(self) -> None:
+        self._documents: dict[str, Document] = {}
+        self._gold: dict[str, None] = {}
+
+    def add(self, document: Document, *, gold: bool) -> None:
+        self._documents[document.id] = document
+        if gold:
+            self._gold[document.id] = None
+
+    def question(self, id: str, text: str, answers: Iterable[str]) -> GradedQuestion:
+        return GradedQuestion(
+            id, text, tuple(dict.fromkeys(answers)), tuple(self._documents.values()), tuple(self._gold)
+        )
 
 
 class Reading:

@@ -66,6 +66,11 @@ class Scorer:
         """Whether the empty answer matches an accepted one ("The The")."""
         return any(not self.normalise(other) for other in accepted)
 
+    def occurs(self, answers: Iterable[str], text: str) -> bool:
+        """Whether an answer stands in the text, as whole words."""
+        words = f" {self.normalise(text)} "
+        return any(answer and f" {answer} " in words for answer in map(self.normalise, answers))
+
     def _overlap(self, given: str, wanted: str) -> float:
         if given != wanted and not self.closed.isdisjoint((given, wanted)):
             return 0.0

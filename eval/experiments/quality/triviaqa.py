@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
 
-from ragorder.document import Document
-from ragorder.eval.experiments.quality.base import GradedQuestion, Reading
+from ragorder.eval.experiments.quality.base import GradedQuestion, QuestionDocuments, Reading
 from ragorder.eval.experiments.quality.metrics import SCORERS
 from ragorder.eval.experiments.quality.records import SourceRecord
 
@@ -26,23 +25,18 @@ def read_triviaqa(records: Iterable[SourceRecord], reading: Reading) -> Iterator
     for record in records:
         official = "QuestionId" in record
         answers = _official_answers(record) if official else _hub_answers(record)
-        documents: dict[str, Document] = {}
+        documents, found = QuestionDocuments(), False
         for title, text in _official_pages(record, reading) if official else _hub_pages(record):
             if not text.strip():
                 reading.passed_over[_NO_PAGE] += 1
                 continue
-            document = reading.document(title, text)
-            documents[document.id] = document
-        if not documents:
+            document, found = reading.document(title, text), True
+            documents.add(document, gold=SCORERS["triviaqa"].occurs(answers, document.text))
+        if not found:
             reading.passed_over[_NO_PAGES] += 1
             continue
-        gold = tuple(document.id for document in documents.values() if _holds(document, answers))
-        yield GradedQuestion(
-            record.name("QuestionId", "question_id"),
-            record.string("Question", "question"),
-            answers,
-            tuple(documents.values()),
-            gold,
+        yield documents.question(
+            record.name("QuestionId", "question_id"), record.string("Question", "question"), answers
         )
 
 
@@ -99,9 +93,3 @@ def _rank(page: SourceRecord) -> int:
     if isinstance(rank, bool) or not isinstance(rank, int):
         page.fail("'Rank' must be an integer")
     return rank
-
-
-def _holds(document: Document, answers: tuple[str, ...]) -> bool:
-    normalise = SCORERS["triviaqa"].normalise
-    text = f" {normalise(document.text)} "
-    return any(name and f" {name} " in text for name in map(normalise, answers))
