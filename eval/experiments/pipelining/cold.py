@@ -1,4 +1,4 @@
-"""Cold starts with and without a warm-up during retrieval (RAGCache++ Tables 5 and 6)."""
+"""Cold starts with and without a warm-up (RAGCache++ Tables 5 and 6)."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ async def measure_cold(
     retrieval_s: float,
     advance: Callable[[], None],
 ) -> dict[str, dict[str, list[Any]]]:
-    """Each request in each mode in turn, with its own salt: the system prompt is never cached. Retrieval is a pause.
+    """Each request in each mode in turn, with its own salt: the system prompt is never cached.
 
     Rows of "alone": `system_ms` (T_sys) is the system prompt's time, `documents_ms` (T_docs) that of the whole prompt
-    directly after it. Raises EngineError for a server that does not answer or has other clients.
+    after it. Raises EngineError for a server that does not answer or has other clients.
     """
     rankings = [request.documents for request in requests]
     orderers = {mode: server.orderer(builder) for mode in _MODES}

@@ -1,4 +1,4 @@
-"""Searches with and without speculation (RAGCache Figure 22, Table 3): one request at a time, and under saturation."""
+"""Searches with and without speculation (RAGCache Figure 22, Table 3)."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ async def measure_speculation(
     cautious: bool = False,
     output_tokens: int = 1,
 ) -> dict[str, dict[str, list[Any]]]:
-    """Each question in both `MODES` in turn, one at a time; each mode is a tenant with its own salt and orderer.
+    """Each question in both `MODES` in turn, one at a time; each mode is a tenant.
 
     `exposed_ms` is T1 of Table 3 with speculation, T2 without. `computed_tokens` includes wrong speculations.
-    `started_stages` had new documents, so that a speculation began (unless `cautious`); since `settled_stage` they are
-    final. Raises EngineError for a server that does not answer or has other clients.
+    `started_stages` had new documents; since `settled_stage` they are final. Raises EngineError for a server that does
+    not answer or has other clients.
     """
     salts = {mode: secrets.token_hex(16) for mode in MODES}
     watched = {mode: _Watched(searches[mode]) for mode in MODES}
@@ -94,11 +94,8 @@ async def measure_throughput(
     output_tokens: int = 1,
 ) -> dict[str, dict[str, list[Any]]]:
     """The questions in `segments`, each in both `MODES` in turn, by `clients` in a closed loop (None: enough for
-    `overload` times what the engine serves).
-
-    A row is a segment; its `requests_per_s` leaves out as many answers as clients at both ends, where the engine is not
-    saturated. Raises EngineError as `measure_speculation`.
-    """
+    `overload`). `requests_per_s` leaves out both ends of a segment, where the engine is not saturated. Raises as
+    `measure_speculation`."""
     salts = {mode: secrets.token_hex(16) for mode in MODES}
     pipelines = _pipelines(server, builder, searches, max_prefill_bs, cautious)
     rows: dict[str, dict[str, list[Any]]] = {mode: defaultdict(list) for mode in MODES}

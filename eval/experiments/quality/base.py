@@ -49,10 +49,10 @@ class QuestionDocuments:
 
 
 class Reading:
-    """Documents of a data set while it is read. Questions share documents of equal title and text.
+    """Documents of a data set while it is read: one for each title and text, the second text of a title as "title (2)".
 
-    Another text under a known title has the id "title (2)". `evidence` is TriviaQA's folder, `aliases`
-    2WikiMultiHopQA's further answers. `passed_over` counts unusable data by reason.
+    `evidence` is TriviaQA's folder, `aliases` 2WikiMultiHopQA's further answers. `passed_over` counts unusable data by
+    reason.
     """
 
     def __init__(

@@ -92,8 +92,8 @@ SCORERS = {
 
 
 def extract_answer(text: str) -> str:
-    """The scored part of a model's text: the first line after the last "</think>", without a label ("Answer:", "The
-    answer is"). Unfinished thinking is no answer."""
+    """The scored part of a model's text: the first line after the last "</think>", without a label such as "Answer:".
+    Unfinished thinking is no answer."""
     _, closed, rest = text.rpartition("</think>")
     if closed:
         text = rest

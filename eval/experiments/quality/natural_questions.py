@@ -1,10 +1,8 @@
 """Natural Questions, open or with the whole page.
 
 Open, as in DPR and FiD: {"question", "answers", "ctxs": [{"title", "text", "score", "has_answer"}]}, the best passage
-first. A passage is gold by `has_answer`, or else if it contains an answer.
-
-With the page (simplified, original, or the Hub's): its top-level long answer candidates, in the page's order; those
-around an annotator's long answer are gold. As in NQ-open, only short answers of at most five tokens count.
+first; gold by `has_answer`, or else if it contains an answer. With the page: its top-level long answer candidates in
+order, gold around an annotator's long answer. As in NQ-open, only short answers of at most five tokens count.
 """
 
 from __future__ import annotations

@@ -29,8 +29,7 @@ _POLICIES = tuple(policy for policy in POLICIES if policy not in ("events", "ora
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """With `state_ranking` the prompt states retrieval's ranking. Policy "none" is retrieval order without the prefix
-    cache."""
+    """With `state_ranking` the prompt states retrieval's ranking. Policy "none" has no prefix cache."""
 
     name: str
     policy: str

@@ -34,8 +34,8 @@ def _guards(value: Any) -> Any:
 
 
 class ServingCell(SuiteCell):
-    """`corpus` is a folder below --corpora, or "pydocs". `capacity_tokens` None: unlimited. `residency`: evictions are
-    ignored ("none", as in the paper), mirrored ("lru"), or read from KV events ("events")."""
+    """`capacity_tokens` None: unlimited. `residency`: evictions are ignored ("none", as in the paper), mirrored
+    ("lru"), or read from KV events ("events")."""
 
     workload: str | None = None
     corpus: str | None = None
