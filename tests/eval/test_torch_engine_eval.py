@@ -36,9 +36,9 @@ from ragorder.eval.experiments.embedded.report import embedded_part
 from ragorder.eval.experiments.embedded.results import judge, median, required
 from ragorder.eval.experiments.embedded.serving import draw_trace
 from ragorder.eval.experiments.embedded.shapes import SHAPES
-from ragorder.eval.report.reading import Results
-from ragorder.eval.report.suites import SuiteInfo
 from ragorder.eval.running.cells import SuiteError
+from ragorder.eval.running.reading import Results
+from ragorder.eval.running.suite import Suite
 
 pytestmark = pytest.mark.merge
 
@@ -672,7 +672,7 @@ class TestServe:
 
 def test_a_table_needs_only_one_arm() -> None:
     """As there is where a run was interrupted."""
-    part = embedded_part(SuiteInfo("mine", "mine"), Results(Path(), records=list(lines("2", 100))))
+    part = embedded_part(Suite.unlisted("mine"), Results(Path(), records=list(lines("2", 100))))
     (table,) = part.tables
     assert [each.text for each in table.rows[0][:2]] == ["and 2 of 5 documents", "0"]
     assert "–" in [each.text for each in table.rows[0]]

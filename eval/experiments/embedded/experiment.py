@@ -15,8 +15,7 @@ from ragorder.eval.running.experiment import Experiment, Job, Line, Missing
 
 if TYPE_CHECKING:
     from ragorder.eval.report.part import Part
-    from ragorder.eval.report.reading import Results
-    from ragorder.eval.report.suites import SuiteInfo
+    from ragorder.eval.running.reading import Results
     from ragorder.eval.running.suite import Suite
 
 __all__ = ["Embedded"]
@@ -95,7 +94,7 @@ class Embedded(Experiment):
                 yield arm, 0, rows
 
     @classmethod
-    def report(cls, suite: SuiteInfo, results: Results) -> Part:
+    def report(cls, suite: Suite, results: Results) -> Part:
         from ragorder.eval.experiments.embedded.report import embedded_part
 
         return embedded_part(suite, results)
