@@ -83,7 +83,7 @@ def check(folder: ChunkFolder, name: ChunkName, head: bytes, size: int) -> Heade
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """Bytes on disk, unfinished files, write times (epoch seconds), and the process that has the folder ("?": unnamed)."""
+    """Bytes on disk, unfinished files, write times (epoch seconds), and the owning process ("?": unnamed)."""
 
     chunks: int
     bytes: int
