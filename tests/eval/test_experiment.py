@@ -69,7 +69,7 @@ policies = ["low", "high"]
 [sweep]
 sides = [6, 20]
 [report]
-figure = "eyes"
+chart = "eyes"
 """
 
 
