@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from ragorder.kernels.policies import POLICIES
+from ragorder.kernels.tier_settings import KVTierSettings
 
 __all__ = ["EngineSettings"]
 
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
-class EngineSettings(BaseModel):
-    """How large the tiers are, and how much a step does.
+class EngineSettings(KVTierSettings):
+    """Sizes of the tiers and of a step.
 
-    An unknown name or a value that cannot be raises pydantic.ValidationError, which names the option to change.
+        EngineSettings(device_tokens=100_000, host_bytes=8 << 30, policy="lru")
+
+    Raises pydantic.ValidationError for an unknown name or a value out of range.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    disk_bytes: int = Field(default=16 << 30, ge=1, description="Space that the disk tier may take.")
 
     block_size: int = Field(default=16, ge=1, le=1024, description="Tokens in one KV block.")
     device_tokens: int | None = Field(
@@ -29,27 +30,10 @@ class EngineSettings(BaseModel):
     device_share: float = Field(
         default=0.8, gt=0, le=1, description="Share of a GPU's free memory for KV, without device_tokens."
     )
-    host_bytes: int = Field(
-        default=1 << 30, ge=0, description="Host memory for KV evicted from the device; 0: no tier."
-    )
-    disk_path: Path | None = Field(
-        default=None, description="Folder of the disk tier, used by one engine at a time; none: no disk."
-    )
-    disk_bytes: int = Field(default=16 << 30, ge=1, description="Space that the disk tier may take.")
-    policy: str = Field(
-        default="pgdsf", description="Replacement policy of the tiers.", json_schema_extra={"enum": list(POLICIES)}
-    )
-    history: int = Field(
-        default=65536, ge=0, description="Evicted nodes whose use a tier remembers; 0: none remembered."
-    )
     replicate_nodes: int = Field(
         default=0,
         ge=0,
         description="Number of most used nodes that are copied to the host before they leave the device.",
-    )
-    profile: Path | None = Field(
-        default=None,
-        description="Prefill times on this engine, from `ragorder profile`; none: the same time for each token.",
     )
     max_batch_tokens: int = Field(
         default=8192, ge=1, description="Most tokens that one step computes for all requests."
@@ -66,13 +50,6 @@ class EngineSettings(BaseModel):
         default=256, ge=1, description="Tokens of a node in prompts whose documents are not marked."
     )
     verify: bool = Field(default=True, description="Compare a new engine with transformers' own attention.")
-
-    @field_validator("policy")
-    @classmethod
-    def _known_policy(cls, policy: str) -> str:
-        if policy not in POLICIES:
-            raise ValueError(f"there is no policy {policy!r}: choose one of {', '.join(POLICIES)}")
-        return policy
 
     @field_validator("dtype")
     @classmethod

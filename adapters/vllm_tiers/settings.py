@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
-from ragorder.kernels.policies import POLICIES
-from ragorder.kernels.profile import LINEAR, PrefillProfile
+from ragorder.kernels.tier_settings import KVTierSettings
 
 __all__ = ["TierSettings"]
 
@@ -17,38 +16,18 @@ _PACKAGE = "ragorder.adapters.vllm_tiers"
 _KEY = "ragorder"
 
 
-class TierSettings(BaseModel):
-    """Sizes and policy of the tiers behind the device.
+class TierSettings(KVTierSettings):
+    """Settings of the tiers in vLLM, from which --kv-transfer-config is made.
 
-    Raises pydantic.ValidationError, which names the option to change.
+        vllm.LLM(model, kv_transfer_config=TierSettings(host_bytes=8 << 30).kv_transfer_config())
 
-        TierSettings(host_bytes=32 << 30).kv_transfer_config()
+    Raises pydantic.ValidationError for an unknown name or a value out of range.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
     host_bytes: int = Field(ge=1, description="Host memory for KV, for all GPUs of one engine together.")
-    disk_path: Path | None = Field(
-        None, description="Folder of the disk tier, used by one engine at a time; none: no disk."
-    )
-    disk_bytes: int | None = Field(None, ge=1, description="Space that the disk tier may take.")
-    policy: str = Field(
-        "pgdsf", description="Replacement policy of the tiers.", json_schema_extra={"enum": list(POLICIES)}
-    )
-    history: int = Field(65536, ge=0, description="Evicted chunks whose use a tier remembers; 0: none remembered.")
-    profile: Path | None = Field(
-        None, description="Prefill times on this engine, from `ragorder profile`; none: the same time for each token."
-    )
     device_order: bool = Field(True, description="Evict by the policy from the device's own pool as well.")
     blocks_per_chunk: int = Field(1, ge=1, description="KV blocks of the device in one chunk of host and disk.")
     io_threads: int = Field(2, ge=1, description="Threads that read and write the disk.")
-
-    @field_validator("policy")
-    @classmethod
-    def _known(cls, policy: str) -> str:
-        if policy not in POLICIES:
-            raise ValueError(f"there is no policy {policy!r}: choose one of {', '.join(POLICIES)}")
-        return policy
 
     @model_validator(mode="after")
     def _whole_disk(self) -> Self:
@@ -101,12 +80,6 @@ class TierSettings(BaseModel):
                 "`ragorder tiers config` prints"
             )
         return cls.model_validate(dict(extra_config[_KEY]))
-
-    def prefill_profile(self) -> PrefillProfile:
-        """Raises ValueError if the file of `profile` cannot be read."""
-        if self.profile is None:
-            return LINEAR
-        return PrefillProfile.from_file(self.profile)
 
 
 def _absolute(path: Path | None) -> Path | None:

@@ -9,10 +9,12 @@ from typing import IO
 
 import click
 
-from ragorder.cli.options import Command, Count, option, section
+from ragorder.cli.options import Command, Count, build, option, options_from, section
 from ragorder.cli.output import StreamFile
 from ragorder.eval.cli.options import arrival_rates, block_size, limit, top_k
 from ragorder.eval.cli.progress import progress_bar
+from ragorder.eval.replay.reading import DefaultLengths
+from ragorder.jsonl import name_of
 
 __all__ = ["replay"]
 
@@ -61,41 +63,7 @@ _PROCESSES_FROM = 5_000
         help="Policies and capacities replayed at the same time. [default: one for each core; 1 for a small log]",
     ),
 )
-@section(
-    "Lengths that the log does not give",
-    option(
-        "--document-tokens",
-        type=Count(0),
-        default=256,
-        show_default=True,
-        metavar="TOKENS",
-        help="Length of a document.",
-    ),
-    option(
-        "--prefix-tokens",
-        type=Count(0),
-        default=64,
-        show_default=True,
-        metavar="TOKENS",
-        help="Tokens in front of the documents (system prompt).",
-    ),
-    option(
-        "--suffix-tokens",
-        type=Count(1),
-        default=20,
-        show_default=True,
-        metavar="TOKENS",
-        help="Tokens behind the documents (question, template).",
-    ),
-    option(
-        "--output-tokens",
-        type=Count(0),
-        default=32,
-        show_default=True,
-        metavar="TOKENS",
-        help="Tokens of an answer.",
-    ),
-)
+@section("Lengths that the log does not give", options_from(DefaultLengths, *DefaultLengths.model_fields))
 @section(
     "Output",
     option(
@@ -120,15 +88,12 @@ def replay(
     block_size: int,
     top_k: int | None,
     limit: int | None,
-    document_tokens: int,
-    prefix_tokens: int,
-    suffix_tokens: int,
-    output_tokens: int,
     prefill_rate: float | None,
     decode_rate: float | None,
     processes: int | None,
     output: IO[str] | None,
     plot: Path | None,
+    **lengths: int | None,
 ) -> None:
     """Replay a log of past requests on a simulated cache.
 
@@ -155,24 +120,23 @@ def replay(
     RAGORDER_KEEP_FIRST=2 you see what that guard costs.
     """
     from ragorder.eval.engines.capacity import Capacity
-    from ragorder.eval.replay import DEFAULT_POLICIES, SWEEP, Lengths, LogError, ReplayError, read_log
+    from ragorder.eval.replay import DEFAULT_POLICIES, SWEEP, LogError, ReplayError, read_log
     from ragorder.eval.replay import replay as replay_log
-    from ragorder.eval.replay.lines import name_of
     from ragorder.eval.replay.plot import need_matplotlib, plot_report
     from ragorder.eval.replay.tables import print_report
     from ragorder.eval.running.policies import PolicyError
 
     if plot is not None and not (plot.suffix == ".png" and os.access(plot.parent, os.W_OK)):
         raise click.UsageError("--plot draws a PNG: give FILE.png in a folder that can be written to")
-    given = click.get_current_context().params
+    unlogged = build(DefaultLengths, lengths)
+    given = click.get_current_context().params | unlogged.model_dump()
     arguments = {**given, "log": name_of(log), "plot": plot and str(plot), "output": output and output.name}
     try:
         wanted = [Capacity.parse(capacity) for capacity in capacities]
         if plot is not None:
             need_matplotlib()
         with progress_bar() as progress:
-            lengths = Lengths(document_tokens, prefix_tokens, suffix_tokens, output_tokens)
-            requests = read_log(log, lengths=lengths, top_k=top_k, limit=limit, progress=progress)
+            requests = read_log(log, lengths=unlogged, top_k=top_k, limit=limit, progress=progress)
             report = replay_log(
                 requests,
                 policies=policies or DEFAULT_POLICIES,

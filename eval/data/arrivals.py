@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 import math
 import random
-import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
 
+from pydantic import BaseModel, ConfigDict, Field
+
+from ragorder.jsonl import JSONLines
+
 __all__ = ["Arrival", "Arrivals", "ArrivalsError", "load_arrivals", "poisson_arrivals", "replicate"]
 
-_AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+_AZURE_COLUMNS = b"TIMESTAMP,ContextTokens,GeneratedTokens"
+_MOONCAKE_EXAMPLE = '{"timestamp": 27, "output_length": 500}'
 _POISSON = "poisson:"
 
 
@@ -111,58 +113,50 @@ def replicate(arrivals: Sequence[Arrival], replicas: int, seed: int) -> list[Arr
     return sorted(spread, key=lambda each: each.at_s)
 
 
+class MooncakeLine(BaseModel):
+    """A request of Mooncake's traces: milliseconds, and the length of its answer."""
+
+    model_config = ConfigDict(strict=True)
+
+    timestamp: float
+    output_length: int | None = Field(None, ge=0)
+
+
 def load_arrivals(path: Path) -> list[Arrival]:
     """The arrivals of a trace file, plain or gzipped, sorted, the first at 0.
 
     CSV with the columns TIMESTAMP, ContextTokens, GeneratedTokens (Azure's LLM inference traces), or JSON lines with
     `timestamp` in milliseconds and, if known, `output_length` (Mooncake's). Raises ArrivalsError naming file and line.
     """
-    try:
-        opened = gzip.open if path.suffix == ".gz" else open
-        with opened(path, "rt", encoding="utf-8-sig", newline="") as file:
-            lines = [(number, line) for number, line in enumerate(file, start=1) if line.strip()]
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-        raise ArrivalsError(f"{path}: cannot be read ({error})") from None
-    parse = _parse_json if lines and lines[0][1].lstrip().startswith("{") else _parse_csv
-    times: list[tuple[float, int | None]] = list(parse(lines, path))
+    lines = JSONLines(path, error=ArrivalsError, example=_MOONCAKE_EXAMPLE)
+    first = next((line for _, line in lines), b"")
+    times = list((_read_mooncake if first.lstrip().startswith(b"{") else _read_azure)(lines))
     if not times:
         raise ArrivalsError(f"{path}: no arrivals in it")
     times.sort(key=lambda each: each[0])
-    first = times[0][0]
-    return [Arrival(at_s - first, output_tokens) for at_s, output_tokens in times]
+    start = times[0][0]
+    return [Arrival(at_s - start, output_tokens) for at_s, output_tokens in times]
 
 
-_Lines = Iterable[tuple[int, str]]
-
-
-def _parse_csv(lines: _Lines, path: Path) -> Iterator[tuple[float, int | None]]:
-    rows = ((number, line.strip().split(",")) for number, line in lines)
-    number, header = next(rows, (1, [""]))
-    if tuple(header) != _AZURE_COLUMNS:
-        raise ArrivalsError(f"{path}:{number}: expected the columns {','.join(_AZURE_COLUMNS)}, or JSON lines")
+def _read_azure(lines: JSONLines) -> Iterator[tuple[float, int | None]]:
+    rows = iter(lines)
+    number, header = next(rows, (1, b""))
+    if header.strip() != _AZURE_COLUMNS:
+        raise lines.error(number, f"expected the columns {_AZURE_COLUMNS.decode()}, or JSON lines")
     start: datetime | None = None
     for number, row in rows:
         try:
-            timestamp, _, output_tokens = row
+            timestamp, _, output_tokens = row.decode("utf-8").strip().split(",")
             time = datetime.fromisoformat(timestamp)
             start = start or time
             yield (time - start).total_seconds(), _length(int(output_tokens))
         except (ValueError, TypeError):
-            raise ArrivalsError(f"{path}:{number}: expected a line such as 2023-11-16 18:15:46.68,374,44") from None
+            raise lines.error(number, "expected a line such as 2023-11-16 18:15:46.68,374,44") from None
 
 
-def _parse_json(lines: _Lines, path: Path) -> Iterator[tuple[float, int | None]]:
-    for number, line in lines:
-        try:
-            fields = json.loads(line)
-            output_tokens = fields.get("output_length")
-            at_s = float(fields["timestamp"]) / 1e3
-            if not math.isfinite(at_s):
-                raise ValueError("no time")
-            yield at_s, None if output_tokens is None else _length(int(output_tokens))
-        except (LookupError, ValueError, TypeError, AttributeError, OverflowError, RecursionError):
-            example = '{"timestamp": 27, "output_length": 500}'
-            raise ArrivalsError(f"{path}:{number}: expected a line such as {example}") from None
+def _read_mooncake(lines: JSONLines) -> Iterator[tuple[float, int | None]]:
+    for _, line in lines.read(MooncakeLine):
+        yield line.timestamp / 1e3, line.output_length
 
 
 def _length(tokens: int) -> int:

@@ -2,7 +2,7 @@
 
 from ragorder.eval.replay.jobs import ReplayError
 from ragorder.eval.replay.log import Log, LogBuilder, LogError
-from ragorder.eval.replay.reading import Lengths, read_log
+from ragorder.eval.replay.reading import DefaultLengths, read_log
 from ragorder.eval.replay.report import ReplayReport
 from ragorder.eval.replay.runs import REPLAY_POLICIES
 from ragorder.eval.replay.sweep import DEFAULT_POLICIES, SWEEP, replay
@@ -11,7 +11,7 @@ __all__ = [
     "DEFAULT_POLICIES",
     "REPLAY_POLICIES",
     "SWEEP",
-    "Lengths",
+    "DefaultLengths",
     "Log",
     "LogBuilder",
     "LogError",

@@ -27,7 +27,6 @@ from ragorder.kernels.engine.sequence import RequestValidator, Sequence
 from ragorder.kernels.engine.stats import EngineCounters, EngineStats
 from ragorder.kernels.engine_settings import EngineSettings
 from ragorder.kernels.paging import OutOfBlocksError
-from ragorder.kernels.profile import LINEAR, PrefillProfile
 
 __all__ = ["TieredEngine"]
 
@@ -88,7 +87,7 @@ class TieredEngine:
             disk=None if settings.disk_path is None else DiskSettings(settings.disk_path, settings.disk_bytes),
             policy=settings.policy,
             history=settings.history,
-            profile=LINEAR if settings.profile is None else PrefillProfile.from_file(settings.profile),
+            profile=settings.prefill_profile(),
             device=model.device,
             # Reads all weights, so only for KV that outlives the process.
             identity="" if settings.disk_path is None else identity(model.model, shape),

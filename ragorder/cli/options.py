@@ -90,7 +90,8 @@ class Count(ParamType[Any]):
             hint = f"write 100000, 25.6k or 16K (k is 1,000, K 1,024){words}"
             self.fail(f"{value!r} is no whole number: {hint}", param, ctx)
         if (self._least is not None and number < self._least) or (self._most is not None and number > self._most):
-            bounds = f"x>={self._least}" if self._most is None else f"{self._least or ''}<=x<={self._most}"
+            least = "" if self._least is None else f"{self._least}<="
+            bounds = f"x>={self._least}" if self._most is None else f"{least}x<={self._most}"
             self.fail(f"{number} is not in the range {bounds}.", param, ctx)
         return number
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from math import isfinite
 from typing import IO, Any
 
 import click
+from pydantic import BaseModel, ConfigDict, Field
 
 from ragorder.cli.options import Command, Count, build, option, options_from, section
 from ragorder.cli.output import StreamFile
 from ragorder.document import Document
+from ragorder.jsonl import JSONLines
 from ragorder.orderer import Orderer
 from ragorder.ordering import Ordering
 from ragorder.settings import Settings
@@ -27,9 +28,29 @@ class LineError(click.ClickException):
     """A line of the input cannot be read."""
 
 
+class DocumentFields(BaseModel):
+    """A document of a request."""
+
+    model_config = ConfigDict(strict=True)
+
+    id: str
+    text: str | None = None
+    tokens: int | None = Field(None, ge=0)
+    metadata: dict[str, Any] | None = None
+
+
+class RequestLine(BaseModel):
+    """A request; other fields are passed through."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    documents: list[str | DocumentFields]
+    scope: str | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class _OrderRequest:
-    number: int
+    index: int
     documents: list[Document]
     scope: str | None
     echo: dict[str, Any]
@@ -92,11 +113,11 @@ def order(
 ) -> None:
     """Order the documents of each request in a file of JSON lines.
 
-    REQUESTS is that file, or - for standard input. A request is {"documents": [{"id", "text", "tokens", "metadata"},
-    …], "scope"}, best document first; only ids are needed, a bare string stands for one, and other fields are passed
-    through. An order repeats those fields and gives "documents" (ids, in the order of the prompt), "permutation" (their
-    retrieval ranks, from 0), "index" (the number of the request), "prefix_documents" and "cached_tokens" (what the
-    engine is expected to hold of it).
+    REQUESTS is that file, plain or gzipped, or - for standard input. A request is {"documents": [{"id", "text",
+    "tokens", "metadata"}, …], "scope"}, best document first; only ids are needed, a bare string stands for one, and
+    other fields are passed through. An order repeats those fields and gives "documents" (ids, in the order of the
+    prompt), "permutation" (their retrieval ranks, from 0), "index" (the number of the request), "prefix_documents" and
+    "cached_tokens" (what the engine is expected to hold of it).
 
     Every order counts as served.
     """
@@ -151,7 +172,7 @@ def _in_batches(
 def _as_json(request: _OrderRequest, ordering: Ordering[Document]) -> dict[str, Any]:
     return {
         **request.echo,
-        "index": request.number,
+        "index": request.index,
         "documents": [document.id for document in ordering.documents],
         "permutation": list(ordering.permutation),
         "prefix_documents": ordering.prefix_documents,
@@ -159,51 +180,16 @@ def _as_json(request: _OrderRequest, ordering: Ordering[Document]) -> dict[str, 
     }
 
 
-def _read(lines: IO[bytes], unknown_tokens: int) -> Iterator[_OrderRequest]:
-    name = getattr(lines, "name", "-")
-    name = "<stdin>" if name in ("-", 0) else name
-    number = 0
-    for line_number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-
-        def fail(problem: str, line_number: int = line_number) -> LineError:
-            return LineError(f"{name}:{line_number}: {problem}")
-
-        try:
-            fields = json.loads(line, parse_constant=_refuse, parse_float=_finite)
-        except (ValueError, RecursionError) as error:
-            raise fail(f"no JSON ({error}); a request looks like {_EXAMPLE}") from None
-        if not isinstance(fields, dict) or not isinstance(fields.get("documents"), list):
-            raise fail(f'no object with a list "documents"; a request looks like {_EXAMPLE}')
-        scope = fields.get("scope")
-        if scope is not None and not isinstance(scope, str):
-            raise fail('"scope" must be a string')
-        documents = [_document(entry, place, unknown_tokens, fail) for place, entry in enumerate(fields["documents"])]
-        echo = {field: value for field, value in fields.items() if field != "documents"}
-        yield _OrderRequest(number, documents, scope, echo)
-        number += 1
+def _read(source: IO[bytes], default_tokens: int) -> Iterator[_OrderRequest]:
+    lines = JSONLines(source, error=LineError, example=_EXAMPLE)
+    for index, (_, line) in enumerate(lines.read(RequestLine)):
+        documents = [_document(each, default_tokens) for each in line.documents]
+        scope = {"scope": line.scope} if "scope" in line.model_fields_set else {}
+        yield _OrderRequest(index, documents, line.scope, scope | (line.model_extra or {}))
 
 
-def _document(entry: Any, place: int, unknown_tokens: int, fail: Callable[[str], LineError]) -> Document:
-    fields = {"id": entry} if isinstance(entry, str) else entry
-    if not isinstance(fields, dict) or "id" not in fields:
-        raise fail(f'documents[{place}] must be an id or an object with an "id"')
-    text, tokens, metadata = fields.get("text"), fields.get("tokens"), fields.get("metadata")
-    if metadata is not None and not isinstance(metadata, dict):
-        raise fail(f"documents[{place}].metadata must be an object")
-    if text is None and tokens is None:
-        tokens = unknown_tokens
-    try:
-        return Document(fields["id"], "" if text is None else text, tokens, metadata=metadata or {})
-    except (TypeError, ValueError) as error:
-        raise fail(f"documents[{place}]: {error}") from None
-
-
-def _refuse(constant: str) -> float:
-    raise ValueError(f"{constant} is no JSON number")
-
-
-def _finite(text: str) -> float:
-    number = float(text)
-    return number if isfinite(number) else _refuse(text)
+def _document(fields: str | DocumentFields, default_tokens: int) -> Document:
+    if isinstance(fields, str):
+        return Document(fields, tokens=default_tokens)
+    tokens = default_tokens if fields.text is None and fields.tokens is None else fields.tokens
+    return Document(fields.id, fields.text or "", tokens, metadata=fields.metadata or {})

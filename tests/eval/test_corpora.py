@@ -183,21 +183,21 @@ class TestBrokenFolder:
     @pytest.mark.parametrize(
         ("files", "message"),
         [
-            ({"documents": changed(DOCUMENTS, 2, text=...)}, r"documents.jsonl:2: the field 'text' is missing: add it"),
-            ({"documents": changed(DOCUMENTS, 1, title=7)}, r"documents.jsonl:1: 'title' must be a string, got an int"),
+            ({"documents": changed(DOCUMENTS, 2, text=...)}, r'documents.jsonl:2: "text" is missing: add it'),
+            ({"documents": changed(DOCUMENTS, 1, title=7)}, r'documents.jsonl:1: "title" must be a string, not an int'),
             ({"documents": changed(DOCUMENTS, 3, id="a")}, r"documents.jsonl:3: the id 'a' occurs twice.*line 1"),
-            ({"documents": changed(DOCUMENTS, 3, id="")}, r"documents.jsonl:3: 'id' is empty"),
-            ({"documents": changed(DOCUMENTS, 3, id=None)}, r"documents.jsonl:3: 'id' must be a string, got null"),
-            ({"documents": "{}\n"}, r"documents.jsonl:1: the field 'id' is missing"),
-            ({"documents": "[1]\n"}, r"documents.jsonl:1: must be an object, got a list"),
+            ({"documents": changed(DOCUMENTS, 3, id="")}, r'documents.jsonl:3: "id" must not be empty'),
+            ({"documents": changed(DOCUMENTS, 3, id=None)}, r'documents.jsonl:3: "id" must be a string, not null'),
+            ({"documents": "{}\n"}, r'documents.jsonl:1: "id" is missing'),
+            ({"documents": "[1]\n"}, r"documents.jsonl:1: must be an object, not a list"),
             ({"documents": ""}, r"documents.jsonl:1: the file holds no lines"),
             ({"documents": "\n \n"}, r"documents.jsonl:1: the file holds no lines"),
-            ({"documents": "[" * 100_000 + "\n"}, r"documents.jsonl:1: not JSON"),
+            ({"documents": "[" * 100_000 + "\n"}, r"documents.jsonl:1: nested too deeply"),
             ({"documents": None}, r"documents.jsonl: the file is missing: add documents.jsonl or"),
             ({"questions": None}, r"questions.jsonl: the file is missing: add questions.jsonl or"),
             ({"questions": changed(QUESTIONS, 2, id="q1")}, r"questions.jsonl:2: the id 'q1' occurs twice"),
-            ({"questions": changed(QUESTIONS, 1, question=["x"])}, r"questions.jsonl:1: 'question'.*got a list"),
-            ({"questions": '{"id": "q1"\n'}, r"questions.jsonl:1: not JSON in UTF-8 .*write one object a line"),
+            ({"questions": changed(QUESTIONS, 1, question=["x"])}, r'questions.jsonl:1: "question".*not a list'),
+            ({"questions": '{"id": "q1"\n'}, r"questions.jsonl:1: not JSON "),
             (
                 {"questions": [*QUESTIONS, {"id": "q3", "question": "?"}]},
                 r"questions.jsonl:3: .*'q3' has no line in run",
@@ -209,21 +209,27 @@ class TestBrokenFolder:
             ),
             ({"chunks": changed(CHUNKS, 2, start=-1)}, r"chunks.jsonl:2: start -1 and end 17 do not fit"),
             ({"chunks": changed(CHUNKS, 2, start=17)}, r"chunks.jsonl:2: start 17 and end 17 do not fit"),
-            ({"chunks": changed(CHUNKS, 2, start="0")}, r"chunks.jsonl:2: 'start' must be an integer, got a string"),
-            ({"chunks": changed(CHUNKS, 2, end=True)}, r"chunks.jsonl:2: 'end' must be an integer, got a boolean"),
-            ({"chunks": changed(CHUNKS, 2, tokens=-1)}, r"chunks.jsonl:2: 'tokens' must not be negative, got -1"),
-            ({"chunks": changed(CHUNKS, 2, tokens=...)}, r"chunks.jsonl:2: the field 'tokens' is missing"),
+            ({"chunks": changed(CHUNKS, 2, start="0")}, r'chunks.jsonl:2: "start" must be an integer, not a string'),
+            ({"chunks": changed(CHUNKS, 2, end=True)}, r'chunks.jsonl:2: "end" must be an integer, not a boolean'),
+            ({"chunks": changed(CHUNKS, 2, tokens=-1)}, r'chunks.jsonl:2: "tokens" must be at least 0'),
+            ({"chunks": changed(CHUNKS, 2, tokens=...)}, r'chunks.jsonl:2: "tokens" is missing'),
             ({"chunks": changed(CHUNKS, 2, cid=10)}, r"chunks.jsonl:2: the chunk id 10 occurs twice"),
-            ({"chunks": changed(CHUNKS, 2, cid=1.5)}, r"chunks.jsonl:2: 'cid' must be .*got a number"),
+            ({"chunks": changed(CHUNKS, 2, cid=1.5)}, r'chunks.jsonl:2: "cid" must be .*not a decimal number'),
             ({"chunks": ""}, r"chunks.jsonl:1: the file holds no lines"),
             ({"run_top20": changed(RUN, 1, id="q9")}, r"run_top20.jsonl:1: there is no question 'q9'"),
             ({"run_top20": changed(RUN, 1, id="q1")}, r"run_top20.jsonl:2: the id 'q1' occurs twice"),
             ({"run_top20": changed(RUN, 2, chunks=[30, 99])}, r"run_top20.jsonl:2: there is no chunk 99"),
-            ({"run_top20": changed(RUN, 2, chunks=[30.0])}, r"run_top20.jsonl:2: there is no chunk 30.0"),
-            ({"run_top20": changed(RUN, 2, chunks=[[30]])}, r"run_top20.jsonl:2: there is no chunk \[30\]"),
+            (
+                {"run_top20": changed(RUN, 2, chunks=[30.0])},
+                r'run_top20.jsonl:2: "chunks\[0\]" must be a string or an',
+            ),
+            (
+                {"run_top20": changed(RUN, 2, chunks=[[30]])},
+                r'run_top20.jsonl:2: "chunks\[0\]" must be a string or an',
+            ),
             ({"run_top20": changed(RUN, 2, chunks=[30, 30])}, r"run_top20.jsonl:2: chunk 30 is ranked twice"),
-            ({"run_top20": changed(RUN, 2, chunks="30")}, r"run_top20.jsonl:2: 'chunks' must be a list.*got a string"),
-            ({"run_top20": changed(RUN, 2, chunks=...)}, r"run_top20.jsonl:2: the field 'chunks' is missing"),
+            ({"run_top20": changed(RUN, 2, chunks="30")}, r'run_top20.jsonl:2: "chunks" must be a list.*not a string'),
+            ({"run_top20": changed(RUN, 2, chunks=...)}, r'run_top20.jsonl:2: "chunks" is missing'),
             (
                 {"run_top20": RUN[:1]},
                 r"questions.jsonl:1: question 'q1' has no line in run_top20.jsonl: add one, or pass",
@@ -248,10 +254,10 @@ class TestBrokenFolder:
         with pytest.raises(CorpusError, match=r"chunks.jsonl.gz: the folder also holds chunks.jsonl: keep one"):
             load_folder(folder)
 
-    def test_a_file_that_is_not_gzip(self, write: Write) -> None:
+    def test_a_gz_file_that_is_not_compressed_is_read_as_it_is(self, write: Write) -> None:
         folder = write(gzipped=True)
         (folder / "chunks.jsonl.gz").write_text('{"cid": 1}\n', "utf-8")
-        with pytest.raises(CorpusError, match=r"chunks.jsonl.gz:1: cannot be read .*write or download the file again"):
+        with pytest.raises(CorpusError, match=r'chunks.jsonl.gz:1: "doc" is missing'):
             load_folder(folder)
 
     @pytest.mark.parametrize("damage", [lambda data: data[:-9], lambda data: data[:60] + b"\xff" * 8 + data[68:]])
@@ -259,14 +265,14 @@ class TestBrokenFolder:
         folder = write(gzipped=True)
         path = folder / "chunks.jsonl.gz"
         path.write_bytes(damage(path.read_bytes()))
-        with pytest.raises(CorpusError, match=r"chunks.jsonl.gz:\d+: (cannot be read|not JSON)"):
+        with pytest.raises(CorpusError, match=r"chunks.jsonl.gz:\d+: (damaged gzip data|not JSON|not UTF-8)"):
             load_folder(folder)
 
     def test_a_line_that_is_not_utf8(self, write: Write) -> None:
         folder = write()
         with (folder / "questions.jsonl").open("ab") as file:
             file.write('{"id": "q3", "question": "Größe?"}\n'.encode("latin-1"))
-        with pytest.raises(CorpusError, match=r"questions.jsonl:3: not JSON in UTF-8"):
+        with pytest.raises(CorpusError, match=r"questions.jsonl:3: not UTF-8"):
             load_folder(folder)
 
 

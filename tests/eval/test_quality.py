@@ -569,10 +569,10 @@ class TestStrictness:
             (b"", "holds no records"),
             (b"[]", "holds no records"),
             (b'{"a": 1}\n{oops\n', r"file.json:1: the field 'answer' is missing"),
-            (b"{oops\n", r"file.json:1: not JSON \(.*line 1, column 2\)"),
+            (b"{oops\n", r"file.json:1: not JSON \(column 2: "),
             (b"[1, 2", r"file.json: not JSON"),
             (b"[3]", r"file.json: record 1: must be an object, got an integer"),
-            (b'{"a": "\xff"}\n', r"file.json:1: not JSON in UTF-8"),
+            (b'{"a": "\xff"}\n', r"file.json:1: not UTF-8"),
         ],
     )
     def test_a_broken_file_is_named_with_its_line(self, tmp_path: Path, content: bytes, message: str) -> None:
@@ -583,7 +583,7 @@ class TestStrictness:
     def test_a_torn_archive_is_named(self, tmp_path: Path) -> None:
         data = written(tmp_path / "dev.json.gz", [hotpot_record(number) for number in range(50)])
         data.write_bytes(data.read_bytes()[:-30])
-        with pytest.raises(CorpusError, match="cannot be read"):
+        with pytest.raises(CorpusError, match="damaged gzip data"):
             load_questions("hotpotqa", data)
 
     def test_an_id_that_occurs_twice_is_refused(self, tmp_path: Path) -> None:

@@ -2,58 +2,67 @@
 
 from __future__ import annotations
 
-import gzip
-import json
-import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Generic, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field
 
 from ragorder.document import Document
 from ragorder.eval.data.corpora.base import Corpus, CorpusError, Question
 from ragorder.eval.data.retrieval import Retriever
+from ragorder.jsonl import JSONLines
 
 __all__ = ["load_folder"]
 
+Id = Annotated[str, Field(min_length=1)]
+
+
+class CorpusLine(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+
+class DocumentLine(CorpusLine):
+    id: Id
+    text: str
+    title: str | None = None
+
+
+class QuestionLine(CorpusLine):
+    id: Id
+    question: str
+
+
+class ChunkLine(CorpusLine):
+    """A part of a document: `start` and `end` in characters of its text."""
+
+    cid: str | int
+    doc: Id
+    start: int
+    end: int
+    tokens: int = Field(ge=0)
+
+
+class RankingLine(CorpusLine):
+    """The chunk ids retrieved for a question, best first."""
+
+    id: Id
+    chunks: list[str | int]
+
+
+L = TypeVar("L", bound=CorpusLine)
+N = TypeVar("N", DocumentLine, QuestionLine, RankingLine)
+
 
 @dataclass(frozen=True, slots=True)
-class _Line:
-    """One JSON object and where it stands."""
+class _Located(Generic[L]):
+    """A line and where it is."""
 
-    path: Path
+    fields: L
     number: int
-    fields: Mapping[str, Any]
-
-    def error(self, message: str) -> CorpusError:
-        return CorpusError(f"{self.path}:{self.number}: {message}")
-
-    def value(self, field: str) -> Any:
-        if field not in self.fields:
-            raise self.error(f"the field {field!r} is missing: add it")
-        return self.fields[field]
-
-    def string(self, field: str) -> str:
-        value = self.value(field)
-        if not isinstance(value, str):
-            raise self.error(f"{field!r} must be a string, got {_kind(value)}: put it in quotes")
-        return value
-
-    def text(self, field: str) -> str:
-        """A string that may be missing or null: then it is empty."""
-        return "" if self.fields.get(field) is None else self.string(field)
-
-    def identifier(self, field: str) -> str:
-        value = self.string(field)
-        if not value:
-            raise self.error(f"{field!r} is empty: give every line its own identifier")
-        return value
-
-    def integer(self, field: str) -> int:
-        value = self.value(field)
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise self.error(f"{field!r} must be an integer, got {_kind(value)}")
-        return value
+    error: Callable[[str], Exception]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +87,11 @@ def load_folder(folder: Path, *, retriever: Retriever | None = None, top_k: int 
         raise ValueError(f"top_k must be at least 1, got {top_k}")
     if not folder.is_dir():
         raise CorpusError(f"{folder}: not a folder: pass the folder that holds documents.jsonl and questions.jsonl")
-    sources = _by_id(_read(_only(folder, "documents")))
+    sources = _by_id(_only(folder, "documents"), DocumentLine)
     chunk_file = _find(folder, "chunks")
     chunks = _whole(sources) if chunk_file is None else _cut(sources, chunk_file)
-    lines = _by_id(_read(_only(folder, "questions")))
-    questions = [Question(id, line.string("question")) for id, line in lines.items()]
+    lines = _by_id(_only(folder, "questions"), QuestionLine)
+    questions = [Question(id, line.fields.question) for id, line in lines.items()]
     if retriever is None:
         rankings = _run(_run_file(folder), lines, chunks, top_k)
     else:
@@ -92,63 +101,54 @@ def load_folder(folder: Path, *, retriever: Retriever | None = None, top_k: int 
     return Corpus(folder.resolve().name, chunks.documents, questions, rankings)
 
 
-def _whole(sources: Mapping[str, _Line]) -> _Chunks:
+def _whole(sources: Mapping[str, _Located[DocumentLine]]) -> _Chunks:
     documents = [
-        Document(f"{id}#0", line.string("text"), metadata={"source": id, "title": line.text("title")})
+        Document(f"{id}#0", line.fields.text, metadata={"source": id, "title": line.fields.title or ""})
         for id, line in sources.items()
     ]
     return _Chunks(documents, {id: position for position, id in enumerate(sources)})
 
 
-def _cut(sources: Mapping[str, _Line], path: Path) -> _Chunks:
-    texts = {id: (line.string("text"), line.text("title")) for id, line in sources.items()}
+def _cut(sources: Mapping[str, _Located[DocumentLine]], path: Path) -> _Chunks:
     documents: list[Document] = []
     positions: dict[str | int, int] = {}
     counts = dict.fromkeys(sources, 0)
-    for line in _read(path):
-        cid = line.value("cid")
-        if isinstance(cid, bool) or not isinstance(cid, (str, int)):
-            raise line.error(f"'cid' must be a string or an integer, got {_kind(cid)}")
-        if cid in positions:
-            raise line.error(f"the chunk id {cid!r} occurs twice: give every chunk its own")
-        source = line.identifier("doc")
-        if source not in texts:
-            raise line.error(f"there is no document {source!r}: add it to documents.jsonl or drop this chunk")
-        text, title = texts[source]
-        start, end, tokens = line.integer("start"), line.integer("end"), line.integer("tokens")
-        if not 0 <= start < end <= len(text):
+    for line in _read(path, ChunkLine):
+        chunk = line.fields
+        if chunk.cid in positions:
+            raise line.error(f"the chunk id {chunk.cid!r} occurs twice: give every chunk its own")
+        if chunk.doc not in sources:
+            raise line.error(f"there is no document {chunk.doc!r}: add it to documents.jsonl or drop this chunk")
+        source = sources[chunk.doc].fields
+        if not 0 <= chunk.start < chunk.end <= len(source.text):
             raise line.error(
-                f"start {start} and end {end} do not fit the {len(text)} characters of document {source!r}: "
-                "use character offsets with 0 <= start < end <= length"
+                f"start {chunk.start} and end {chunk.end} do not fit the {len(source.text)} characters of document "
+                f"{chunk.doc!r}: use character offsets with 0 <= start < end <= length"
             )
-        if tokens < 0:
-            raise line.error(f"'tokens' must not be negative, got {tokens}")
-        positions[cid] = len(documents)
-        metadata = {"source": source, "title": title}
-        documents.append(Document(f"{source}#{counts[source]}", text[start:end], tokens, metadata=metadata))
-        counts[source] += 1
+        positions[chunk.cid] = len(documents)
+        metadata = {"source": chunk.doc, "title": source.title or ""}
+        id, text = f"{chunk.doc}#{counts[chunk.doc]}", source.text[chunk.start : chunk.end]
+        documents.append(Document(id, text, chunk.tokens, metadata=metadata))
+        counts[chunk.doc] += 1
     return _Chunks(documents, positions)
 
 
-def _run(path: Path, questions: Mapping[str, _Line], chunks: _Chunks, top_k: int) -> list[list[int]]:
+def _run(path: Path, questions: Mapping[str, _Located[QuestionLine]], chunks: _Chunks, top_k: int) -> list[list[int]]:
     ranked: dict[str, list[int]] = {}
-    for id, line in _by_id(_read(path)).items():
+    for id, line in _by_id(path, RankingLine).items():
         if id not in questions:
             raise line.error(f"there is no question {id!r}: add it to questions.jsonl or drop this line")
         ranked[id] = _ranking(line, chunks.positions)[:top_k]
-    for id, line in questions.items():
+    for id, question in questions.items():
         if id not in ranked:
-            raise line.error(f"question {id!r} has no line in {path.name}: add one, or pass a retriever")
+            raise question.error(f"question {id!r} has no line in {path.name}: add one, or pass a retriever")
     return [ranked[id] for id in questions]
 
 
-def _ranking(line: _Line, positions: Mapping[str | int, int]) -> list[int]:
-    cids = line.value("chunks")
-    if not isinstance(cids, list):
-        raise line.error(f"'chunks' must be a list of chunk ids, got {_kind(cids)}")
+def _ranking(line: _Located[RankingLine], positions: Mapping[str | int, int]) -> list[int]:
     ranking: dict[int, None] = {}
-    for cid in cids:
-        if isinstance(cid, bool) or not isinstance(cid, (str, int)) or cid not in positions:
+    for cid in line.fields.chunks:
+        if cid not in positions:
             raise line.error(f"there is no chunk {cid!r}: rank only chunk ids of this folder")
         if positions[cid] in ranking:
             raise line.error(f"chunk {cid!r} is ranked twice: keep its best rank")
@@ -156,14 +156,23 @@ def _ranking(line: _Line, positions: Mapping[str | int, int]) -> list[int]:
     return list(ranking)
 
 
-def _by_id(lines: Iterator[_Line]) -> dict[str, _Line]:
-    known: dict[str, _Line] = {}
-    for line in lines:
-        id = line.identifier("id")
+def _by_id(path: Path, model: type[N]) -> dict[str, _Located[N]]:
+    known: dict[str, _Located[N]] = {}
+    for line in _read(path, model):
+        id = line.fields.id
         if id in known:
             raise line.error(f"the id {id!r} occurs twice, first in line {known[id].number}: drop or rename one")
         known[id] = line
     return known
+
+
+def _read(path: Path, model: type[L]) -> Iterator[_Located[L]]:
+    lines = JSONLines(path, error=CorpusError)
+    number = 0
+    for number, fields in lines.read(model):
+        yield _Located(fields, number, partial(lines.error, number))
+    if not number:
+        raise lines.error(1, "the file holds no lines: add at least one")
 
 
 def _only(folder: Path, stem: str) -> Path:
@@ -194,36 +203,3 @@ def _find(folder: Path, stem: str) -> Path | None:
 
 def _matches(folder: Path, stem: str) -> list[Path]:
     return sorted([*folder.glob(f"{stem}.jsonl"), *folder.glob(f"{stem}.jsonl.gz")])
-
-
-def _read(path: Path) -> Iterator[_Line]:
-    number = 0
-    found = False
-    try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            for raw in file:
-                number += 1
-                if raw.strip():
-                    found = True
-                    yield _parse(path, number, raw)
-    except (OSError, EOFError, zlib.error) as error:
-        raise CorpusError(f"{path}:{number + 1}: cannot be read ({error}): write or download the file again") from error
-    if not found:
-        raise CorpusError(f"{path}:1: the file holds no lines: add at least one")
-
-
-def _parse(path: Path, number: int, raw: bytes) -> _Line:
-    try:
-        fields = json.loads(raw.decode("utf-8-sig" if number == 1 else "utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise CorpusError(f"{path}:{number}: not JSON in UTF-8 ({error}): write one object a line") from error
-    if not isinstance(fields, dict):
-        raise CorpusError(f"{path}:{number}: must be an object, got {_kind(fields)}: write {{...}}")
-    return _Line(path, number, fields)
-
-
-def _kind(value: Any) -> str:
-    if value is None:
-        return "null"
-    names = {bool: "a boolean", int: "an integer", float: "a number", str: "a string", list: "a list"}
-    return names.get(type(value), "an object")

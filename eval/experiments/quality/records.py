@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import gzip
-import json
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn
 
 from ragorder.eval.data.corpora.base import CorpusError
+from ragorder.jsonl import JSONLines, decode, kind_of
 
 __all__ = ["SourceRecord", "read_records"]
 
@@ -47,7 +46,7 @@ class SourceRecord:
         """A string, which may be empty."""
         value = self.value(field)
         if not isinstance(value, str):
-            self.fail(f"{field!r} must be a string, got {_kind(value)}")
+            self.fail(f"{field!r} must be a string, got {kind_of(value)}")
         return value
 
     def name(self, *names: str) -> str:
@@ -60,19 +59,19 @@ class SourceRecord:
         values: list[str] = self.array(field)
         for place, value in enumerate(values):
             if not isinstance(value, str):
-                self.fail(f"{field}[{place}] must be a string, got {_kind(value)}")
+                self.fail(f"{field}[{place}] must be a string, got {kind_of(value)}")
         return values
 
     def array(self, field: str) -> Any:
         value = self.value(field)
         if not isinstance(value, list):
-            self.fail(f"{field!r} must be a list, got {_kind(value)}")
+            self.fail(f"{field!r} must be a list, got {kind_of(value)}")
         return value
 
     def record(self, field: str) -> SourceRecord:
         value = self.value(field)
         if not isinstance(value, Mapping):
-            self.fail(f"{field!r} must be an object, got {_kind(value)}")
+            self.fail(f"{field!r} must be an object, got {kind_of(value)}")
         return SourceRecord(f"{self.where}, {field}", value)
 
     def records(self, field: str) -> list[SourceRecord]:
@@ -88,7 +87,7 @@ class SourceRecord:
             rows = self.array(field)
         for place, row in enumerate(rows):
             if not isinstance(row, Mapping):
-                self.fail(f"{field}[{place}] must be an object, got {_kind(row)}")
+                self.fail(f"{field}[{place}] must be an object, got {kind_of(row)}")
         return [SourceRecord(f"{self.where}, {field}[{place}]", row) for place, row in enumerate(rows)]
 
     def pairs(self, field: str, first: str, second: str) -> list[SourceRecord]:
@@ -105,29 +104,20 @@ class SourceRecord:
 
 
 def read_records(path: Path, container: str | None = None) -> Iterator[SourceRecord]:
-    """The objects of a file, plain or .gz: JSON lines, a JSON list, or the list in the field `container` of an object.
-    Raises CorpusError."""
-    try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            start = file.read(4096).lstrip(b"\xef\xbb\xbf").lstrip()[:1]
-            file.seek(0)
-            if start == b"[" or (start == b"{" and container is not None):
-                yield from _listed(path, file.read(), container)
-            else:
-                yield from _lines(path, file)
-    except (OSError, EOFError, zlib.error) as error:
-        raise CorpusError(f"{path}: cannot be read ({error}): name a file of the data set") from error
-
-
-def _lines(path: Path, lines: Any) -> Iterator[SourceRecord]:
-    found = False
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            found = True
-            where = f"{path}:{number}"
-            yield SourceRecord(where, _object(where, _parse(where, line)))
-    if not found:
+    """The objects of a file, plain or gzipped: JSON lines, a JSON list, or the list in the field `container` of an
+    object. Raises CorpusError."""
+    # A whole data set may be one line.
+    lines = iter(JSONLines(path, error=CorpusError, max_line_bytes=None))
+    first = next(lines, None)
+    if first is None:
         raise CorpusError(f"{path}: the file holds no records: name a file of the data set")
+    start = first[1].lstrip()[:1]
+    if start == b"[" or (start == b"{" and container is not None):
+        yield from _listed(path, b"".join(line for _, line in chain([first], lines)), container)
+        return
+    for number, line in chain([first], lines):
+        where = f"{path}:{number}"
+        yield SourceRecord(where, _object(where, _parse(where, line)))
 
 
 def _listed(path: Path, data: bytes, container: str | None) -> Iterator[SourceRecord]:
@@ -145,22 +135,12 @@ def _listed(path: Path, data: bytes, container: str | None) -> Iterator[SourceRe
 
 def _parse(where: str, data: bytes) -> Any:
     try:
-        return json.loads(data.decode("utf-8-sig"))
-    except json.JSONDecodeError as error:
-        at = f"line {error.lineno}, column {error.colno}"
-        raise CorpusError(f"{where}: not JSON ({error.msg}, {at}): download the file again") from None
-    except (ValueError, RecursionError):
-        raise CorpusError(f"{where}: not JSON in UTF-8: download the file again") from None
+        return decode(data)
+    except ValueError as error:
+        raise CorpusError(f"{where}: {error}: download the file again") from None
 
 
 def _object(where: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise CorpusError(f"{where}: must be an object, got {_kind(value)}: is this the data set's official format?")
+        raise CorpusError(f"{where}: must be an object, got {kind_of(value)}: is this the data set's official format?")
     return value
-
-
-def _kind(value: Any) -> str:
-    if value is None:
-        return "null"
-    names = {bool: "a boolean", int: "an integer", float: "a number", str: "a string", list: "a list"}
-    return names.get(type(value), "an object")

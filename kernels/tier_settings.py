@@ -1,0 +1,50 @@
+"""Settings that the embedded engine and vLLM's tiers share, readable without torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from ragorder.kernels.policies import POLICIES
+from ragorder.kernels.profile import LINEAR, PrefillProfile
+
+__all__ = ["KVTierSettings"]
+
+
+class KVTierSettings(BaseModel):
+    """Sizes of the tiers behind the device, and their replacement.
+
+    Raises pydantic.ValidationError for an unknown name or a value out of range.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    host_bytes: int = Field(
+        default=1 << 30, ge=0, description="Host memory for KV evicted from the device; 0: no tier."
+    )
+    disk_path: Path | None = Field(
+        default=None, description="Folder of the disk tier, used by one engine at a time; none: no disk."
+    )
+    disk_bytes: int | None = Field(default=None, ge=1, description="Space that the disk tier may take.")
+    policy: str = Field(
+        default="pgdsf", description="Replacement policy of the tiers.", json_schema_extra={"enum": list(POLICIES)}
+    )
+    history: int = Field(
+        default=65536, ge=0, description="Evicted documents whose use a tier remembers; 0: none remembered."
+    )
+    profile: Path | None = Field(
+        default=None,
+        description="Prefill times on this engine, from `ragorder profile`; none: the same time for each token.",
+    )
+
+    @field_validator("policy")
+    @classmethod
+    def _known_policy(cls, policy: str) -> str:
+        if policy not in POLICIES:
+            raise ValueError(f"there is no policy {policy!r}: choose one of {', '.join(POLICIES)}")
+        return policy
+
+    def prefill_profile(self) -> PrefillProfile:
+        """The times of a prefill. Raises ValueError if the file of `profile` cannot be read."""
+        return LINEAR if self.profile is None else PrefillProfile.from_file(self.profile)

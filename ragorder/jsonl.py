@@ -1,0 +1,229 @@
+"""JSON lines, plain or gzipped, read into pydantic models."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import zlib
+from collections.abc import Callable, Iterator
+from io import BufferedReader
+from math import isfinite
+from pathlib import Path
+from typing import IO, Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+__all__ = ["JSONLines", "JSONLinesError", "decode", "kind_of", "name_of"]
+
+_GZIP_MAGIC = b"\x1f\x8b"
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_PROGRESS_STEPS = 100
+_KINDS = {
+    dict: "an object",
+    list: "a list",
+    str: "a string",
+    bool: "a boolean",
+    int: "an integer",
+    float: "a decimal number",
+    type(None): "null",
+}
+_EXPECTED = {
+    "string_type": "a string",
+    "int_type": "an integer",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "list_type": "a list",
+    "dict_type": "an object",
+    "model_type": "an object",
+}
+
+M = TypeVar("M", bound=BaseModel)
+
+
+class JSONLinesError(ValueError):
+    """A file of JSON lines cannot be read. The message names file, line and what to change; it quotes no content."""
+
+
+class JSONLines:
+    """The lines of a file, by path or as an open binary file, which stays open.
+
+        for number, request in JSONLines("requests.jsonl").read(Request):
+            ...
+
+    Lines are numbered from 1; empty ones are skipped. Whatever cannot be read raises `error` with one message.
+    `example` shows in it what a line looks like.
+    """
+
+    def __init__(
+        self,
+        source: str | Path | IO[bytes],
+        *,
+        error: Callable[[str], Exception] = JSONLinesError,
+        example: str = "",
+        max_line_bytes: int | None = 1 << 26,
+        progress: Callable[[str, int], Callable[[], None]] | None = None,
+    ) -> None:
+        self.name = str(source) if isinstance(source, str | Path) else name_of(source)
+        self._source = source
+        self._error = error
+        self._example = f": a line looks like {example}" if example else ""
+        self._max_line_bytes = -1 if max_line_bytes is None else max_line_bytes
+        self._progress = progress
+
+    def __iter__(self) -> Iterator[tuple[int, bytes]]:
+        if not isinstance(self._source, str | Path):
+            yield from self._lines(self._source)
+            return
+        try:
+            file = open(self._source, "rb")  # noqa: SIM115
+        except OSError as error:
+            raise self._error(f"{self.name}: {error.strerror}: name a file that can be read") from None
+        with file:
+            yield from self._lines(file)
+
+    def read(self, model: type[M]) -> Iterator[tuple[int, M]]:
+        """Each line as an instance of the model."""
+        for number, line in self:
+            yield number, self.validate(model, number, line)
+
+    def validate(self, model: type[M], number: int, line: bytes) -> M:
+        try:
+            value = decode(line)
+        except ValueError as error:
+            raise self.error(number, f"{error}{self._example}") from None
+        try:
+            return model.model_validate(value)
+        except ValidationError as error:
+            said = _problem(error, value)
+            raise self.error(number, said if isinstance(value, dict) else said + self._example) from None
+
+    def error(self, number: int, problem: str) -> Exception:
+        """The exception for a problem of a line."""
+        return self._error(f"{self.name}:{number}: {problem}")
+
+    def _lines(self, source: IO[bytes]) -> Iterator[tuple[int, bytes]]:
+        buffered: Any = source if hasattr(source, "peek") else BufferedReader(source)
+        stream = buffered
+        size, advance_to = self._watch(source)
+        number = 0
+        try:
+            if stream.peek(2)[:2] == _GZIP_MAGIC:
+                stream = gzip.GzipFile(fileobj=stream)
+            while line := stream.readline(self._max_line_bytes):
+                number += 1
+                if len(line) == self._max_line_bytes:
+                    raise self.error(number, f"longer than {self._max_line_bytes >> 20} MiB: write one object a line")
+                if number == 1:
+                    line = line.removeprefix(_BYTE_ORDER_MARK)
+                if size and not number % 256:
+                    advance_to(source.tell())
+                if line.strip():
+                    yield number, line
+        except (EOFError, zlib.error, gzip.BadGzipFile):
+            raise self.error(number + 1, "damaged gzip data: compress or download the file again") from None
+        except OSError as error:
+            raise self.error(number + 1, f"{error.strerror}: name a file that can be read") from None
+        finally:
+            advance_to(size)
+            if buffered is not source and not source.closed:
+                buffered.detach()
+
+    def _watch(self, source: IO[bytes]) -> tuple[int, Callable[[int], None]]:
+        """The size in bytes, 0 for a pipe, and a callback for the position."""
+        try:
+            size = os.fstat(source.fileno()).st_size
+            source.tell()
+        except (OSError, ValueError, AttributeError):
+            size = 0
+        if self._progress is None or not size:
+            return 0, lambda position: None
+        advance = self._progress(f"reading {Path(self.name).name}", _PROGRESS_STEPS)
+        done = 0
+
+        def advance_to(position: int) -> None:
+            nonlocal done
+            while done < min(_PROGRESS_STEPS, position * _PROGRESS_STEPS // size):
+                done += 1
+                advance()
+
+        return size, advance_to
+
+
+def name_of(source: IO[bytes]) -> str:
+    """The path of an open file, as it was given."""
+    name = getattr(source, "name", "-")
+    return name if isinstance(name, str) and name not in ("-", "<stdin>") else "<stdin>"
+
+
+def decode(data: bytes) -> Any:
+    """The value of a JSON text. Raises ValueError, with a message that quotes nothing of it."""
+    try:
+        return _DECODER.decode(data.decode("utf-8"))
+    except UnicodeDecodeError:
+        problem = "not UTF-8"
+    except json.JSONDecodeError as error:
+        line = f"line {error.lineno}, " if error.lineno > 1 else ""
+        problem = f"not JSON ({line}column {error.colno}: {error.msg})"
+    except RecursionError:
+        problem = "nested too deeply"
+    except ValueError:
+        problem = "a number in it cannot be read (NaN, infinite or too many digits)"
+    raise ValueError(problem)
+
+
+def kind_of(value: object) -> str:
+    return _KINDS.get(type(value), "an object")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not isfinite(number):
+        raise ValueError(text)
+    return number
+
+
+_DECODER = json.JSONDecoder(parse_constant=_finite, parse_float=_finite)
+
+
+def _problem(error: ValidationError, value: Any) -> str:
+    """The first problem of an object. Of the alternatives of a union, the one that fits furthest counts."""
+    details = [(_path(each["loc"], each["type"] == "missing", value), each) for each in error.errors(include_url=False)]
+    start = details[0][0]
+    path = max((path for path, _ in details if path == start or path.startswith((f"{start}.", f"{start}["))), key=len)
+    found = [each for other, each in details if other == path]
+    subject = f'"{path}" ' if path else ""
+    # What has the right type and is refused for another reason fits better than what has another type.
+    told = next((each for each in found if each["type"] not in _EXPECTED), None)
+    if told is None:
+        expected = list(dict.fromkeys(_EXPECTED[each["type"]] for each in found))
+        return f"{subject}must be {_any_of(expected)}, not {kind_of(found[0]['input'])}"
+    context = told.get("ctx", {})
+    match told["type"]:
+        case "missing":
+            return f"{subject}is missing: add it"
+        case "string_too_short":
+            return f"{subject}must not be empty"
+        case "greater_than_equal":
+            return f"{subject}must be at least {context['ge']:,}"
+        case "less_than_equal":
+            return f"{subject}must be at most {context['le']:,}"
+        case _:
+            return f"{subject}{told['msg'].removeprefix('Value error, ')}"
+
+
+def _path(location: tuple[int | str, ...], missing: bool, value: Any) -> str:
+    """The place as in JavaScript, without the names that pydantic gives to the alternatives of a union."""
+    path = ""
+    for place, part in enumerate(location):
+        if isinstance(part, int) and isinstance(value, list):
+            path, value = f"{path}[{part}]", value[part]
+        elif isinstance(value, dict) and part in value:
+            path, value = f"{path}.{part}" if path else str(part), value[part]
+        elif missing and place == len(location) - 1:
+            path = f"{path}.{part}" if path else str(part)
+    return path
+
+
+def _any_of(words: list[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"

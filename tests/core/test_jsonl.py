@@ -1,0 +1,144 @@
+"""JSON lines read into pydantic models: places, messages, and what a file may be."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel, ConfigDict, Field
+
+from ragorder.jsonl import JSONLines, JSONLinesError, decode
+
+pytestmark = pytest.mark.merge
+
+
+class Part(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    name: str = Field(min_length=1)
+    size: int | None = Field(None, ge=0, le=1_000_000)
+
+
+class Order(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    id: str | int
+    parts: list[str | Part]
+    rush: bool = False
+
+
+GOOD = b'{"id": 1, "parts": ["a", {"name": "b", "size": 3}]}'
+
+
+def read(data: bytes, **options: Any) -> list[tuple[int, Order]]:
+    return list(JSONLines(io.BytesIO(data), **options).read(Order))
+
+
+def refused(value: Any) -> str:
+    data = value if isinstance(value, bytes) else json.dumps(value).encode()
+    with pytest.raises(JSONLinesError) as caught:
+        read(GOOD + b"\n\n" + data, example="{}")
+    assert caught.value.__suppress_context__
+    message = str(caught.value)
+    assert message.startswith("<stdin>:3: ")
+    return message.removeprefix("<stdin>:3: ")
+
+
+class TestLines:
+    def test_have_their_numbers_and_models(self) -> None:
+        first, second = read(b"\n" + GOOD + b"\r\n  \n" + GOOD)
+        assert (first[0], second[0]) == (2, 4)
+        assert first[1] == Order(id=1, parts=["a", Part(name="b", size=3)])
+
+    def test_of_integers_and_strings_stay_what_they_are(self) -> None:
+        ((_, one), (_, two)) = read(b'{"id": 7, "parts": []}\n{"id": "7", "parts": []}')
+        assert (one.id, two.id) == (7, "7")
+
+    def test_with_a_key_twice_have_the_later_value(self) -> None:
+        ((_, order),) = read(b'{"id": 1, "parts": ["a"], "parts": ["b"]}')
+        assert order.parts == ["b"]
+
+    @pytest.mark.parametrize("packed", [False, True])
+    def test_come_from_paths_and_open_files_plain_or_gzipped(self, tmp_path: Path, packed: bool) -> None:
+        path = tmp_path / "orders"
+        data = b"\xef\xbb\xbf" + GOOD + b"\n"
+        path.write_bytes(gzip.compress(data) if packed else data)
+        for source in (path, str(path)):
+            assert len(list(JSONLines(source))) == 1
+        with path.open("rb") as file:
+            lines = JSONLines(file)
+            assert lines.name == str(path)
+            assert len(list(lines)) == 1
+            assert not file.closed
+
+    def test_of_a_pipe_come_as_they_are_written(self) -> None:
+        reading, writing = os.pipe()
+        with open(reading, "rb", buffering=0) as source, open(writing, "wb", buffering=0) as target:
+            lines = JSONLines(source).read(Order)
+            for _ in range(3):
+                target.write(GOOD + b"\n")
+                assert next(lines)[1].id == 1
+
+    def test_announce_how_far_they_are_read(self, tmp_path: Path) -> None:
+        path = tmp_path / "orders"
+        path.write_bytes((GOOD + b"\n") * 2_000)
+        steps: list[int] = []
+        announced = []
+
+        def progress(description: str, count: int) -> Any:
+            announced.append((description, count))
+            return lambda: steps.append(1)
+
+        assert len(list(JSONLines(path, progress=progress))) == 2_000
+        assert announced == [("reading orders", len(steps))]
+
+
+class TestWhatIsRefused:
+    @pytest.mark.parametrize(
+        ("value", "said"),
+        [
+            (b"oops", "not JSON (column 1: Expecting value): a line looks like {}"),
+            (b'{"id": "\xff"}', "not UTF-8: a line looks like {}"),
+            (b"[" * 100_000, "nested too deeply: a line looks like {}"),
+            (b'{"id": NaN}', "a number in it cannot be read (NaN, infinite or too many digits): a line looks like {}"),
+            ([1], "must be an object, not a list: a line looks like {}"),
+            ({"parts": []}, '"id" is missing: add it'),
+            ({"id": True, "parts": []}, '"id" must be a string or an integer, not a boolean'),
+            ({"id": 1, "parts": "a"}, '"parts" must be a list, not a string'),
+            ({"id": 1, "parts": ["a", None]}, '"parts[1]" must be a string or an object, not null'),
+            ({"id": 1, "parts": [{}]}, '"parts[0].name" is missing: add it'),
+            ({"id": 1, "parts": [{"name": ""}]}, '"parts[0].name" must not be empty'),
+            (
+                {"id": 1, "parts": [{"name": "a", "size": 1.5}]},
+                '"parts[0].size" must be an integer, not a decimal number',
+            ),
+            ({"id": 1, "parts": [{"name": "a", "size": -1}]}, '"parts[0].size" must be at least 0'),
+            ({"id": 1, "parts": [{"name": "a", "size": 10**30}]}, '"parts[0].size" must be at most 1,000,000'),
+            ({"id": 1, "parts": [*["a"] * 10, 3, {}]}, '"parts[10]" must be a string or an object, not an integer'),
+            ({"id": 1, "parts": [], "rush": 1}, '"rush" must be true or false, not an integer'),
+        ],
+    )
+    def test_is_named_with_its_place(self, value: Any, said: str) -> None:
+        assert refused(value).startswith(said)
+
+    def test_a_line_that_is_too_long(self) -> None:
+        with pytest.raises(JSONLinesError, match="<stdin>:2: longer than 1 MiB"):
+            read(GOOD + b"\n" + b" " * (1 << 21), max_line_bytes=1 << 20)
+
+    def test_damaged_gzip_data(self) -> None:
+        data = gzip.compress(b"".join(b"%d" % number + GOOD for number in range(1_000)))
+        with pytest.raises(JSONLinesError, match="damaged gzip data"):
+            read(data[:-20])
+
+    def test_a_missing_file_in_the_callers_own_error(self) -> None:
+        with pytest.raises(KeyError, match="/nowhere: No such file or directory: name a file"):
+            list(JSONLines("/nowhere", error=KeyError))
+
+    def test_one_value_of_several_lines(self) -> None:
+        with pytest.raises(ValueError, match=r"not JSON \(line 2, column 4: "):
+            decode(b"[1,\n 2 3]")
