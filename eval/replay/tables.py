@@ -88,10 +88,7 @@ def _by_capacity(report: ReplayReport) -> Picture:
             axes.plot(range(len(line)), line, looks.dashes, color=looks.colour, marker=looks.marker, markersize=4.5)
             ends.append((len(line) - 1.0, line[-1], policy_words(policy), looks))
         axes.set_ylim(0, max(1.0, axes.get_ylim()[1]))
-        axes.set_xticks(
-            range(len(report.capacities)),
-            [capacity.name.replace("unlimited", "no\nlimit") for capacity in report.capacities],
-        )
+        axes.set_xticks(range(len(names)), names)
         axes.grid(axis="x", visible=False)
         axes.set_xlabel("cache")
         axes.set_ylabel("cached, % of prompt tokens")
