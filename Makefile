@@ -20,6 +20,9 @@ APT := $(if $(filter-out 0,$(shell id -u)),sudo -n )apt-get
 TESTS = HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 GPU := $(shell command -v nvidia-smi 2>/dev/null)
 
+# Tests start dozens of Pythons: without bytecode each compiles all of ragorder, and pytest rewrites all tests, anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help demo check test test-all static lint types imports fast merge all test-lowest test-newest vllm bench bench-vllm bench-live bench-load chaos clean
 

@@ -50,17 +50,18 @@ class _Capacity(ParamType[Any]):
         multiple=True,
         metavar="NAME",
         help="Synthetic trace: paper (RAGCache++'s: neighbours share documents, in their places), paper-shuf (the "
-        "same, with shuffled ranks), ov0.0 to ov0.8 (neighbours share that part more), mix8 (eight streams at once), "
-        "zipf10 (ten documents by popularity), zipf10-X (popularity exponent X), geo (places near each other), "
-        "disjoint and unique (neighbours, or no two requests, share a document); or pydocs. Repeatable. "
-        "[default: paper-shuf]",
+        "same, with shuffled ranks), ov0.0 to ov0.8 (neighbours share this additional part), mix8 (eight streams at "
+        "once), zipf10 (ten documents by popularity), zipf10-X (popularity exponent X), geo (documents near a "
+        "moving place), disjoint and unique (no two neighbours, or no two requests, share a document); or pydocs. "
+        "Repeatable. [default: paper-shuf]",
     ),
     option(
         "--corpus",
         "corpora",
         multiple=True,
         metavar="DIR",
-        help="Folder with documents.jsonl (id, text, perhaps title), questions.jsonl (id, question) and run_NAME.jsonl "
+        help="Folder with documents.jsonl (id, text, optionally title), questions.jsonl (id, question) and "
+        "run_NAME.jsonl "
         "(id of a question, chunks: ids of documents, best first), each plain or .gz (docs/corpora.md); or pydocs. "
         "Repeatable.",
     ),
@@ -75,8 +76,8 @@ class _Capacity(ParamType[Any]):
     embedding_model,
     top_k("Documents a request. [default: the workload's own; 5 for a corpus]"),
     limit(
-        "Only the first N requests; a synthetic workload goes on to N. [default: all; as many as the trace of "
-        "--arrivals has]"
+        "Only the first N requests; a synthetic workload is extended to N. [default: all, or the length of the "
+        "trace of --arrivals]"
     ),
     seeds("0"),
 )
@@ -88,11 +89,11 @@ class _Capacity(ParamType[Any]):
         multiple=True,
         metavar="NAME",
         help="none (no prefix cache), retrieval, sorted, recency, random, greedy (the paper's), best, frequency, "
-        "queue, auto, events (auto, with the server's KV events), oracle, contextpilot (in an environment of its own). "
+        "queue, auto, events (auto, with the server's KV events), oracle, contextpilot (in its own environment). "
         "Repeatable. [default: retrieval, greedy, best, auto]",
     ),
     waiting(),
-    option("--batch", is_flag=True, help="Plan the whole run at once: requests are reordered, too."),
+    option("--batch", is_flag=True, help="Plan the whole run at once, reordering requests as well."),
     option(
         "--max-wait",
         type=Count(0),
@@ -224,14 +225,14 @@ def bench(
 ) -> None:
     """Compare ordering policies on a trace of requests.
 
-    The policies take turns, request by request, each on a fresh engine, and what the prefix cache saved is compared.
-    Policy auto is ragorder's default.
+    The policies alternate, request by request, each on a fresh engine, and their cached tokens are compared. Policy
+    auto is ragorder's default.
 
-    The simulated engine counts cached tokens exactly and has no clock; the others measure time to first token as
-    well. With --concurrency or --arrivals a second table shows how the run went along, tenth by tenth.
+    The simulated engine counts cached tokens exactly and has no clock; the others measure time to first token as well.
+    With --concurrency or --arrivals a second table shows each tenth of the run.
 
-    In the table, "moved" is how far a document stands from its retrieval rank, in places, on average; "predicted" is
-    the share of requests of which the policy predicted the cached tokens to within one block.
+    In the table, "moved" is the mean distance of a document from its retrieval rank, in places; "predicted" is the
+    share of requests whose cached tokens were predicted to within one block.
     """
     from ragorder.eval.data.arrivals import Arrivals
     from ragorder.eval.data.corpora import PYDOCS, CorpusError

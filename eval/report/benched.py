@@ -12,7 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 from ragorder.eval.report.console import deciles_table, legend, results_table
 from ragorder.eval.report.headline import Chart, Headline, Mark, main_policy, saving_words
 from ragorder.eval.report.sections import Section
-from ragorder.eval.report.statistics import Comparison, StatisticsError, compare_seeds
+from ragorder.eval.report.statistics import PairedDifference, StatisticsError, compare_seeds
 from ragorder.eval.running.cells import complaint
 from ragorder.eval.running.reading import ResultsError
 from ragorder.eval.running.results import RunResult
@@ -81,7 +81,9 @@ def _headline(results: Sequence[RunResult]) -> Headline:
     return headline
 
 
-def _compare(runs: Sequence[RunResult], policy: str, baseline: str) -> tuple[Comparison | None, Comparison | None]:
+def _compare(
+    runs: Sequence[RunResult], policy: str, baseline: str
+) -> tuple[PairedDifference | None, PairedDifference | None]:
     """Cached tokens in percentage points, and the median time to the first token."""
     sides = [{run.seed: run for run in runs if run.policy == each} for each in (baseline, policy)]
     seeds = sorted(sides[0].keys() & sides[1].keys())

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ragorder.eval.report.canvas import LINE, Picture, draw, style
-from ragorder.eval.report.statistics import Comparison
+from ragorder.eval.report.statistics import PairedDifference
 from ragorder.eval.report.words import THIN, change_words, figure, policy_words, signed
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class Mark:
     policy: str = "auto"
 
     @classmethod
-    def of(cls, label: str, policy: str, found: Comparison) -> Mark:
+    def of(cls, label: str, policy: str, found: PairedDifference) -> Mark:
         """In percentage points of a share, or in per cent of the baseline."""
         scale = 100 if found.relative else 1
         low, high = (scale * end for end in (found.low, found.high))
@@ -109,8 +109,8 @@ def main_policy(policies: Sequence[str], baseline: str) -> str | None:
 def saving_words(
     policy: str,
     baseline: str,
-    cached: Comparison,
-    times: Comparison | None = None,
+    cached: PairedDifference,
+    times: PairedDifference | None = None,
     *,
     where: str = "",
     unknown: str = "too few requests",
@@ -126,7 +126,7 @@ def saving_words(
     return f"{words}." if where else f"{words[0].upper()}{words[1:]}."
 
 
-def _changed(found: Comparison, unit: str, unknown: str) -> str:
+def _changed(found: PairedDifference, unit: str, unknown: str) -> str:
     if not found.known:
         shown = f"{signed(100 * found.difference)}{THIN}%" if found.relative else signed(found.difference)
         return f"{shown}{unit} (not decided: {unknown})"

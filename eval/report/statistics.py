@@ -9,7 +9,7 @@ one they would pretend to be more evidence than they are. Blocks of up to `BLOCK
 **Seeds are strata.** A seed is a trace and a fresh cache. Blocks are resampled within each seed and the seeds are put
 together. Resampling whole seeds (clusters) would be right for many of them; from three it knows ten different
 resamples, and its intervals are wrong both ways. So an interval speaks of traces like these: what every seed
-says on its own stands beside it in `Comparison.by_seed`.
+says on its own stands beside it in `PairedDifference.by_seed`.
 
 The percentile method, because it is exact under exchange of the two policies, and holds for quantiles, too. Few blocks
 in a seed make a stratified bootstrap too narrow, by sqrt(1 - 1/blocks): that is given back.
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BLOCK",
-    "Comparison",
+    "PairedDifference",
     "StatisticsError",
     "Summary",
     "Verdict",
@@ -65,7 +65,7 @@ class Summary:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class PairedDifference:
     """How `value` differs from `baseline`, both in the unit of the figures: by `difference`, with its confidence
     interval from `low` to `high`. `relative`: these three are shares of the baseline (-0.2: a fifth less) instead of
     differences in the unit. `by_seed` is the difference in each seed. An interval from -inf to inf: there are too few
@@ -119,7 +119,7 @@ def compare(
     confidence: float = 0.95,
     resamples: int = 2_000,
     seed: int = 0,
-) -> Comparison:
+) -> PairedDifference:
     """How a statistic of `ours` differs from that of `baseline`.
 
     Each is one sequence a seed, request by request in the same order, warm-up left out. `of` makes the mean a share:
@@ -159,7 +159,7 @@ def compare(
     if relative:
         middle, low, high, *by = (math.expm1(value) for value in (middle, low, high, *by_seed))
         by_seed = tuple(by)
-    return Comparison(plain, changed, middle, low, high, verdict, relative, requests, by_seed)
+    return PairedDifference(plain, changed, middle, low, high, verdict, relative, requests, by_seed)
 
 
 def compare_seeds(
@@ -169,7 +169,7 @@ def compare_seeds(
     relative: bool = False,
     better: Literal["higher", "lower"] = "higher",
     confidence: float = 0.95,
-) -> Comparison:
+) -> PairedDifference:
     """A figure of each seed compared, where there are none of requests: the mean difference, with Student's interval.
 
     Raises StatisticsError for sides of different seeds or none, and ImportError naming the extra to install.
@@ -192,7 +192,9 @@ def compare_seeds(
     if relative:
         middle, low, high = (math.expm1(each) if math.isfinite(each) else each for each in (middle, low, high))
         by = tuple(map(math.expm1, by))
-    return Comparison(float(plain.mean()), float(changed.mean()), middle, low, high, verdict, relative, len(plain), by)
+    return PairedDifference(
+        float(plain.mean()), float(changed.mean()), middle, low, high, verdict, relative, len(plain), by
+    )
 
 
 def _verdict(middle: float, low: float, high: float, better: Literal["higher", "lower"]) -> Verdict:

@@ -68,8 +68,8 @@ serve_options = together(
             "--max-in-flight",
             type=Count(1),
             metavar="N",
-            help="Send at most N requests at a time to the server; waiting requests with the largest cached share go "
-            "first. [default: all at once]",
+            help="Send at most N requests at a time to the server; the waiting request with the largest cached "
+            "share is next. [default: all at once]",
         ),
         option(
             "--reorder-window",
@@ -106,8 +106,8 @@ serve_options = together(
         option(
             "--engine",
             type=Choice(["upstream", "torch"]),
-            help="What answers: the server at --upstream, or --model in this process. [default: upstream if that is "
-            "given]",
+            help="upstream: the server at --upstream; torch: --model in this process. [default: upstream if "
+            "--upstream is given]",
         ),
         engine_options,
     ),
@@ -124,7 +124,7 @@ serve_options = together(
             "--number-by-place",
             is_flag=True,
             help="Replace a document's {id} by its place in the prompt, from 1: for ids that are ranks, which would "
-            "never be found in the cache. The answer's header x-ragorder-permutation says which document that is.",
+            "defeat the cache. The answer's header x-ragorder-permutation maps places to documents.",
         ),
         option(
             "--document-template",
@@ -153,7 +153,7 @@ serve_options = together(
         option(
             "--shadow",
             is_flag=True,
-            help="Serve documents in retrieval order; compute and score ragorder's order, to see what it would save.",
+            help="Serve documents in retrieval order, and compute what ragorder's order would save.",
         ),
     ),
     section(
@@ -204,8 +204,8 @@ serve_options = together(
             default=30.0,
             show_default=True,
             metavar="SECONDS",
-            help="Longest time for a client to send its headers, to send 256 KiB of a body, and to take a piece of the "
-            "answer.",
+            help="Longest time for a client to send its headers, to send 256 KiB of a body, and to read a piece of "
+            "the answer.",
         ),
         option(
             "--max-connections",
@@ -213,7 +213,7 @@ serve_options = together(
             default=1024,
             show_default=True,
             metavar="N",
-            help="Most connections of clients at a time; a new one takes the place of an idle one.",
+            help="Most client connections at a time; a new one replaces an idle one.",
         ),
         option(
             "--grace",

@@ -49,7 +49,7 @@ class Reply:
 
 @dataclass
 class Story:
-    """What happened to one server, in this order."""
+    """What a server answered and published while it was filled, in this order."""
 
     cold: list[Answer] = field(default_factory=list)
     almost: list[Answer] = field(default_factory=list)
@@ -61,35 +61,61 @@ class Story:
     stats: TierStats | None = None
     shown: str = ""
     shown_json: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Aftermath:
+    """What followed: the server killed and started again on its disk, then the disk damaged."""
+
     retries: int = 0
     retried: Answer | None = None
     hits_after_restart: Hits = field(default_factory=Hits)
     flipped: list[Reply] = field(default_factory=list)
     again: list[Reply] = field(default_factory=list)
-    stats_after_flips: TierStats | None = None
+    stats: TierStats | None = None
 
 
 @pytest.fixture(scope="module")
-def story(vllm_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
-    """One server on one folder: filled, killed in the middle of a request, started again, its disk damaged."""
-    disk = tmp_path_factory.mktemp("tiers") / "disk"
+def disk(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("tiers") / "disk"
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[Any]:
+    with httpx2.Client(timeout=60) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def server(vllm_model: Path, disk: Path) -> Iterator[VLLMServer]:
     settings = TierSettings(
         host_bytes=HOST_CHUNKS * BLOCK_SIZE * kv_bytes(vllm_model), disk_path=disk, disk_bytes=1 << 30
     )
-    server = VLLMServer(
+    with VLLMServer(
         vllm_model,
         blocks=BLOCKS,
         block_size=BLOCK_SIZE,
         max_model_len=BLOCKS * BLOCK_SIZE,
         dtype=DTYPE,
         kv_transfer_config=settings.kv_transfer_config(),
-    )
+    ) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def story(server: VLLMServer, client: Any) -> Story:
     told = Story()
-    with server, httpx2.Client(timeout=60) as client:
-        fill(told, server, client)
-        kill_during_a_request(told, server)
-        damage(told, server, client, disk)
-    yield told
+    fill(told, server, client)
+    return told
+
+
+@pytest.fixture(scope="module")
+def aftermath(story: Story, server: VLLMServer, client: Any, disk: Path) -> Aftermath:
+    """Of the same server: only the tests that need it wait for a second start."""
+    told = Aftermath()
+    kill_during_a_request(told, server)
+    damage(told, server, client, disk)
+    return told
 
 
 def fill(story: Story, server: VLLMServer, client: Any) -> None:
@@ -111,7 +137,7 @@ def fill(story: Story, server: VLLMServer, client: Any) -> None:
     story.shown_json = json.loads(show("--base-url", server.base_url, "--json"))
 
 
-def kill_during_a_request(story: Story, server: VLLMServer) -> None:
+def kill_during_a_request(aftermath: Aftermath, server: VLLMServer) -> None:
     """A long answer is on its way when the server is killed. The openai client asks again until one is there."""
     done: Future[Any] = Future()
 
@@ -131,19 +157,19 @@ def kill_during_a_request(story: Story, server: VLLMServer) -> None:
     server.kill()
     server.start()
     raw = done.result(timeout=240)
-    story.retries = raw.retries_taken
-    story.retried = Answer.of(raw.parse().model_dump())
-    story.hits_after_restart = eventually(lambda: fetch_hits(server.base_url), lambda hits: hits.total > 0)
+    aftermath.retries = raw.retries_taken
+    aftermath.retried = Answer.of(raw.parse().model_dump())
+    aftermath.hits_after_restart = eventually(lambda: fetch_hits(server.base_url), lambda hits: hits.total > 0)
 
 
-def damage(story: Story, server: VLLMServer, client: Any, disk: Path) -> None:
+def damage(aftermath: Aftermath, server: VLLMServer, client: Any, disk: Path) -> None:
     """One bit in every chunk of the disk, under the running server; then prompts that only the disk has."""
     rng = random.Random(0)
     assert sum(flip_bit(path, rng) for path in chunk_files(disk)) > PROMPTS
     wanted = prompts()[4:7]
-    story.flipped = [reply(server, client, prompt) for prompt in wanted]
-    story.again = [reply(server, client, prompt) for prompt in wanted[-1:]]
-    story.stats_after_flips = eventually(
+    aftermath.flipped = [reply(server, client, prompt) for prompt in wanted]
+    aftermath.again = [reply(server, client, prompt) for prompt in wanted[-1:]]
+    aftermath.stats = eventually(
         lambda: fetch_tier_stats(server.base_url), lambda stats: bool(figures(stats, "disk").refused.get("checksum"))
     )
 
@@ -257,7 +283,7 @@ class TestWhatTheServerSays:
         assert story.shown_json["hits"] == story.stats.hits.as_json()
         assert [tier["tier"] for tier in story.shown_json["tiers"]] == [tier.tier for tier in story.stats.tiers]
 
-    def test_a_server_without_tiers_is_told_from_one_with(self, vllm_server: VLLMServer) -> None:
+    def test_a_server_without_tiers_is_detected(self, vllm_server: VLLMServer) -> None:
         done = CliRunner().invoke(tiers, ["stats", "--base-url", vllm_server.base_url])
         assert done.exit_code == 1
         assert "without ragorder's tiers" in done.output
@@ -266,30 +292,30 @@ class TestWhatTheServerSays:
 
 @pytest.mark.slow
 class TestAKillAndARestart:
-    def test_the_client_asks_again_until_there_is_a_server(self, story: Story) -> None:
-        assert story.retries > 0
-        assert story.retried is not None
+    def test_the_client_retries_until_there_is_a_server(self, aftermath: Aftermath) -> None:
+        assert aftermath.retries > 0
+        assert aftermath.retried is not None
 
-    def test_and_is_answered_from_what_the_killed_server_left_on_the_disk(self, story: Story) -> None:
-        assert story.retried is not None
-        assert story.hits_after_restart.disk == story.retried.cached_tokens == whole_blocks(story.retried)
+    def test_a_retried_request_hits_what_the_killed_server_left_on_the_disk(self, aftermath: Aftermath) -> None:
+        assert aftermath.retried is not None
+        assert aftermath.hits_after_restart.disk == aftermath.retried.cached_tokens == whole_blocks(aftermath.retried)
 
-    def test_with_the_answer_of_a_cold_run(self, story: Story) -> None:
-        assert story.retried is not None
-        assert story.retried.agrees(story.cold[0])
+    def test_a_retried_request_has_the_answer_of_a_cold_run(self, aftermath: Aftermath, story: Story) -> None:
+        assert aftermath.retried is not None
+        assert aftermath.retried.agrees(story.cold[0])
 
 
 @pytest.mark.slow
 class TestDamagedChunks:
-    def test_they_are_refused_and_counted(self, story: Story) -> None:
-        assert figures(story.stats_after_flips, "disk").refused["checksum"] > 0
+    def test_they_are_refused_and_counted(self, aftermath: Aftermath) -> None:
+        assert figures(aftermath.stats, "disk").refused["checksum"] > 0
 
-    def test_their_tokens_are_computed(self, story: Story) -> None:
-        assert all(reply.answer.cached_tokens < whole_blocks(reply.answer) for reply in story.flipped)
+    def test_their_tokens_are_computed(self, aftermath: Aftermath) -> None:
+        assert all(reply.answer.cached_tokens < whole_blocks(reply.answer) for reply in aftermath.flipped)
 
-    def test_answers_are_those_of_a_cold_run(self, story: Story) -> None:
-        for number, reply in zip([4, 5, 6, 6], story.flipped + story.again, strict=True):
+    def test_answers_are_those_of_a_cold_run(self, aftermath: Aftermath, story: Story) -> None:
+        for number, reply in zip([4, 5, 6, 6], aftermath.flipped + aftermath.again, strict=True):
             assert reply.answer.agrees(story.cold[number])
 
-    def test_what_was_computed_anew_is_kept_anew(self, story: Story) -> None:
-        assert all(reply.answer.cached_tokens == whole_blocks(reply.answer) for reply in story.again)
+    def test_what_was_computed_anew_is_kept_anew(self, aftermath: Aftermath) -> None:
+        assert all(reply.answer.cached_tokens == whole_blocks(reply.answer) for reply in aftermath.again)

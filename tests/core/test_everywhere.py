@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.rings import length
 
 from ragorder import Document, Orderer, PromptBuilder
 from ragorder.adapters.observing.observed import ObservedOrderer
@@ -18,7 +19,7 @@ from ragorder.adapters.observing.prometheus import Metrics
 pytestmark = pytest.mark.vllm
 
 SYSTEM = "Answer the question from the documents below."
-REQUESTS = 60
+REQUESTS = length(60, 40)
 # One token of answer: behind the documents stand the question and what the chat template puts after it.
 SUFFIX_TOKENS = 24
 

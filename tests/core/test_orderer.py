@@ -12,14 +12,14 @@ import threading
 import tracemalloc
 from array import array
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, product
 from time import thread_time
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.rings import examples
+from support.rings import examples, grid
 
 from ragorder import Document, Orderer, Ordering, Settings
 from ragorder.eval.data.workloads import make_workload
@@ -284,7 +284,7 @@ class TestOrdering:
         ],
         ids=str,
     )
-    def test_guards_are_kept_and_their_cost_is_told(self, options: dict[str, Any], expected: str, cost: int) -> None:
+    def test_guards_hold_and_their_cost_is_reported(self, options: dict[str, Any], expected: str, cost: int) -> None:
         """`abc` is cached and rank order is `dcba`."""
         orderer = strict(tail="rank", **options)
         orderer.order([])
@@ -410,7 +410,7 @@ class TestHoldsPrefix:
         orderer.order([], scope="a").confirm()
         assert orderer.holds_prefix(scope="a") and not orderer.holds_prefix(scope="b")
 
-    def test_a_prefix_without_a_whole_block_cannot_be_held_and_asks_for_nothing(self) -> None:
+    def test_a_prefix_shorter_than_a_block_is_never_held(self) -> None:
         assert strict(prefix_tokens=15, block_size=16).holds_prefix()
 
     def test_order_never_raises(self) -> None:
@@ -882,9 +882,10 @@ class TestNeverWorseThanRetrievalOrder:
         orderer = mirroring(engine, prefix_tokens, search=search, tail=tail)
         self.check(orderer, engine, Prompts(prefix_tokens), [[corpus[id] for id in request] for request in stream])
 
-    @pytest.mark.parametrize("capacity_tokens", [5_000, 30_000, None])
-    @pytest.mark.parametrize("name", ["paper", "paper-shuf", "zipf10"])
-    @pytest.mark.parametrize("search", SEARCHES)
+    @pytest.mark.parametrize(
+        ("search", "name", "capacity_tokens"),
+        grid(list(product(SEARCHES, ["paper", "paper-shuf", "zipf10"], [5_000, 30_000, None])), 7),
+    )
     def test_on_workloads(self, search: str, name: str, capacity_tokens: int | None) -> None:
         workload = make_workload(name, 0, requests=150)
         stream = [[workload.documents[number] for number in ranking] for ranking in workload.rankings]
@@ -977,7 +978,7 @@ class TestBatch:
             taken.confirm()
             ordered.confirm()
 
-    def test_d3_a_window_knows_what_the_one_before_left(self) -> None:
+    def test_d3_a_window_is_planned_on_the_cache_left_by_the_one_before(self) -> None:
         """Each set comes twice, in different windows."""
         requests = ["abcd", "efgh", "dcba", "hgfe", "badc", "ghef"]
         for max_wait in (None, *range(6)):
@@ -989,10 +990,11 @@ class TestBatch:
         serve(orderer, "abcd")
         assert [ids(ordering) for ordering in orderer.order_batch(map(documents, ["cdba", "badc"]))] == ["abcd"] * 2
 
-    @pytest.mark.parametrize("max_wait", [None, 100, 50, 20, 5, 1])
-    @pytest.mark.parametrize("name", ["paper-shuf", "mix8", "zipf10"])
+    @pytest.mark.parametrize(
+        ("name", "max_wait"), grid(list(product(["paper-shuf", "mix8", "zipf10"], [None, 100, 50, 20, 5, 1])), 7)
+    )
     def test_d3_a_wait_saves_on_workloads(self, name: str, max_wait: int | None) -> None:
-        """On the engine itself, and by more than the property asks for: who may wait is worth something."""
+        """On the engine itself, and by more than the property requires: waiting gains something."""
         workload = make_workload(name, 0, requests=200)
         stream = [[workload.documents[number] for number in ranking] for ranking in workload.rankings[:200]]
         totals = []
@@ -1062,7 +1064,7 @@ class TestBatch:
 
     @pytest.mark.parametrize("capacity_tokens", [6_000, 40_000])
     def test_a_warm_cache_is_used(self, capacity_tokens: int) -> None:
-        """The same batch on the same warm engine, planned by who knows the engine and by who does not."""
+        """The same batch on the same warm engine, planned with and without knowledge of its cache."""
         workload = make_workload("paper-shuf", 0, requests=200)
         stream = [[workload.documents[number] for number in ranking] for ranking in workload.rankings]
         cached = []

@@ -1,4 +1,4 @@
-"""Load: when requests arrive, who sends them, what an engine under load holds, and servers that are measured from
+"""Load: arrivals, clients, what an engine under load holds, and servers that are measured from
 outside."""
 
 from __future__ import annotations
@@ -10,15 +10,17 @@ import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
+from support.commands import run_command
 from support.rings import grid
 
 from ragorder import Document
@@ -26,7 +28,7 @@ from ragorder.cli import main
 from ragorder.eval.data.arrivals import Arrival, Arrivals, ArrivalsError, load_arrivals, poisson_arrivals, replicate
 from ragorder.eval.data.trace import Trace, trace_of_corpus, trace_of_workload
 from ragorder.eval.data.workloads import WORKLOADS, make_workload
-from ragorder.eval.engines.base import Completion, EngineError, RequestError
+from ragorder.eval.engines.base import EngineCompletion, EngineError, RequestError
 from ragorder.eval.engines.capacity import Capacity
 from ragorder.eval.engines.openai import OpenAIEngine, find_model
 from ragorder.eval.engines.prompts import NumberedPrompts
@@ -60,10 +62,7 @@ MOONCAKE = """{"timestamp": 0, "input_length": 6758, "output_length": 500, "hash
 """
 
 
-def invoke(*arguments: str | Path) -> Result:
-    done = CliRunner().invoke(main, ["bench", *map(str, arguments)], env={"COLUMNS": "200", "OPENAI_API_KEY": ""})
-    assert done.exception is None or isinstance(done.exception, SystemExit), repr(done.exception)
-    return done
+invoke = partial(run_command, main, "bench", env={"COLUMNS": "200", "OPENAI_API_KEY": ""})
 
 
 def bench(*arguments: str | Path) -> list[dict[str, Any]]:
@@ -183,7 +182,7 @@ class TestTraces:
             load_arrivals(path)
         assert str(path) in str(error.value)
 
-    def test_another_table_is_told_the_columns(self, tmp_path: Path) -> None:
+    def test_a_table_with_other_columns_is_refused_with_the_expected_ones(self, tmp_path: Path) -> None:
         path = written(tmp_path, "time,length\n1,2\n")
         with pytest.raises(ArrivalsError, match=":1: expected the columns TIMESTAMP,ContextTokens,GeneratedTokens"):
             load_arrivals(path)
@@ -296,7 +295,7 @@ class Counting(SimEngine):
         self.prompts: list[bytes] = []
         self.lengths: list[int | None] = []
 
-    def admit(self, token_ids: Sequence[int], output_tokens: int | None = None) -> tuple[Completion, int]:
+    def admit(self, token_ids: Sequence[int], output_tokens: int | None = None) -> tuple[EngineCompletion, int]:
         assert not self.open or self.has_room(token_ids, output_tokens)
         completion, handle = super().admit(token_ids, output_tokens)
         self.open.add(handle)
@@ -397,7 +396,7 @@ class TestOnTheVirtualClock:
         assert drive(Load(2))[1].lengths == [None] * 200
 
     def test_a_request_without_room_waits_until_others_end(self) -> None:
-        """Room for two prompts and a bit; `Counting.admit` sees to it that nobody is thrown out."""
+        """Room for two prompts and a bit; `Counting.admit` checks that no request is evicted."""
         result, engine = drive(Load(8), policy="retrieval", trace=trace_of("ov0.0"), capacity_tokens=2_500)
         assert engine.most <= 3
         assert result.deciles is not None
@@ -469,7 +468,7 @@ class TestAdmission:
         st.integers(1, 12),
         st.randoms(use_true_random=False),
     )
-    def test_has_room_says_whether_nobody_has_to_end(
+    def test_has_room_is_true_if_no_request_must_end(
         self, drawn: list[tuple[list[int], int]], blocks: int, rng: Any
     ) -> None:
         class Ending(SimEngine):
@@ -493,9 +492,10 @@ class TestAdmission:
 
 
 class TestPredicting:
-    @pytest.mark.parametrize("workload", ["paper-shuf", "mix8", "zipf10"])
-    @pytest.mark.parametrize("concurrency", [1, 4, 16])
-    @pytest.mark.parametrize("capacity", [20_000, 100_000])
+    @pytest.mark.parametrize(
+        ("workload", "concurrency", "capacity"),
+        grid(list(product(["paper-shuf", "mix8", "zipf10"], [1, 4, 16], [20_000, 100_000])), 7),
+    )
     def test_the_mirror_is_exact_under_concurrency(self, workload: str, concurrency: int, capacity: int) -> None:
         result, _ = drive(Load(concurrency), trace=trace_of(workload, 400), capacity_tokens=capacity)
         assert result.prediction_within_block is not None
@@ -647,10 +647,10 @@ class TestAnHour:
 class TestCorporaUnderArrivals:
     def test_start_again_from_the_first_question(self) -> None:
         from ragorder.eval.data.corpora import Corpus
-        from ragorder.eval.data.corpora.base import Question
+        from ragorder.eval.data.corpora.base import CorpusQuestion
 
         documents = [Document(f"d{n}", "x" * 400) for n in range(4)]
-        questions = [Question(f"q{n}", f"{n}?") for n in range(3)]
+        questions = [CorpusQuestion(f"q{n}", f"{n}?") for n in range(3)]
         corpus = Corpus("small", documents, questions, [[0, 1], [1, 2], [2, 3]])
         options: dict[str, Any] = {"top_k": 2, "order": "data", "seed": 0}
         repeated = trace_of_corpus(corpus, **options, limit=7, repeat=True)
@@ -671,7 +671,7 @@ class Gate:
         self.at_s: list[float] = []
         self.lengths: list[int | None] = []
 
-    async def complete(self, token_ids: Sequence[int], output_tokens: int | None = None) -> Completion:
+    async def complete(self, token_ids: Sequence[int], output_tokens: int | None = None) -> EngineCompletion:
         number = len(self.lengths)
         self.log.append("sent")
         self.at_s.append(asyncio.get_running_loop().time())
@@ -686,7 +686,7 @@ class Gate:
         self.in_flight -= 1
         if number in self.failing:
             raise RequestError("failed")
-        return Completion(0.001, 0, len(token_ids))
+        return EngineCompletion(0.001, 0, len(token_ids))
 
 
 class Logged:
@@ -1021,7 +1021,9 @@ class TestChecks:
             ({"fault": lambda number: "cut"}, "does not serve a prompt of token ids"),
         ],
     )
-    def test_a_server_that_cannot_be_measured_is_told_why(self, options: dict[str, Any], said: str) -> None:
+    def test_a_server_that_cannot_be_measured_is_refused_with_the_reason(
+        self, options: dict[str, Any], said: str
+    ) -> None:
         with pytest.raises(EngineError, match=said):
             self.check(FarServer(**options))
 
@@ -1033,7 +1035,7 @@ class TestFindingTheModel:
     def test_another_can_be_named(self, far: FarServer) -> None:
         assert find_model(far.base_url, "other").root == "other"
 
-    def test_one_that_is_not_there_is_told_the_choices(self, far: FarServer) -> None:
+    def test_an_unknown_name_is_refused_with_the_choices(self, far: FarServer) -> None:
         with pytest.raises(EngineError, match="no model 'nearer': give --served-model far or other"):
             find_model(far.base_url, "nearer")
 
@@ -1292,7 +1294,7 @@ class TestBenchOnAServer:
         assert "the server takes 300: lower --top-k or --output-tokens" in said
         assert far.bodies == []
 
-    def test_a_server_that_reports_no_cached_tokens_is_told_the_flag(self, far: FarServer) -> None:
+    def test_a_server_without_reported_cached_tokens_is_refused_with_the_flag(self, far: FarServer) -> None:
         far.reports = "never"
         assert "--enable-prompt-tokens-details" in refusal(*self.options(far))
 

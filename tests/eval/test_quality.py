@@ -8,15 +8,18 @@ import json
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
+from support.commands import run_command
+from support.results import result_lines
 
 pytest.importorskip("scipy")
 
@@ -1236,7 +1239,9 @@ class TestServer:
             ({"capacity_tokens": Capacity.parse("unlimited")}, (16, None)),
         ],
     )
-    def test_its_cache_is_as_told_or_as_usual(self, ask: Callable[..., list[JSON]], options: JSON, engine: Any) -> None:
+    def test_the_size_of_the_cache_is_given_or_the_default(
+        self, ask: Callable[..., list[JSON]], options: JSON, engine: Any
+    ) -> None:
         told = by_order(ask("auto", **options))["auto"]["engine"]
         assert (told["block_size"], told["capacity_tokens"]) == engine
         assert (told["name"], told["model"]) == ("openai", "Served-7B-Instruct")
@@ -1454,7 +1459,7 @@ class TestModels:
         assert model_facts(name).parameters == parameters
         assert model_facts("alias", name).parameters == parameters
 
-    def test_weights_that_cannot_be_read_tell_nothing(self, tmp_path: Path) -> None:
+    def test_unreadable_weights_are_no_evidence(self, tmp_path: Path) -> None:
         (tmp_path / "model.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0oops")
         assert model_facts("m", tmp_path).parameters is None
 
@@ -1539,26 +1544,21 @@ class TestVLLM:
         done = invoke("hotpotqa", "--data", hotpot, "-o", tmp_path / "out", *arguments)
         assert done.exit_code == 0, done.output
         assert "quality was NOT measured: the model has random weights" in " ".join(done.output.split())
-        (asked,) = [each for each in kept(tmp_path / "out") if each["type"] == "quality"]
+        (asked,) = [each for each in result_lines(tmp_path / "out") if each["type"] == "quality"]
         assert len(asked["rows"]["cached_tokens"]) == 2
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
-def invoke(*arguments: Any) -> Result:
-    return CliRunner().invoke(command, [str(argument) for argument in arguments], env={"COLUMNS": "200"})
-
-
-def kept(folder: Path) -> list[JSON]:
-    return [json.loads(text) for text in (folder / "results.jsonl").read_text().splitlines()]
+invoke = partial(run_command, command, env={"COLUMNS": "200"})
 
 
 class TestCommand:
     def test_a_dry_run_writes_a_session_the_orders_and_a_verdict(self, hotpot: Path, tmp_path: Path) -> None:
         done = invoke("hotpotqa", "--data", hotpot, "--dry-run", "-o", tmp_path / "out")
         assert done.exit_code == 0, done.output
-        session, *lines = kept(tmp_path / "out")
+        session, *lines = result_lines(tmp_path / "out")
         assert (session["type"], session["schema"], session["arguments"]["dry_run"]) == ("session", 1, True)
         assert session["environment"]["python"]
         assert [each["type"] for each in lines] == ["quality"] * 14 + ["check"] * 2
@@ -1573,8 +1573,11 @@ class TestCommand:
         done = invoke(*arguments, "--policy", "retrieval", "--policy", "sorted")
         assert done.exit_code == 0, done.output
         assert len(service.bodies) == 12
-        assert [each["policy"] for each in kept(tmp_path) if each["type"] == "quality"] == ["retrieval", "sorted"]
-        (compared,) = checks(kept(tmp_path), "quality-comparison")
+        assert [each["policy"] for each in result_lines(tmp_path) if each["type"] == "quality"] == [
+            "retrieval",
+            "sorted",
+        ]
+        (compared,) = checks(result_lines(tmp_path), "quality-comparison")
         assert (compared["policy"], compared["em_won"], compared["em_verdict"]) == ("sorted", 6, "better")
         assert "quality was measured" in done.output
         again = invoke(*arguments, "--policy", "sorted")
@@ -1594,7 +1597,7 @@ class TestCommand:
             *("-o", tmp_path / "out"),
         )
         assert done.exit_code == 0, done.output
-        session, asked, *_ = kept(tmp_path / "out")
+        session, asked, *_ = result_lines(tmp_path / "out")
         assert "sk-9" not in json.dumps(session)
         assert (asked["seed"], asked["policy"]) == (5, "auto+keep_first=1")
         wanted = {"limit": 3, "question_order": "random", "top_k": 4, "document_words": 4, "retriever": "bm25"}
@@ -1680,7 +1683,7 @@ class TestInASuite:
             arguments += ["--engine", "openai", "--base-url", service.base_url, *options]
             done = CliRunner().invoke(evaluate, [str(argument) for argument in arguments])
             assert done.exit_code == 0, done.output
-            return [each for each in kept(tmp_path / "out") if each["type"] != "session"]
+            return [each for each in result_lines(tmp_path / "out") if each["type"] != "session"]
 
         return run
 

@@ -6,13 +6,15 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.commands import run_command
+from support.results import result_lines
 from support.rings import examples
 
 pytest.importorskip("numpy")
@@ -26,8 +28,8 @@ from ragorder.eval.experiments.replacement import (
     REPLACEMENT_POLICIES,
     SKEWED,
     SYSTEM_TOKENS,
-    Served,
-    Stream,
+    DocumentStream,
+    SimulatedPrefill,
     TierSize,
     TwoTiers,
     most_hits,
@@ -249,31 +251,33 @@ class TestTwoTiers:
 
 
 @pytest.fixture(scope="module")
-def skewed() -> Stream:
+def skewed() -> DocumentStream:
     return skewed_stream("mmlu-like", 0, top_k=2, requests=1_500)
 
 
-def served_in(stream: Stream, policy: str, device: str, host: str, skip: int, **options: Any) -> list[Served]:
+def served_in(
+    stream: DocumentStream, policy: str, device: str, host: str, skip: int, **options: Any
+) -> list[SimulatedPrefill]:
     sizes = [TierSize.parse(each).tokens(stream.working_set_tokens) for each in (device, host)]
     return simulate(stream, policy, *sizes, **options).served[skip:]
 
 
-def hit_rate(stream: Stream, policy: str, device: str, host: str, skip: int = 200, **options: Any) -> float:
+def hit_rate(stream: DocumentStream, policy: str, device: str, host: str, skip: int = 200, **options: Any) -> float:
     served = served_in(stream, policy, device, host, skip, **options)
     return sum(each.hits for each in served) / sum(map(len, stream.requests[skip:]))
 
 
-def prefill_s(stream: Stream, policy: str, device: str, host: str, skip: int = 200) -> float:
+def prefill_s(stream: DocumentStream, policy: str, device: str, host: str, skip: int = 200) -> float:
     return sum(each.seconds for each in served_in(stream, policy, device, host, skip))
 
 
 class TestSimulating:
     @pytest.mark.parametrize("policy", CACHES)
-    def test_with_room_for_all_hits_all_that_came_before(self, skewed: Stream, policy: str) -> None:
+    def test_with_room_for_all_hits_all_that_came_before(self, skewed: DocumentStream, policy: str) -> None:
         served = simulate(skewed, policy, skewed.working_set_tokens, 0).served
         assert [each.hits for each in served] == skewed.seen_before()
 
-    def test_without_a_cache_computes_all(self, skewed: Stream) -> None:
+    def test_without_a_cache_computes_all(self, skewed: DocumentStream) -> None:
         served = simulate(skewed, "none", 1_000_000, 1_000_000).served
         assert all(each.hits == each.cached_tokens == 0 for each in served)
         longest = max(each.new_tokens for each in served)
@@ -281,14 +285,14 @@ class TestSimulating:
             sum(skewed.tokens[document] for document in request) for request in skewed.requests
         )
 
-    def test_on_the_device_alone_leaves_the_host_out(self, skewed: Stream) -> None:
+    def test_on_the_device_alone_leaves_the_host_out(self, skewed: DocumentStream) -> None:
         found = simulate(skewed, "device", 30_000, 300_000)
         assert all(each.host_hits == 0 for each in found.served)
         assert found.traffic.swapped_out == 0
         alone = simulate(skewed, "lru", 30_000, 0)
         assert [each.hits for each in found.served] == [each.hits for each in alone.served]
 
-    def test_least_recently_used_needs_no_history(self, skewed: Stream) -> None:
+    def test_least_recently_used_needs_no_history(self, skewed: DocumentStream) -> None:
         with_history, without = (simulate(skewed, policy, 30_000, 60_000).served for policy in ("lru+history", "lru"))
         assert with_history == without
 
@@ -310,7 +314,7 @@ class TestSimulating:
         assert done.stdout.splitlines() == expected
 
     @pytest.mark.parametrize("host", ["8GiB", "32GiB"])
-    def test_frequency_and_cost_are_worth_what_is_required_of_them(self, skewed: Stream, host: str) -> None:
+    def test_frequency_and_cost_are_worth_what_is_required_of_them(self, skewed: DocumentStream, host: str) -> None:
         """On a stream whose popularity stays as it is: where it does not, or everything fits, LRU is as good."""
         hits = {policy: hit_rate(skewed, policy, "4GiB", host) for policy in ("pgdsf+history", "lru")}
         assert hits["pgdsf+history"] >= 1.05 * hits["lru"]
@@ -326,7 +330,7 @@ class TestSimulating:
 class TestTheBound:
     def test_counts_the_cheapest_stays_first(self) -> None:
         # Stays: of the first document 10 tokens for one request, and for two; of the second 40 tokens for three.
-        stream = Stream("mine", [(0,), (0,), (1,), (0,), (2,), (1,)], [10, 40, 5])
+        stream = DocumentStream("mine", [(0,), (0,), (1,), (0,), (2,), (1,)], [10, 40, 5])
         assert most_hits(stream, 10**9) == 3
         assert most_hits(stream, 0) == 0
         # Room for 30 tokens x requests in all, and 60 more: half of what the last one needs.
@@ -334,13 +338,13 @@ class TestTheBound:
         assert most_hits(stream, 15) == pytest.approx(2.5)
 
     def test_leaves_out_what_is_before_the_warm_up_ends(self) -> None:
-        stream = Stream("mine", [(0,), (0,), (0,), (1,)], [10, 10])
+        stream = DocumentStream("mine", [(0,), (0,), (0,), (1,)], [10, 10])
         assert most_hits(stream, 10, warmup=2) == 1
         assert most_hits(stream, 10, warmup=3) == 0
 
     @pytest.mark.parametrize("policy", CACHES)
     @pytest.mark.parametrize(("device", "host"), [("1%", "2%"), ("2%", "10%"), ("10%", "50%")])
-    def test_is_above_what_every_policy_hits(self, skewed: Stream, policy: str, device: str, host: str) -> None:
+    def test_is_above_what_every_policy_hits(self, skewed: DocumentStream, policy: str, device: str, host: str) -> None:
         sizes = [TierSize.parse(each).tokens(skewed.working_set_tokens) for each in (device, host)]
         hits = sum(each.hits for each in simulate(skewed, policy, *sizes).served[200:])
         assert hits <= most_hits(skewed, sum(sizes), warmup=200) <= sum(skewed.seen_before()[200:])
@@ -354,7 +358,7 @@ class TestASkewedStream:
         popular = sum(count for _, count in counted.most_common(300))
         assert popular / 60_000 == pytest.approx(SKEWED[name], abs=0.02)
 
-    def test_has_documents_of_the_papers_length(self, skewed: Stream) -> None:
+    def test_has_documents_of_the_papers_length(self, skewed: DocumentStream) -> None:
         assert sum(skewed.tokens) / len(skewed.tokens) == pytest.approx(3_718, rel=0.05)
         assert min(skewed.tokens) >= 1 and max(skewed.tokens) <= 16_384
 
@@ -363,7 +367,7 @@ class TestASkewedStream:
         assert one == again != other
         assert all(len(set(request)) == 5 for request in one.requests)
 
-    def test_has_the_same_first_documents_for_the_same_neighbours(self, skewed: Stream) -> None:
+    def test_has_the_same_first_documents_for_the_same_neighbours(self, skewed: DocumentStream) -> None:
         seconds: dict[int, set[int]] = {}
         for first, second in skewed.requests:
             seconds.setdefault(first, set()).add(second)
@@ -373,7 +377,7 @@ class TestASkewedStream:
         with pytest.raises(WorkloadError, match="lower top-k"):
             skewed_stream("mmlu-like", 0, top_k=21, requests=1)
 
-    def test_of_a_trace_knows_documents_by_content_and_none_twice(self) -> None:
+    def test_documents_of_a_trace_are_identified_by_content(self) -> None:
         trace = trace_of_workload(make_workload("paper-shuf", 0), 50)
         stream = stream_of_trace(trace)
         assert [len(request) for request in stream.requests] == [5] * 50
@@ -381,7 +385,7 @@ class TestASkewedStream:
         assert lengths == [[document.token_count for document in request.documents] for request in trace.requests]
 
     def test_knows_its_working_set(self) -> None:
-        stream = Stream("few", [(0, 1), (0, 2), (1, 0), (0, 1)], [10, 20, 30])
+        stream = DocumentStream("few", [(0, 1), (0, 2), (1, 0), (0, 1)], [10, 20, 30])
         assert stream.working_set_tokens == 10 + 20 + 30 + 20 + 10
         assert stream.longest_tokens == 40
         assert stream.seen_before() == [0, 1, 0, 2]
@@ -473,15 +477,7 @@ class TestSuites:
         assert str(refused.value).startswith("mine.toml: ") and said in str(refused.value)
 
 
-def invoke(*arguments: Any) -> Any:
-    done = CliRunner().invoke(eval_command, [str(each) for each in arguments])
-    assert done.exception is None or isinstance(done.exception, SystemExit), repr(done.exception)
-    return done
-
-
-def lines(folder: Path, type: str) -> list[JSON]:
-    found = [json.loads(line) for line in (folder / "results.jsonl").read_text("utf-8").splitlines()]
-    return [line for line in found if line["type"] == type]
+invoke = partial(run_command, eval_command)
 
 
 @pytest.fixture(scope="module")
@@ -495,7 +491,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 class TestTheHarness:
     def test_keeps_every_request_of_every_cell_policy_and_seed(self, folder: Path) -> None:
-        found = lines(folder, "replacement")
+        found = result_lines(folder, "replacement")
         assert len(found) == 3 * 3 * 2
         for line in found:
             rows = line["rows"]
@@ -508,13 +504,15 @@ class TestTheHarness:
         assert sizes["1GiB"] == 8_192 and sizes["20%"] == pytest.approx(4 * sizes["5%"], abs=4)
 
     def test_gives_a_device_room_for_the_longest_request(self, folder: Path) -> None:
-        facts = [line["facts"] for line in lines(folder, "replacement") if line["cell"]["workload"] == "paper-shuf"]
+        facts = [
+            line["facts"] for line in result_lines(folder, "replacement") if line["cell"]["workload"] == "paper-shuf"
+        ]
         for each in facts:
             assert each["working_set_tokens"] // 100 < 400 < each["device_tokens"] <= 2 * 220
 
     def test_gives_every_policy_the_same_requests(self, folder: Path) -> None:
         facts: dict[str, set[str]] = {}
-        for line in lines(folder, "replacement"):
+        for line in result_lines(folder, "replacement"):
             facts.setdefault(json.dumps([line["cell"], line["seed"]]), set()).add(json.dumps(line["facts"]))
         assert {len(each) for each in facts.values()} == {1}
 
@@ -527,7 +525,7 @@ class TestTheHarness:
     def test_runs_the_policies_and_requests_that_are_asked_for(self, folder: Path, tmp_path: Path) -> None:
         options = ("--seeds", "0", "--policy", "lru", "--limit", "30")
         invoke("run", folder / "mine.toml", "-o", tmp_path, *options)
-        found = lines(tmp_path, "replacement")
+        found = result_lines(tmp_path, "replacement")
         assert {line["policy"] for line in found} == {"lru"}
         assert {(line["warmup"], len(line["rows"]["hits"])) for line in found} == {(15, 30)}
 
@@ -536,19 +534,19 @@ class TestTheHarness:
         (tmp_path / "mine.toml").write_text(text, "utf-8")
         done = invoke("run", tmp_path / "mine.toml", "-o", tmp_path, "--seeds", "0", "--limit", "10")
         assert "6 runs served, 1 not to be had" in done.output
-        (line,) = lines(tmp_path, "unavailable")
+        (line,) = result_lines(tmp_path, "unavailable")
         assert line["cell"] == {"corpus": "far"} and "give --corpora" in line["reason"]
 
     def test_says_once_that_a_workload_does_not_exist(self, tmp_path: Path) -> None:
         (tmp_path / "mine.toml").write_text(SUITE.replace("paper-shuf", "papr"), "utf-8")
         invoke("run", tmp_path / "mine.toml", "-o", tmp_path, "--seeds", "0", "--limit", "10")
-        (line,) = lines(tmp_path, "unavailable")
+        (line,) = result_lines(tmp_path, "unavailable")
         assert "unknown workload 'papr'" in line["reason"]
-        assert len(lines(tmp_path, "replacement")) == 3
+        assert len(result_lines(tmp_path, "replacement")) == 3
 
     def test_asks_no_engine(self, folder: Path, tmp_path: Path) -> None:
         invoke("run", folder / "mine.toml", "-o", tmp_path, "--engine", "vllm")
-        (line,) = lines(tmp_path, "unavailable")
+        (line,) = result_lines(tmp_path, "unavailable")
         assert "run it without --engine" in line["reason"]
 
     def test_times_scheduling(self, tmp_path: Path) -> None:
@@ -557,7 +555,7 @@ class TestTheHarness:
         )
         (tmp_path / "mine.toml").write_text(text, "utf-8")
         invoke("run", tmp_path / "mine.toml", "-o", tmp_path, "--seeds", "0", "--policy", "lru")
-        (line,) = lines(tmp_path, "replacement")
+        (line,) = result_lines(tmp_path, "replacement")
         times = line["scheduling"]
         assert 0 < times["p50_ms"] <= times["p99_ms"] <= times["max_ms"]
         assert (times["requests"], times["top_k"], times["policy"]) == (120, 3, "lru")

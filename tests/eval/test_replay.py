@@ -15,15 +15,17 @@ import time
 import tracemalloc
 from array import array
 from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.rings import examples
+from support.commands import run_command
+from support.rings import examples, grid
 
 from ragorder.eval.cli.replay import replay as command
 from ragorder.eval.data.arrivals import Arrival, Arrivals, poisson_arrivals
@@ -45,7 +47,7 @@ from ragorder.eval.replay import (
 from ragorder.eval.replay.engine import PathPrompt, make_engine
 from ragorder.eval.replay.overlap import Overlap, measure_overlap
 from ragorder.eval.replay.report import CapacityInfo, LogInfo
-from ragorder.eval.replay.runs import Figures, Setup
+from ragorder.eval.replay.runs import PolicyFigures, Setup
 from ragorder.eval.running.bench import run_bench
 from ragorder.eval.running.load import ServiceTimes
 from ragorder.eval.running.policies import PolicyError
@@ -151,12 +153,12 @@ class TestALog:
         assert log.prompt_tokens(0) == 7 + 200 + 8
         assert log.longest_tokens == 7 + 200 + 8 + 9
 
-    def test_may_tell_every_length_itself(self) -> None:
+    def test_a_log_may_give_every_length(self) -> None:
         log = read(line("ab", tokens=50, prefix_tokens=10, suffix_tokens=5, output_tokens=3))
         assert log.prompt_tokens(0) == 10 + 100 + 5
         assert log.longest_tokens == 10 + 100 + 5 + 3
 
-    def test_may_tell_the_length_of_the_whole_prompt(self) -> None:
+    def test_a_log_may_give_the_length_of_the_whole_prompt(self) -> None:
         log = read(line("ab", tokens=[50, 60], prefix_tokens=10, prompt_tokens=140))
         assert list(log.suffix_tokens) == [20]
         assert log.prompt_tokens(0) == 140
@@ -179,7 +181,7 @@ class TestALog:
         assert rankings(log) == [[0], [1], [0], [1], [2]]
         assert list(log.document_tokens) == [10, 20, 30]
 
-    def test_a_tenants_document_is_nobody_elses(self) -> None:
+    def test_tenants_share_no_document(self) -> None:
         log = read(line("a", tenant="x"), line("a", tenant="y"), line("a"), line("a", tenant="x"), line("a", tenant=""))
         assert rankings(log) == [[0], [1], [2], [0], [3]]
         assert log.tenants == 4
@@ -494,9 +496,10 @@ POLICIES = ("retrieval", "greedy", "best", "frequency", "auto")
 class TestTheFiguresAreThoseOfTheBenchmark:
     """To the token: the same trace, policy and capacity."""
 
-    @pytest.mark.parametrize("capacity", ["300", "4000", "20000", "unlimited"])
-    @pytest.mark.parametrize("workload", ["paper-shuf", "zipf10"])
-    @pytest.mark.parametrize("seed", [0, 1])
+    @pytest.mark.parametrize(
+        ("workload", "capacity", "seed"),
+        grid(list(product(["paper-shuf", "zipf10"], ["300", "4000", "20000", "unlimited"], [0, 1])), 6),
+    )
     def test_one_request_at_a_time(self, workload: str, capacity: str, seed: int) -> None:
         log = exported(make_workload(workload, seed), limit=300)
         report = replay(log, policies=POLICIES, capacities=[capacity], sweep=())
@@ -739,7 +742,7 @@ class TestPolicies:
         less = replay(log, capacities=["unlimited"], sweep=(), policies=["auto"])
         assert less.figures[1].cached_tokens > ordered.cached_tokens
 
-    def test_a_log_knows_no_groups(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_log_has_no_groups(self, monkeypatch: pytest.MonkeyPatch) -> None:
         log = exported(make_workload("paper-shuf", 0), limit=50)
         free = replay(log, policies=["auto"]).figures
         monkeypatch.setenv("RAGORDER_KEEP_GROUPS", "1")
@@ -762,7 +765,9 @@ def report_of(*gains: int, asked: int | None = None, rate: float | None = None) 
     figures = []
     for capacity, gain in zip(capacities, gains, strict=True):
         for policy, tokens in (("retrieval", 20_000), ("auto", 20_000 + gain)):
-            figures.append(Figures(policy, capacity.tokens, 100_000, tokens, tokens / 100_000, [tokens / 100_000]))
+            figures.append(
+                PolicyFigures(policy, capacity.tokens, 100_000, tokens, tokens / 100_000, [tokens / 100_000])
+            )
     return ReplayReport(
         LogInfo("log", 100, 99.0, 1, 1, 50, 5.0, 10_000, 1_000.0, 1_000, 0),
         Overlap(100_000, 90_000, 0.9, 0.05, 0.05, 0.8, 0.5, 0.7, 100, True),
@@ -840,7 +845,7 @@ class TestTheSaving:
         assert {saving.verdict for saving in report.savings} == {"helps"}
         assert all(0.25 < saving.share_of_prefill < 0.45 for saving in report.savings)
 
-    def test_along_the_log_is_told_by_its_tenths(self) -> None:
+    def test_figures_along_the_log_are_by_tenths(self) -> None:
         busy = [line("abcde", number, tokens=100) for number in range(50)]
         fresh = [line([f"{number} {rank}" for rank in range(5)], number, tokens=100) for number in range(50, 100)]
         report = replay(read(*busy, *fresh), capacities=["unlimited"], sweep=())
@@ -884,11 +889,13 @@ class TestProcesses:
         with pytest.raises(ReplayError, match="a process of the replay died: if for want of memory, lower --processes"):
             replay(exported(make_workload("zipf10", 0)), progress=progress, processes=2)
 
-    def test_stop_at_the_next_step_when_nobody_wants_their_figures(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_workers_stop_at_the_next_step_once_their_results_are_not_needed(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         told, stop = array("q", [0]), SimpleNamespace(value=1)
         monkeypatch.setattr(jobs, "_shared", (random_log(0), Setup(), told, stop), raising=False)
         with pytest.raises(jobs._StoppedError):
-            jobs._work(0, jobs.Job("retrieval", None))
+            jobs._work(0, jobs.ReplayJob("retrieval", None))
         assert list(told) == [1]
 
     def test_end_when_the_replay_is_interrupted(self) -> None:
@@ -903,10 +910,7 @@ class TestProcesses:
         assert multiprocessing.active_children() == []
 
 
-def invoke(*arguments: str | Path, input: bytes | None = None, columns: int = 160) -> Result:
-    done = CliRunner().invoke(command, [str(each) for each in arguments], input=input, env={"COLUMNS": str(columns)})
-    assert done.exception is None or isinstance(done.exception, SystemExit), repr(done.exception)
-    return done
+invoke = partial(run_command, command, env={"COLUMNS": "160"})
 
 
 def as_json(*arguments: str | Path, input: bytes | None = None) -> dict[str, Any]:
@@ -953,7 +957,7 @@ class TestTheCommand:
 
     @pytest.mark.parametrize("columns", [80, 200])
     def test_the_tables_fit_a_terminal(self, log_file: Path, columns: int) -> None:
-        done = invoke(log_file, "--prefill-rate", "9000", "--capacity-tokens", "12345", columns=columns)
+        done = invoke(log_file, "--prefill-rate", "9000", "--capacity-tokens", "12345", env={"COLUMNS": str(columns)})
         assert "…" not in done.stdout
         assert max(map(len, done.stdout.splitlines())) <= columns
 

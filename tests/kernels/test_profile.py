@@ -6,6 +6,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise, product
 from pathlib import Path
@@ -13,9 +14,9 @@ from threading import Lock, Thread
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
 from hypothesis import given
 from hypothesis import strategies as st
+from support.commands import run_command
 
 from ragorder.cli import main
 from ragorder.eval.engines.base import EngineError
@@ -141,7 +142,7 @@ class TestAProfile:
         assert profile.cost(cached, new) == profile(cached, max(1, new)) / max(1, new)
 
     @given(counts, st.integers(1, 1_000_000))
-    def test_that_nobody_measured_costs_the_same_wherever_a_token_stands(self, cached: int, new: int) -> None:
+    def test_without_measurements_every_token_costs_the_same(self, cached: int, new: int) -> None:
         assert LINEAR(cached, new) == near(50e-6 * new)
         assert LINEAR.cost(cached, new) == near(50e-6)
         assert LINEAR(cached, 0) == 0
@@ -483,10 +484,7 @@ class TestMeasuring:
         assert own_server(vllm_model, block_size=64).block_size == 64
 
 
-def run(*arguments: str | Path) -> Result:
-    done = CliRunner().invoke(main, ["profile", *map(str, arguments)])
-    assert done.exception is None or isinstance(done.exception, SystemExit), repr(done.exception)
-    return done
+run = partial(run_command, main, "profile")
 
 
 def refusal(*arguments: str | Path) -> str:
@@ -555,7 +553,7 @@ class TestTheCommand:
         assert "--enable-prompt-tokens-details" in said
         assert not path.exists()
 
-    def test_says_that_nobody_answers(self, tmp_path: Path) -> None:
+    def test_a_server_that_does_not_answer_is_reported(self, tmp_path: Path) -> None:
         pytest.importorskip("httpx2")
         assert "cannot be reached" in refusal("--base-url", "http://127.0.0.1:9", "-o", tmp_path / "p.json")
 

@@ -1,4 +1,4 @@
-"""Cache-aware reordering: who is next, who waits how long, and that nobody is lost on the way."""
+"""Cache-aware reordering: the next request, bounded waiting, and no lost requests."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing, closing
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,11 +20,11 @@ from support.rings import examples
 
 from ragorder import Document, Orderer, Ordering, PromptBuilder
 from ragorder.adapters.observing.observed import ObservedOrderer
+from ragorder.eval.cli.eval import eval as evaluate
 from ragorder.eval.data.arrivals import poisson_arrivals
 from ragorder.eval.data.trace import trace_of_workload
 from ragorder.eval.data.workloads import make_workload
-from ragorder.eval.experiments.reordering.measuring import main as measure
-from ragorder.eval.experiments.reordering.queueing import DISCIPLINES, simulate
+from ragorder.eval.experiments.reordering.queueing import DISCIPLINES, SimulatedQueues
 from ragorder.eval.running.load import ServiceTimes
 from ragorder.pipelining.reordering import CacheAwareQueue, CachedLengths, ConcurrencyLimiter, QueueFullError, Ticket
 
@@ -46,7 +47,7 @@ class TestWhoIsNext:
         queue.enter("all", lambda: CachedLengths(50, 0))
         assert drain(queue) == ["all", "most of 100", "most of 100, too", "half of 400", "none of 10"]
 
-    def test_it_is_asked_for_when_somebody_is_chosen(self) -> None:
+    def test_lengths_are_read_when_a_request_is_taken(self) -> None:
         queue: CacheAwareQueue[str] = CacheAwareQueue()
         cached = {"a": 1.0, "b": 2.0, "c": 3.0}
         for name in cached:
@@ -132,7 +133,7 @@ STEPS = st.lists(st.one_of(st.floats(0, 10), st.just("take"), st.tuples(st.just(
 
 class TestTheWindow:
     @given(window=st.integers(0, 6), steps=STEPS)
-    def test_nobody_is_overtaken_by_more_later_ones_than_that(self, window: int, steps: list[Any]) -> None:
+    def test_no_request_is_overtaken_by_more_later_ones_than_the_window(self, window: int, steps: list[Any]) -> None:
         queue: CacheAwareQueue[float] = CacheAwareQueue(window)
         waiting: list[Ticket[float]] = []
         overtaken: dict[Ticket[float], int] = {}
@@ -169,7 +170,7 @@ class TestTheWindow:
         assert queue.largest_overtaking == most
 
     @given(window=st.integers(0, 6), priorities=st.lists(st.integers(0, 3), max_size=40))
-    def test_nobody_is_taken_more_places_behind_where_they_came(self, window: int, priorities: list[int]) -> None:
+    def test_no_request_is_served_more_places_late_than_the_window(self, window: int, priorities: list[int]) -> None:
         queue: CacheAwareQueue[int] = CacheAwareQueue(window)
         for number, value in enumerate(priorities):
             queue.enter(number, priority(value))
@@ -226,7 +227,7 @@ class TestTheGate:
         await stage.end("c", "d")
         stage.assert_idle()
 
-    async def test_a_slow_one_holds_up_nobody_but_its_own_place(self) -> None:
+    async def test_a_slow_request_holds_only_its_own_slot(self) -> None:
         stage = Stage(2)
         await stage.send("slow")
         for number in range(20):
@@ -310,7 +311,7 @@ class TestTheGate:
 
     @settings(max_examples=examples(40))
     @given(limit=st.integers(1, 3), seed=st.integers(0, 1 << 20))
-    def test_whatever_happens_no_place_is_lost_and_everybody_had_a_turn_or_gave_up(self, limit: int, seed: int) -> None:
+    def test_no_slot_is_lost_and_every_request_was_served_or_cancelled(self, limit: int, seed: int) -> None:
         async def play() -> None:
             rng = random.Random(seed)
             stage = Stage(limit, window=2)
@@ -367,7 +368,7 @@ class TestPredicting:
             ordering.confirm()
             expected.confirm()
 
-    def test_a_scope_that_nobody_knows_is_not_made(self) -> None:
+    def test_an_unknown_scope_is_not_created(self) -> None:
         orderer = Orderer(block_size=16, prefix_tokens=64, strict=True)
         assert orderer.predict_cached_tokens(documents("a"), scope="t", prefix_tokens=100) == (0, 110)
         assert orderer.predict_cached_tokens(documents("a"), scope="t") == (0, 74)
@@ -396,10 +397,10 @@ class TestTheMeasurement:
         """Twice as many requests as can be served, in each discipline."""
         trace = trace_of_workload(make_workload("geo", 0, requests=80), 80)
         at_s = [arrival.at_s for arrival in poisson_arrivals(40.0, 80, 0)]
-        shape: dict[str, Any] = {"capacity_tokens": 16_000, "max_in_flight": 4}
-        return {each.name: simulate(trace, at_s, each, **shape) for each in DISCIPLINES}
+        queues = SimulatedQueues(16_000, max_in_flight=4)
+        return {name: queues.serve(trace, at_s, each) for name, each in DISCIPLINES.items()}
 
-    def test_everybody_has_a_first_token_after_they_came(self, outcomes: dict[str, Any]) -> None:
+    def test_every_request_has_a_first_token_after_its_arrival(self, outcomes: dict[str, Any]) -> None:
         for outcome in outcomes.values():
             assert len(outcome.ttft_s) == 80 and min(outcome.ttft_s) > 0
             assert outcome.total_s > max(outcome.ttft_s)
@@ -407,37 +408,36 @@ class TestTheMeasurement:
     def test_reordering_reuses_more_and_stays_in_its_window(self, outcomes: dict[str, Any]) -> None:
         plain, _, reordered, laid_out = outcomes.values()
         assert plain.largest_overtaking == 0 < reordered.largest_overtaking <= 32
-        assert plain.cached_ratio < reordered.cached_ratio < laid_out.cached_ratio
+        assert sum(plain.cached_tokens) < sum(reordered.cached_tokens) < sum(laid_out.cached_tokens)
         assert sum(plain.ttft_s) > sum(reordered.ttft_s) > sum(laid_out.ttft_s)
 
     def test_a_request_waits_for_those_before_it_to_be_prefilled(self) -> None:
         trace = trace_of_workload(make_workload("unique", 0, requests=3), 3)
         times = ServiceTimes(prefill_tokens_per_s=1_000.0)
-        outcome = simulate(trace, [0.0] * 3, DISCIPLINES[0], capacity_tokens=None, max_in_flight=3, times=times)
+        outcome = SimulatedQueues(None, 3, times=times).serve(trace, [0.0] * 3, DISCIPLINES["fcfs"])
         lengths = [84 + sum(document.token_count for document in request.documents) for request in trace.requests]
         # All but the first find the system prompt, of 64 tokens, cached.
         prefills = [(length - (64 if number else 0)) / 1_000 for number, length in enumerate(lengths)]
         assert outcome.ttft_s == pytest.approx([sum(prefills[: number + 1]) for number in range(3)])
 
-    def test_the_table_and_rows_of_the_measurement(self) -> None:
-        options = [
-            "--workload",
-            "mix8",
-            "--capacity-tokens",
-            "16000",
-            "--load",
-            "2",
-            "--requests",
-            "30",
-            "--seeds",
-            "1",
-        ]
-        shown = CliRunner().invoke(measure, options)
-        assert shown.exit_code == 0, shown.output
-        assert "first come, first served" in shown.output and "16,000 tokens" in shown.output
-        rows = list(map(json.loads, CliRunner().invoke(measure, [*options, "--json"]).output.splitlines()))
-        assert [row["discipline"] for row in rows] == [each.name for each in DISCIPLINES]
-        assert rows[0]["ratio"] == 1 and all(row["ttft_ms"]["mean"] > 0 for row in rows)
+    def test_the_suite_is_run_resumed_and_reported(self, tmp_path: Path) -> None:
+        pytest.importorskip("scipy")
+        run = ["run", "reordering", "-o", str(tmp_path), "--seeds", "0,1"]
+        for parameter in ("workload=mix8", "capacity_tokens=16000", "load=2", "requests=30"):
+            run += ["--set", parameter]
+        for served in (8, 0):
+            done = CliRunner().invoke(evaluate, run)
+            assert done.exit_code == 0 and f"{served} runs served" in done.output, done.output
+        lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+        seeds = [[line["policy"] for line in lines if line.get("seed") == seed] for seed in (0, 1)]
+        assert seeds == [list(DISCIPLINES), [*list(DISCIPLINES)[1:], "fcfs"]]
+        page = CliRunner().invoke(evaluate, ["report", str(tmp_path), "--md"]).output
+        assert "Mean TTFT, times shorter" in page and "overtaken by" in page
+
+    def test_a_running_server_has_one_cache_size(self, tmp_path: Path) -> None:
+        run = ["run", "reordering", "-o", str(tmp_path), "--engine", "openai", "--base-url", "http://localhost:1"]
+        assert "0 runs served" in CliRunner().invoke(evaluate, run).output
+        assert "a running server has one cache size" in (tmp_path / "results.jsonl").read_text()
 
 
 openai = pytest.importorskip("openai")

@@ -21,3 +21,8 @@ def grid(cases: Sequence[T], few: int) -> Sequence[T]:
     if ALL or len(cases) <= few:
         return cases
     return [cases[(2 * place + 1) * len(cases) // (2 * few)] for place in range(few)]
+
+
+def length(count: int, few: int) -> int:
+    """How long a run is: `count` requests in `make test-all`, `few` otherwise."""
+    return count if ALL else few

@@ -7,14 +7,14 @@ import sys
 from array import array
 from collections import deque
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from support.rings import examples
+from support.rings import examples, grid
 
 from ragorder.eval.data.workloads import make_workload
 from ragorder.eval.engines.sim import SimEngine
@@ -622,9 +622,10 @@ class TestAgreementWithTheEngine:
             held = mirrored.engine.cached_tokens(mirrored.prompt(documents))
             assert held == mirrored.tree.cached_tokens(node)
 
-    @pytest.mark.parametrize("in_flight", [1, 8])
-    @pytest.mark.parametrize("capacity_tokens", [3_000, 20_000, 100_000, None])
-    @pytest.mark.parametrize("name", ["paper-shuf", "mix8", "zipf10", "geo"])
+    @pytest.mark.parametrize(
+        ("name", "in_flight", "capacity_tokens"),
+        grid(list(product(["paper-shuf", "mix8", "zipf10", "geo"], [1, 8], [3_000, 20_000, 100_000, None])), 11),
+    )
     def test_workloads(self, name: str, capacity_tokens: int | None, in_flight: int) -> None:
         workload = make_workload(name, seed=0, requests=250)
         lengths = [document.token_count for document in workload.documents]
