@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ragorder.eval.report.canvas import LINE, Picture, draw, style
 from ragorder.eval.report.statistics import PairedDifference
-from ragorder.eval.report.words import THIN, change_words, figure, policy_words, signed
+from ragorder.eval.report.words import THIN, change_words, format_number, policy_words, signed
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -118,8 +118,8 @@ def saving_words(
     """A sentence on two policies; `unknown` is the reason for a missing interval."""
     words = f"{where}: " if where else ""
     words += (
-        f"{policy_words(policy)} finds {figure(cached.value)}{THIN}% of the prompt tokens in the cache, "
-        f"{policy_words(baseline)} {figure(cached.baseline)}{THIN}%: {_changed(cached, ' points', unknown)}"
+        f"{policy_words(policy)} finds {format_number(cached.value)}{THIN}% of the prompt tokens in the cache, "
+        f"{policy_words(baseline)} {format_number(cached.baseline)}{THIN}%: {_changed(cached, ' points', unknown)}"
     )
     if times is not None:
         words += f". The median time to the first token changes by {_changed(times, '', unknown)}"
