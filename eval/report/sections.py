@@ -15,7 +15,7 @@ from ragorder.eval.report.groups import Group
 from ragorder.eval.report.headline import Chart, Headline, Mark, main_policy, saving_words
 from ragorder.eval.report.metrics import CACHED, TTFT_P50
 from ragorder.eval.report.paper import paper_rows
-from ragorder.eval.report.part import Reporter
+from ragorder.eval.report.part import part_of
 from ragorder.eval.report.statistics import BLOCK, need_scipy
 from ragorder.eval.report.tables import Entry, Table
 from ragorder.eval.report.words import cell_words, format_number, policy_words, signed
@@ -173,8 +173,8 @@ def _section(suite: Suite, results: Results) -> Section:
     section = Section(suite, "", [], "", "")
     for kind, experiment in experiments().items():
         shown = kind == suite.kind or results.of(experiment.record, suite.name)
-        if shown and issubclass(experiment, Reporter):
-            part = experiment.report(suite, results)
+        part = part_of(experiment, suite, results) if shown else None
+        if part is not None:
             section.tables += part.tables
             section.words += part.words
             section.groups += part.groups
