@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-__all__ = ["AsyncEngine", "Cache", "Completion", "Engine", "EngineError", "RequestError"]
+__all__ = ["AsyncEngine", "Cache", "Engine", "EngineCompletion", "EngineError", "RequestError"]
 
 
 class EngineError(RuntimeError):
@@ -22,7 +22,7 @@ class RequestError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Completion:
+class EngineCompletion:
     """What an engine reports of one served prompt. `ttft_s` (to the first token) and `total_s` (to the last) are None
     where the engine has no clock (`sim`)."""
 
@@ -51,7 +51,7 @@ class Cache(Protocol):
 class Engine(Cache, Protocol):
     """A serving engine with a prefix cache of its own, one request at a time."""
 
-    def generate(self, token_ids: Sequence[int]) -> Completion:
+    def generate(self, token_ids: Sequence[int]) -> EngineCompletion:
         """Serve one prompt to the end."""
 
     def reset(self) -> None:
@@ -64,5 +64,5 @@ class Engine(Cache, Protocol):
 class AsyncEngine(Cache, Protocol):
     """A serving engine with a prefix cache of its own, many requests at a time."""
 
-    async def complete(self, token_ids: Sequence[int], output_tokens: int | None = None) -> Completion:
+    async def complete(self, token_ids: Sequence[int], output_tokens: int | None = None) -> EngineCompletion:
         """Serve one prompt, with so many tokens as answer. Raises RequestError."""

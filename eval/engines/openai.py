@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ragorder.eval.engines.base import Completion, EngineError, RequestError
+from ragorder.eval.engines.base import EngineCompletion, EngineError, RequestError
 
 if TYPE_CHECKING:
     import httpx2
@@ -122,7 +122,7 @@ class OpenAIEngine:
         """A prefix cache of its own for what follows."""
         self.salt = secrets.token_hex(16)
 
-    async def complete(self, token_ids: Sequence[int], output_tokens: int | None = None) -> Completion:
+    async def complete(self, token_ids: Sequence[int], output_tokens: int | None = None) -> EngineCompletion:
         """Serve one prompt. `ttft_s` is the time from sending to the first chunk with a choice, as this process sees
         it: where other requests are in flight, so is what they ask of the event loop.
 
@@ -166,7 +166,9 @@ class OpenAIEngine:
             )
         self.reset()
 
-    async def _complete(self, token_ids: Sequence[int], output_tokens: int | None = None) -> tuple[Completion, bool]:
+    async def _complete(
+        self, token_ids: Sequence[int], output_tokens: int | None = None
+    ) -> tuple[EngineCompletion, bool]:
         """The completion, and whether the server said how many tokens were cached."""
         body = json.dumps(
             {
@@ -195,7 +197,7 @@ class OpenAIEngine:
                 raise RequestError("the answer ended before its usage")
             cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
             prompt_tokens = usage.get("prompt_tokens") or len(token_ids)
-            completion = Completion(ttft_s, cached_tokens or 0, prompt_tokens, "".join(texts), total_s)
+            completion = EngineCompletion(ttft_s, cached_tokens or 0, prompt_tokens, "".join(texts), total_s)
         return completion, cached_tokens is not None
 
     @asynccontextmanager

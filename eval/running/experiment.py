@@ -1,7 +1,8 @@
 """The protocol of an experiment, and the registry: one folder of `ragorder.eval.experiments` for each.
 
 A folder is an experiment if its module `experiment` has a subclass of `Experiment`. It holds the cells, the record, the
-measurement, the suites (`*.toml`) and a part of the report (`report.part.Reporter`). Nothing else names it.
+measurement and the suites (`*.toml`); its part of the report is `make_part` in its module `report`, if there is one.
+Nothing else names it.
 """
 
 from __future__ import annotations
@@ -71,6 +72,8 @@ class Experiment(ABC):
     unit: ClassVar[str] = "requests"
     """What the progress bar counts."""
     counted: ClassVar[Literal["runs", "quality"]] = "runs"
+    one_job: ClassVar[bool] = False
+    """Whether all policies of a cell are measured in one job, which takes turns."""
     planned: ClassVar[bool] = False
     """Whether `--dry-run` shows the plan of each suite."""
     rehearses: ClassVar[bool] = False
@@ -141,11 +144,14 @@ class Experiment(ABC):
 
     def together(self, suite: Suite, policies: Sequence[str]) -> Iterable[tuple[str, ...]]:
         """The policies that are measured in one job."""
+        if self.one_job:
+            return [tuple(policies)] if policies else []
         return [(policy,) for policy in policies]
 
     def requests(self, suite: Suite, cell: Any) -> int:
-        """The most that a run serves."""
-        return min(suite.requests, self.options.limit or suite.requests)
+        """The most that a run serves: as many as the cell or the suite says, within --limit."""
+        asked: int = getattr(cell, "requests", suite.requests)
+        return min(asked, self.options.limit or asked)
 
     def corpus(self, cell: Any) -> Corpus | None:
         found = self._corpus(cell)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-__all__ = ["CacheStats", "TierStats", "TierTokens"]
+__all__ = ["CacheStats", "CacheTierStats", "TierTokens"]
 
 
 class TierTokens(NamedTuple):
@@ -22,13 +22,10 @@ class TierTokens(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class TierStats:
-    """A snapshot of one tier.
-
-    - `nodes`, `tokens` (None for the disk) and `bytes` of the tree; `used_bytes` adds leases and copies.
-    - `hit_tokens` found here; `received` nodes copied here, `evicted` displaced, `failed` not copied up from here.
-    - `refused`, by reason: not taken in, not returned, or no disk tier at all.
-    """
+class CacheTierStats:
+    """One tier's snapshot: `nodes`, `tokens` (None for the disk) and `bytes` of the tree; `used_bytes` adds leases and
+    copies. `hit_tokens` were found here, `received` nodes copied here, `failed` not copied from here; `refused` by
+    reason."""
 
     nodes: int = 0
     tokens: int | None = 0
@@ -44,12 +41,11 @@ class TierStats:
 
 @dataclass(frozen=True, slots=True)
 class CacheStats:
-    """A snapshot of all tiers. `loads` to the device and `copies` are under way; `new_tokens` were computed for the
-    tree."""
+    """All tiers' snapshot. `loads` and `copies` are under way; `new_tokens` were computed for the tree."""
 
-    device: TierStats
-    host: TierStats
-    disk: TierStats
+    device: CacheTierStats
+    host: CacheTierStats
+    disk: CacheTierStats
     leases: int
     loads: int
     copies: int

@@ -28,7 +28,7 @@ from ragorder.cli import main
 from ragorder.eval.data.arrivals import Arrival, Arrivals, ArrivalsError, load_arrivals, poisson_arrivals, replicate
 from ragorder.eval.data.trace import Trace, trace_of_corpus, trace_of_workload
 from ragorder.eval.data.workloads import WORKLOADS, make_workload
-from ragorder.eval.engines.base import Completion, EngineError, RequestError
+from ragorder.eval.engines.base import EngineCompletion, EngineError, RequestError
 from ragorder.eval.engines.capacity import Capacity
 from ragorder.eval.engines.openai import OpenAIEngine, find_model
 from ragorder.eval.engines.prompts import NumberedPrompts
@@ -295,7 +295,7 @@ class Counting(SimEngine):
         self.prompts: list[bytes] = []
         self.lengths: list[int | None] = []
 
-    def admit(self, token_ids: Sequence[int], output_tokens: int | None = None) -> tuple[Completion, int]:
+    def admit(self, token_ids: Sequence[int], output_tokens: int | None = None) -> tuple[EngineCompletion, int]:
         assert not self.open or self.has_room(token_ids, output_tokens)
         completion, handle = super().admit(token_ids, output_tokens)
         self.open.add(handle)
@@ -671,7 +671,7 @@ class Gate:
         self.at_s: list[float] = []
         self.lengths: list[int | None] = []
 
-    async def complete(self, token_ids: Sequence[int], output_tokens: int | None = None) -> Completion:
+    async def complete(self, token_ids: Sequence[int], output_tokens: int | None = None) -> EngineCompletion:
         number = len(self.lengths)
         self.log.append("sent")
         self.at_s.append(asyncio.get_running_loop().time())
@@ -686,7 +686,7 @@ class Gate:
         self.in_flight -= 1
         if number in self.failing:
             raise RequestError("failed")
-        return Completion(0.001, 0, len(token_ids))
+        return EngineCompletion(0.001, 0, len(token_ids))
 
 
 class Logged:

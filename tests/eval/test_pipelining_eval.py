@@ -19,7 +19,7 @@ pytest.importorskip("numpy")
 from ragorder import Document, PromptBuilder
 from ragorder.eval.cli.bench import bench as bench_command
 from ragorder.eval.cli.eval import eval as eval_command
-from ragorder.eval.data.trace import Request
+from ragorder.eval.data.trace import TraceRequest
 from ragorder.eval.engines.base import EngineError
 from ragorder.eval.experiments.pipelining import (
     ALONE,
@@ -54,11 +54,11 @@ def documents(count: int = 24) -> list[Document]:
     return [Document(f"d{each}", f"{WORDS[each % len(WORDS)]} number {each}. " * 8) for each in range(count)]
 
 
-def requests(count: int, top_k: int = 3) -> list[Request]:
+def requests(count: int, top_k: int = 3) -> list[TraceRequest]:
     """Neighbours share documents."""
     known = documents()
     return [
-        Request(f"What of number {number}?", [known[(number // 2 + each) % len(known)] for each in range(top_k)])
+        TraceRequest(f"What of number {number}?", [known[(number // 2 + each) % len(known)] for each in range(top_k)])
         for number in range(count)
     ]
 
@@ -330,7 +330,7 @@ segments = [2]
 segment_requests = [2]
 
 [report]
-figure = "speculation"
+chart = "speculation"
 
 [[paper]]
 label = "MMLU, half of it"

@@ -21,7 +21,7 @@ from support.fork_server import ForkServer
 
 from ragorder import Document
 from ragorder.eval.cli.eval import eval as eval_command
-from ragorder.eval.data.trace import Request, Trace
+from ragorder.eval.data.trace import Trace, TraceRequest
 from ragorder.eval.engines.prompts import NumberedPrompts
 from ragorder.eval.engines.server import VLLMServer
 from ragorder.eval.experiments.tiering import ARMS, ROOMS, TierVerdict, judge, make_sizes, make_stream
@@ -49,13 +49,13 @@ segment = 4
 [sweep]
 tier = ["host"]
 [report]
-figure = "tiering"
+chart = "tiering"
 """
 
 
 def trace(*rankings: str) -> Trace:
     documents = {name: Document(name, name, tokens=100) for name in "abcdef"}
-    requests = [Request("?", [documents[name] for name in ranking]) for ranking in rankings]
+    requests = [TraceRequest("?", [documents[name] for name in ranking]) for ranking in rankings]
     return Trace("letters", requests, 600)
 
 

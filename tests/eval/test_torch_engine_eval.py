@@ -22,7 +22,7 @@ pytest.importorskip("scipy")
 from ragorder import Document, Orderer, PromptBuilder
 from ragorder.cli import main as ragorder
 from ragorder.eval._aliases.command import run_suite
-from ragorder.eval.data.trace import Request
+from ragorder.eval.data.trace import TraceRequest
 from ragorder.eval.data.workloads import make_workload
 from ragorder.eval.engines.base import EngineError, RequestError
 from ragorder.eval.engines.prompts import PromptIds
@@ -32,13 +32,13 @@ from ragorder.eval.experiments.embedded.cells import EmbeddedCell
 from ragorder.eval.experiments.embedded.prefill import plain_transformers
 from ragorder.eval.experiments.embedded.prompts import Layout, RandomPrompts, ask_again, draw_prompt
 from ragorder.eval.experiments.embedded.record import EmbeddedRecord
-from ragorder.eval.experiments.embedded.report import embedded_part
+from ragorder.eval.experiments.embedded.report import make_part
 from ragorder.eval.experiments.embedded.results import judge, median, required
 from ragorder.eval.experiments.embedded.serving import draw_trace
 from ragorder.eval.experiments.embedded.shapes import SHAPES
-from ragorder.eval.report.reading import Results
-from ragorder.eval.report.suites import SuiteInfo
 from ragorder.eval.running.cells import SuiteError
+from ragorder.eval.running.reading import Results
+from ragorder.eval.running.suite import Suite
 
 pytestmark = pytest.mark.merge
 
@@ -283,7 +283,7 @@ class TestOrderer:
         for number, ranking in enumerate(workload.rankings[:20]):
             documents = [workload.documents[each] for each in ranking]
             ordering = orderer.order(documents, suffix_tokens=prompts.question_tokens)
-            ids = prompts.token_ids(number, Request("", []), ordering.documents)
+            ids = prompts.token_ids(number, TraceRequest("", []), ordering.documents)
             completion = engine.generate(ids)
             assert 0 <= completion.cached_tokens - ordering.cached_tokens < engine.block_size
             assert completion.cached_tokens in (0, *ids.document_ends)
@@ -460,11 +460,11 @@ class TestPrompts:
 
     def test_of_a_trace_are_the_same_for_the_same_documents(self) -> None:
         a, b = Document("a", tokens=30), Document("b", tokens=40)
-        first, second = (RandomPrompts(512).token_ids(number, Request("", []), [a, b]) for number in (1, 2))
+        first, second = (RandomPrompts(512).token_ids(number, TraceRequest("", []), [a, b]) for number in (1, 2))
         assert first.document_ends == (64, 94, 134)
         assert first[:134] == second[:134]
         assert first[134:] != second[134:]
-        assert RandomPrompts(512).token_ids(1, Request("", []), [b])[64:104] == first[94:134]
+        assert RandomPrompts(512).token_ids(1, TraceRequest("", []), [b])[64:104] == first[94:134]
 
 
 ENGINE = {"name": "torch", "model": "tiny", "hardware": "a GPU", "block_size": 16}
@@ -672,7 +672,7 @@ class TestServe:
 
 def test_a_table_needs_only_one_arm() -> None:
     """As there is where a run was interrupted."""
-    part = embedded_part(SuiteInfo("mine", "mine"), Results(Path(), records=list(lines("2", 100))))
+    part = make_part(Suite.unlisted("mine"), Results(Path(), records=list(lines("2", 100))))
     (table,) = part.tables
     assert [each.text for each in table.rows[0][:2]] == ["and 2 of 5 documents", "0"]
     assert "–" in [each.text for each in table.rows[0]]

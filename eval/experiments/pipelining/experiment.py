@@ -1,4 +1,4 @@
-"""The experiment of the suites of kind "pipelining": pipelines on one server."""
+"""The experiment of the suites of kind "pipelining"."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from ragorder.eval.data.cache import cache_folder
 from ragorder.eval.data.corpora import Corpus
 from ragorder.eval.data.machine import load_average
-from ragorder.eval.data.trace import Request
+from ragorder.eval.data.trace import TraceRequest
 from ragorder.eval.engines.prompts import SYSTEM_PROMPT
 from ragorder.eval.experiments.pipelining.cells import PIPELINE_POLICIES, PipeliningCell
 from ragorder.eval.experiments.pipelining.record import PipeliningRecord
@@ -19,8 +19,6 @@ from ragorder.eval.running.specs import Bench
 
 if TYPE_CHECKING:
     from ragorder.eval.experiments.pipelining.server import MeasuredServer, ServerFacts
-    from ragorder.eval.report.part import Part
-    from ragorder.eval.running.reading import Results
     from ragorder.eval.running.suite import Suite
 
 __all__ = ["Pipelining"]
@@ -91,18 +89,12 @@ class Pipelining(Experiment):
             )
         return self._facts
 
-    @classmethod
-    def report(cls, suite: Suite, results: Results) -> Part:
-        from ragorder.eval.experiments.pipelining.report import pipelining_part
-
-        return pipelining_part(suite, results)
-
 
 async def _measure(
     cell: PipeliningCell,
     facts: ServerFacts,
     corpus: Corpus,
-    requests: Sequence[tuple[int, Request]],
+    requests: Sequence[tuple[int, TraceRequest]],
     advance: Callable[[], None],
 ) -> dict[str, Any]:
     from ragorder.eval.experiments.pipelining.cold import measure_cold, time_system
@@ -127,7 +119,7 @@ async def _search(
     server: MeasuredServer,
     builder: Any,
     corpus: Corpus,
-    requests: Sequence[tuple[int, Request]],
+    requests: Sequence[tuple[int, TraceRequest]],
     advance: Callable[[], None],
 ) -> dict[str, Any]:
     from ragorder.eval.experiments.pipelining.search import embed, paced, plan_search, real_retrieval
@@ -159,14 +151,14 @@ async def _search(
     return {"shares": [round(share, 4) for share in plan.shares], "rows": rows}
 
 
-def _requests(cell: PipeliningCell, corpus: Corpus, seed: int, count: int) -> list[tuple[int, Request]]:
-    """Consecutive questions of the corpus with their numbers, from a random one on: neighbours share documents."""
+def _requests(cell: PipeliningCell, corpus: Corpus, seed: int, count: int) -> list[tuple[int, TraceRequest]]:
+    """Consecutive questions from a random one on, with their numbers: neighbours share documents."""
     start = random.Random(seed).randrange(len(corpus.questions))
     numbers = [(start + each) % len(corpus.questions) for each in range(count)]
     return [
         (
             number,
-            Request(
+            TraceRequest(
                 corpus.questions[number].text, [corpus.documents[d] for d in corpus.rankings[number][: cell.top_k]]
             ),
         )

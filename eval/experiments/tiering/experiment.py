@@ -1,9 +1,9 @@
-"""The experiment of the suites of kind "tiering": tiers on a real engine, measured on two servers."""
+"""The experiment of the suites of kind "tiering"."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -18,9 +18,7 @@ from ragorder.eval.running.experiment import Experiment, Job, Line, Missing
 
 if TYPE_CHECKING:
     from ragorder.eval.engines.server import VLLMServer
-    from ragorder.eval.report.part import Part
     from ragorder.eval.running.options import Options
-    from ragorder.eval.running.reading import Results
     from ragorder.eval.running.suite import Suite
 
 __all__ = ["Tiering"]
@@ -33,6 +31,7 @@ class Tiering(Experiment):
     kind = "tiering"
     record = TieringRecord
     cell = TieringCell
+    one_job = True
     policies: ClassVar[Any] = ARMS
 
     _drawn: _PromptStreams | None = None
@@ -53,9 +52,6 @@ class Tiering(Experiment):
     def missing(self, suite: Suite, cell: TieringCell, policy: str, reason: str) -> Missing | None:
         named = {} if self._no_engine() else cell.fields
         return Missing(suite.name, named, policy, reason) if policy == ARMS[1] else None
-
-    def together(self, suite: Suite, policies: Sequence[str]) -> Iterable[tuple[str, ...]]:
-        return [tuple(policies)] if policies else []
 
     def steps(self, job: Job) -> int:
         return len(ARMS) * job.requests
@@ -105,16 +101,8 @@ class Tiering(Experiment):
             self._running = same, self.resources.enter_context(pair), sizes
         return self._running[1:]
 
-    @classmethod
-    def report(cls, suite: Suite, results: Results) -> Part:
-        from ragorder.eval.experiments.tiering.report import tiering_part
-
-        return tiering_part(suite, results)
-
 
 class _PromptStreams:
-    """Requests of all seeds, in the model's tokens."""
-
     def __init__(self, options: Options) -> None:
         from ragorder.eval.engines.models import built_prompts, random_model
 
