@@ -21,7 +21,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "note
 def commands(text: str) -> list[list[str]]:
     """The `ragorder …` commands of a page's code blocks, continued lines joined, comments left out."""
     blocks = "\n".join(re.findall(r"```[a-z]*\n(.*?)```", text, re.DOTALL)).replace("\\\n", " ")
-    found = re.findall(r"^(?:\w+=\S+ +)*ragorder ([^\n#|]*)", blocks, re.MULTILINE)
+    found = re.findall(r"(?:^|&&) *(?:\w+=\S+ +)*ragorder ([^\n#|&]*)", blocks, re.MULTILINE)
     return [each.split() for each in found]
 
 
