@@ -2,43 +2,66 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import MappingProxyType
 
 import click
+
+from ragorder.eval.running.record import RESULTS
 
 __all__ = ["run_suite", "translate"]
 
 
-def run_suite(name: str, arguments: Sequence[str] | None = None) -> None:
+Spelling = Callable[[str], Sequence[str]]
+"""From the value of a former option (empty: none) to options of `ragorder eval run`."""
+
+
+def run_suite(
+    name: str,
+    arguments: Sequence[str] | None = None,
+    *,
+    former: Mapping[str, Spelling] | None = None,
+    defaults: Sequence[str] = (),
+) -> None:
     """Run a suite with the options of its former command, and print its tables.
 
     A parameter of the suite's cells ("--vectors 40000") becomes "--set vectors=40000", and "--markdown FILE" the
-    report; the other options are those of `ragorder eval run`. Without -o the results are in a temporary folder.
+    report; `former` translates others, and the rest are options of `ragorder eval run`. `--json` prints the records.
+    Without -o the results are in a temporary folder.
     """
     from ragorder.cli.signals import end_on_sigterm
     from ragorder.eval.cli.eval import run
 
     end_on_sigterm()
-    options, page = translate(name, sys.argv[1:] if arguments is None else arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    options, page = translate(name, [each for each in given if each != "--json"], former or {})
+    options = [*defaults, *options]
     with TemporaryDirectory(prefix="ragorder-eval-") as temporary:
         kept = "-o" in options[:-1]
         folder = options[options.index("-o") + 1] if kept else temporary
         shown = ["ragorder", "eval", "run", name, *options, *([] if kept else ["-o", "DIR"])]
         click.echo(f"This command is now: {shlex.join(shown)}", err=True)
         try:
-            run.main([name, *options, "-o", folder], prog_name="ragorder eval run", standalone_mode=False)
+            with redirect_stdout(sys.stderr):
+                run.main([name, *options, "-o", folder], prog_name="ragorder eval run", standalone_mode=False)
         except click.ClickException as error:
             error.show()
             sys.exit(error.exit_code)
-        if "--dry-run" not in options:
+        if "--json" in given:
+            click.echo("".join(_records(Path(folder), name)), nl=False)
+        elif "--dry-run" not in options:
             _print(Path(folder), name, page)
 
 
-def translate(name: str, arguments: Sequence[str]) -> tuple[list[str], Path | None]:
+def translate(
+    name: str, arguments: Sequence[str], former: Mapping[str, Spelling] = MappingProxyType({})
+) -> tuple[list[str], Path | None]:
     """Options of `ragorder eval run`, and the file for Markdown. Raises SuiteError for an unknown suite."""
     from ragorder.eval.running.experiment import experiment_of
     from ragorder.eval.running.suite import choose_suites
@@ -49,7 +72,9 @@ def translate(name: str, arguments: Sequence[str]) -> tuple[list[str], Path | No
     page = None
     for option, values in _options(arguments):
         parameter = option.removeprefix("--").replace("-", "_")
-        if parameter in parameters:
+        if option in former:
+            options += former[option](*values or [""])
+        elif parameter in parameters:
             options += ["--set", f"{parameter}={values[0] if values else 'yes'}"]
         elif parameter.removeprefix("no_") in parameters and not values:
             options += ["--set", f"{parameter.removeprefix('no_')}=no"]
@@ -58,6 +83,12 @@ def translate(name: str, arguments: Sequence[str]) -> tuple[list[str], Path | No
         else:
             options += [{"--output": "-o"}.get(option, option), *values]
     return options, page
+
+
+def _records(folder: Path, name: str) -> Iterator[str]:
+    for line in (folder / RESULTS).read_text("utf-8").splitlines(keepends=True):
+        if json.loads(line).get("suite") == name:
+            yield line
 
 
 def _options(arguments: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
@@ -73,7 +104,6 @@ def _options(arguments: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
 
 def _print(folder: Path, name: str, page: Path | None) -> None:
     from rich.console import Console
-    from rich.table import Table
 
     from ragorder.eval.report import make_report, read_results, render_markdown
     from ragorder.eval.running.suite import load_suites
@@ -81,13 +111,8 @@ def _print(folder: Path, name: str, page: Path | None) -> None:
     made = make_report(read_results(folder), load_suites())
     for section in made.sections:
         for table in section.tables if section.suite.name == name else ():
-            shown = Table(title=table.title, caption=table.note)
-            for place, heading in enumerate(table.headings):
-                shown.add_column(heading, justify="left" if place < table.labels else "right")
-            for row in table.rows:
-                shown.add_row(*("\n".join(filter(None, (each.text, each.note, each.verdict))) for each in row))
-            Console().print(shown, markup=False)
-        for who, reason in section.unavailable if section.suite.name == name else ():
-            click.echo(f"{who} not available: {reason}")
+            Console().print(table)
+        for policies, reason in section.unavailable if section.suite.name == name else ():
+            click.echo(f"{policies} not available: {reason}")
     if page is not None:
         page.write_text(render_markdown(made), "utf-8")

@@ -1,6 +1,11 @@
-"""Alias of `ragorder.eval.experiments.embedded`."""
+"""Alias of the suites embedded-prefill and embedded-serving."""
 
-from ragorder.eval.experiments.embedded.__main__ import main
+import sys
+
+from ragorder.eval._aliases.command import run_suite
 
 if __name__ == "__main__":
-    main()
+    suites = {"prefill": "embedded-prefill", "serve": "embedded-serving"}
+    if len(sys.argv) < 2 or sys.argv[1] not in suites:
+        sys.exit("usage: python -m ragorder.eval.embedded prefill|serve [OPTIONS]")
+    run_suite(suites[sys.argv[1]], sys.argv[2:])

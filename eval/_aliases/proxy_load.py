@@ -1,6 +1,6 @@
-"""Alias of `ragorder.eval.experiments.proxy_load.measuring`."""
+"""Former command of the suite proxy-load."""
 
-from ragorder.eval.experiments.proxy_load.measuring import main
+from ragorder.eval._aliases.command import run_suite
 
 if __name__ == "__main__":
-    main()
+    run_suite("proxy-load", defaults=["--seeds", "0"])

@@ -1,6 +1,13 @@
-"""Alias of `ragorder.eval.experiments.reordering.measuring`."""
+"""Former command of the suite reordering."""
 
-from ragorder.eval.experiments.reordering.measuring import main
+from ragorder.eval._aliases.command import run_suite
 
 if __name__ == "__main__":
-    main()
+    run_suite(
+        "reordering",
+        former={
+            "--own-server": lambda _: ["--engine", "openai"],
+            "--base-url": lambda url: ["--engine", "openai", "--base-url", url, "--set", "capacity_tokens=unlimited"],
+            "--seeds": lambda count: ["--seeds", ",".join(map(str, range(int(count))))],
+        },
+    )

@@ -1,6 +1,12 @@
-"""Alias of `ragorder.eval.experiments.workers.measuring`."""
+"""Former command of the suite workers."""
 
-from ragorder.eval.experiments.workers.measuring import main
+from ragorder.eval._aliases.command import run_suite
 
 if __name__ == "__main__":
-    main()
+    seeds: list[str] = []
+
+    def collect(seed: str) -> list[str]:
+        seeds.append(seed)
+        return ["--seeds", ",".join(seeds)]
+
+    run_suite("workers", former={"--seed": collect}, defaults=["--engine", "openai"])

@@ -10,10 +10,10 @@ from multiprocessing import get_context
 from typing import Any, NamedTuple
 
 from ragorder.eval.replay.log import Log
-from ragorder.eval.replay.runs import Figures, Setup, replay_run
+from ragorder.eval.replay.runs import PolicyFigures, Setup, replay_run
 from ragorder.eval.running.load import Advance
 
-__all__ = ["Job", "ReplayError", "run_jobs"]
+__all__ = ["ReplayError", "ReplayJob", "run_jobs"]
 
 _POLL_S = 0.1
 
@@ -22,14 +22,16 @@ class ReplayError(RuntimeError):
     """A replay cannot be run or finished. The message says what to change."""
 
 
-class Job(NamedTuple):
+class ReplayJob(NamedTuple):
     """A policy at a capacity (None: unlimited)."""
 
     policy: str
     capacity_tokens: int | None
 
 
-def run_jobs(log: Log, jobs: Sequence[Job], setup: Setup, advance: Advance, processes: int = 1) -> list[Figures]:
+def run_jobs(
+    log: Log, jobs: Sequence[ReplayJob], setup: Setup, advance: Advance, processes: int = 1
+) -> list[PolicyFigures]:
     """The figures of each job, in their order. `advance` is called as `replay_run` does, for all of them.
 
     Several processes are started afresh (spawned), each with a copy of the log. Raises ReplayError if one of them dies.
@@ -52,7 +54,7 @@ def run_jobs(log: Log, jobs: Sequence[Job], setup: Setup, advance: Advance, proc
             pool.shutdown(cancel_futures=True)
 
 
-def _watch(futures: Sequence[Future[Figures]], told: Any, advance: Advance) -> None:
+def _watch(futures: Sequence[Future[PolicyFigures]], told: Any, advance: Advance) -> None:
     """Until all have ended, or one has failed."""
     passed_on = 0
     pending = set(futures)
@@ -79,7 +81,7 @@ def _begin(*shared: Any) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def _work(number: int, job: Job) -> Figures:
+def _work(number: int, job: ReplayJob) -> PolicyFigures:
     log, setup, told, stop = _shared
 
     def advance() -> None:

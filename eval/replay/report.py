@@ -10,7 +10,7 @@ from typing import Any, Literal
 from ragorder.eval.data.machine import describe_environment
 from ragorder.eval.replay.overlap import Overlap
 from ragorder.eval.replay.reading import FIELDS
-from ragorder.eval.replay.runs import RETRIEVAL, Figures
+from ragorder.eval.replay.runs import RETRIEVAL, PolicyFigures
 
 __all__ = ["CapacityInfo", "LogInfo", "ReplayReport", "Saving", "Verdict"]
 
@@ -80,7 +80,7 @@ class ReplayReport:
     log: LogInfo
     overlap: Overlap
     capacities: Sequence[CapacityInfo]
-    figures: Sequence[Figures]
+    figures: Sequence[PolicyFigures]
     block_size: int
     left_out: Sequence[str] = ()
     timed: bool = False
@@ -128,7 +128,7 @@ class ReplayReport:
         """Requests replayed a second, all policies and capacities together."""
         return self.log.requests * len(self.figures) / self.seconds if self.seconds else 0.0
 
-    def at(self, policy: str, capacity: CapacityInfo) -> Figures:
+    def at(self, policy: str, capacity: CapacityInfo) -> PolicyFigures:
         """Raises KeyError for what was not run."""
         for figures in self.figures:
             if (figures.policy, figures.capacity_tokens) == (policy, capacity.tokens):

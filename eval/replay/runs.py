@@ -13,7 +13,7 @@ from ragorder.eval.running.policies import ORDERERS, make_orderer
 from ragorder.orderer import Orderer
 from ragorder.ordering import Ordering
 
-__all__ = ["REPLAY_POLICIES", "RETRIEVAL", "Figures", "Setup", "replay_run", "steps"]
+__all__ = ["REPLAY_POLICIES", "RETRIEVAL", "PolicyFigures", "Setup", "replay_run", "steps"]
 
 RETRIEVAL = "retrieval"
 _STEPS = 100
@@ -30,7 +30,7 @@ class Setup:
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class PolicyFigures:
     """What one policy did at one capacity (None: unlimited). `tenths` are the cached ratios of the log's tenths (fewer
     if it has fewer requests), `in_flight_mean` counts the requests sent and not yet answered when one was sent, itself
     included, and `fallbacks` those that an internal error of the orderer left in retrieval order."""
@@ -105,7 +105,7 @@ def steps(log: Log) -> int:
 
 def replay_run(
     log: Log, policy: str, capacity_tokens: int | None, setup: Setup, advance: Advance = lambda: None
-) -> Figures:
+) -> PolicyFigures:
     """Serve the whole log. `advance` is called after each hundredth of it."""
     engine = make_engine(
         log.document_tokens,
@@ -127,7 +127,7 @@ def replay_run(
             told += 1
             advance()
     prompt_tokens, cached_tokens = sum(client.prompt_tokens), sum(client.cached_tokens)
-    return Figures(
+    return PolicyFigures(
         policy,
         capacity_tokens,
         prompt_tokens,

@@ -10,7 +10,7 @@ from typing import IO, TYPE_CHECKING
 
 from ragorder.eval.data.names import choices
 from ragorder.eval.engines.capacity import Capacity
-from ragorder.eval.replay.jobs import Job, run_jobs
+from ragorder.eval.replay.jobs import ReplayJob, run_jobs
 from ragorder.eval.replay.log import Log
 from ragorder.eval.replay.overlap import compared_requests, measure_overlap
 from ragorder.eval.replay.reading import read_log
@@ -69,7 +69,7 @@ def replay(
     if not len(log):
         raise ValueError("the log has no requests")
     sizes, left_out = _resolve(log, asked, sweep)
-    jobs = [Job(policy, size.tokens) for size in sizes for policy in policies]
+    jobs = [ReplayJob(policy, size.tokens) for size in sizes for policy in policies]
     announce = progress or _silent
     overlap = measure_overlap(log, block_size, announce("comparing requests", compared_requests(log)))
     advance = announce(f"replaying {len(jobs)} times {len(log):,} requests", len(jobs) * steps(log))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic
 from typing_extensions import TypeVar
 
 from ragorder.eval.report.metrics import Metric
-from ragorder.eval.report.statistics import Comparison, StatisticsError, Summary, compare, summary
+from ragorder.eval.report.statistics import PairedDifference, StatisticsError, Summary, compare, summary
 from ragorder.eval.report.words import cell_words
 from ragorder.eval.running.record import Cell, Record, RunRecord, key_of
 
@@ -41,7 +41,7 @@ class Group(Generic[R]):
     engine: Mapping[str, Any]
     varies: Cell = field(default_factory=dict)
     policies: dict[str, dict[int, R]] = field(default_factory=dict)
-    _compared: dict[tuple[str, str, str], Comparison | None] = field(default_factory=dict)
+    _compared: dict[tuple[str, str, str], PairedDifference | None] = field(default_factory=dict)
 
     @property
     def label(self) -> str:
@@ -78,14 +78,14 @@ class Group(Generic[R]):
     def by_seed(self, policy: str, metric: Metric) -> list[float]:
         return [value for run in self.runs(policy) if (value := metric.value([run])) is not None]
 
-    def compare(self, policy: str, baseline: str, metric: Metric) -> Comparison | None:
+    def compare(self, policy: str, baseline: str, metric: Metric) -> PairedDifference | None:
         """None without seeds, requests and figures in common."""
         key = (policy, baseline, metric.name)
         if key not in self._compared:
             self._compared[key] = self._compare(policy, baseline, metric) if policy != baseline else None
         return self._compared[key]
 
-    def _compare(self, policy: str, baseline: str, metric: Metric) -> Comparison | None:
+    def _compare(self, policy: str, baseline: str, metric: Metric) -> PairedDifference | None:
         theirs, ours = self.policies.get(baseline, {}), self.policies.get(policy, {})
         pairs = [(theirs[seed], ours[seed]) for seed in sorted(theirs.keys() & ours.keys())]
         columns = [(metric.columns(plain), metric.columns(changed)) for plain, changed in pairs]

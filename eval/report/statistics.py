@@ -9,7 +9,7 @@ one they would pretend to be more evidence than they are. Blocks of up to `BLOCK
 **Seeds are strata.** A seed is a trace and a fresh cache. Blocks are resampled within each seed and the seeds are put
 together. Resampling whole seeds (clusters) would be right for many of them; from three it knows ten different
 resamples, and its intervals are wrong both ways. So an interval speaks of traces like these: what every seed
-says on its own stands beside it in `Comparison.by_seed`.
+says on its own stands beside it in `PairedDifference.by_seed`.
 
 The percentile method, because it is exact under exchange of the two policies, and holds for quantiles, too. Few blocks
 in a seed make a stratified bootstrap too narrow, by sqrt(1 - 1/blocks): that is given back.
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     Floats = NDArray[np.float64]
 
-__all__ = ["BLOCK", "Comparison", "StatisticsError", "Summary", "Verdict", "compare", "need_scipy", "summary"]
+__all__ = ["BLOCK", "PairedDifference", "StatisticsError", "Summary", "Verdict", "compare", "need_scipy", "summary"]
 
 BLOCK = 10
 """Consecutive requests that are resampled together; fewer in a short run, of which there are at least five blocks."""
@@ -55,7 +55,7 @@ class Summary:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class PairedDifference:
     """How `value` differs from `baseline`, both in the unit of the figures: by `difference`, with its confidence
     interval from `low` to `high`. `relative`: these three are shares of the baseline (-0.2: a fifth less) instead of
     differences in the unit. `by_seed` is the difference in each seed. An interval from -inf to inf: there are too few
@@ -109,7 +109,7 @@ def compare(
     confidence: float = 0.95,
     resamples: int = 2_000,
     seed: int = 0,
-) -> Comparison:
+) -> PairedDifference:
     """How a statistic of `ours` differs from that of `baseline`.
 
     Each is one sequence a seed, request by request in the same order, warm-up left out. `of` makes the mean a share:
@@ -152,7 +152,7 @@ def compare(
     if relative:
         middle, low, high, *by = (math.expm1(value) for value in (middle, low, high, *by_seed))
         by_seed = tuple(by)
-    return Comparison(plain, changed, middle, low, high, verdict, relative, requests, by_seed)
+    return PairedDifference(plain, changed, middle, low, high, verdict, relative, requests, by_seed)
 
 
 def _interval(

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from ragorder.eval.report.statistics import Comparison
+from ragorder.eval.report.statistics import PairedDifference
 
 __all__ = ["THIN", "axis_words", "cell_words", "change_words", "figure", "policy_words", "signed", "value_words"]
 
@@ -28,6 +28,7 @@ _PARAMETERS = {
     "workload": "",
     "corpus": "",
     "dataset": "",
+    "layout": "",
     "model": "",
     "engine": "",
 }
@@ -53,7 +54,7 @@ def signed(value: float, decimals: int = 1) -> str:
     return shown if value < 0 or float(f"{value:.{decimals}f}") == 0 else f"+{shown}"
 
 
-def change_words(comparison: Comparison, decimals: int = 1) -> str:
+def change_words(comparison: PairedDifference, decimals: int = 1) -> str:
     """A difference and its interval: in % of the baseline if it is relative, else in the unit of the figures."""
     scale = 100 if comparison.relative else 1
     unit = f"{THIN}%" if comparison.relative else ""

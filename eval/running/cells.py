@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Self, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
@@ -32,20 +32,17 @@ class SuiteCell(BaseModel):
             raise SuiteError(f"{where}: {complaint(error)}") from None
 
     @classmethod
-    def parse(cls, name: str, text: str) -> Any:
-        """One parameter's value from a command line: "40k", "0.5", "yes", "none" or a word. Raises SuiteError."""
+    def parse(cls, name: str, texts: Sequence[str]) -> list[Any]:
+        """Values of a parameter from a command line ("40k", "0.5", "yes", "none" or a word), as one value where the
+        parameter is a list. Raises SuiteError."""
         if name not in cls.model_fields:
             raise SuiteError(unknown("parameter", name, cls.model_fields))
         field = cls.model_fields[name]
-        annotated: Any = Annotated[field.annotation, field]
-        adapter = TypeAdapter[Any](annotated, config=ConfigDict(strict=True))
-        problem = None
-        for value in _readings(text):
-            try:
-                return adapter.validate_python(value)
-            except ValidationError as error:
-                problem = problem or complaint(error)
-        raise SuiteError(f"{name} = {text}: {problem}")
+        lists = [each for each in (field.annotation, *get_args(field.annotation)) if get_origin(each) is tuple]
+        kind: Any = get_args(lists[0])[0] if lists else Annotated[field.annotation, field]
+        adapter = TypeAdapter[Any](kind, config=ConfigDict(strict=True))
+        values = [_read(adapter, name, text) for text in texts]
+        return [tuple(values)] if lists and values else values
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -56,6 +53,18 @@ class SuiteCell(BaseModel):
     def varies_with_seed(self) -> bool:
         """Whether another seed measures something else on an exact engine."""
         return True
+
+
+def _read(adapter: TypeAdapter[Any], name: str, text: str) -> Any:
+    problems = []
+    for value in _readings(text):
+        try:
+            return adapter.validate_python(value)
+        except ValidationError as error:
+            problems.append(error)
+    # A reading of the right type says what is wrong with its value.
+    told = next((each for each in problems if not each.errors()[0]["type"].endswith("_type")), problems[0])
+    raise SuiteError(f"{name} = {text}: {complaint(told)}")
 
 
 _WORDS = {"yes": True, "true": True, "no": False, "false": False, "none": None, "unlimited": None}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import import_module
@@ -82,12 +83,13 @@ class Experiment(ABC):
     def __init__(self, options: Options, store: Store, session: str, progress: Progress) -> None:
         self.options, self.store, self.session, self.progress = options, store, session, progress
         self.corpora = CorpusLoader(options.corpora)
+        self.resources = ExitStack()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        return None
+        self.resources.close()
 
     @classmethod
     def check(cls, suite: Suite, where: str) -> None:
@@ -129,8 +131,9 @@ class Experiment(ABC):
         return [policy for policy in suite.policies if chosen is None or policy in chosen]
 
     def obstacle(self, suite: Suite, cell: Any, policy: str) -> str | None:
-        """The reason why a policy cannot be measured in a cell, if there is one."""
-        return None
+        """The reason why a policy cannot be measured in a cell, such as a missing corpus; None: it can."""
+        found = self._corpus(cell)
+        return found if isinstance(found, str) else None
 
     def missing(self, suite: Suite, cell: Any, policy: str, reason: str) -> Missing | None:
         """What is kept of an obstacle; None: nothing more."""
@@ -145,7 +148,13 @@ class Experiment(ABC):
         return min(suite.requests, self.options.limit or suite.requests)
 
     def corpus(self, cell: Any) -> Corpus | None:
-        return None
+        found = self._corpus(cell)
+        assert not isinstance(found, str), "a missing corpus was an obstacle"
+        return found
+
+    def _corpus(self, cell: Any) -> Corpus | str | None:
+        name = getattr(cell, "corpus", None)
+        return None if name is None else self.corpora.take(name)
 
     def seeds(self, cell: Any) -> Sequence[int]:
         """What is exact and the same with every seed is measured once."""

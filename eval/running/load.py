@@ -69,12 +69,12 @@ class Load:
         return self.output_tokens if told is None else told
 
 
-class _Row(Protocol):
+class _LoadRow(Protocol):
     @property
     def row(self) -> int: ...
 
 
-S = TypeVar("S", bound=_Row)
+S = TypeVar("S", bound=_LoadRow)
 P = TypeVar("P")
 P_co = TypeVar("P_co", covariant=True)
 P_contra = TypeVar("P_contra", contravariant=True)

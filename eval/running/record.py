@@ -114,6 +114,7 @@ class Record(_Line):
     engine: _Object = {}
     warmup: int = 0
     rows: dict[str, Any]
+    facts: _Object = {}
     load_average: float | None = None
 
     _columns: dict[object, Any] = PrivateAttr(default_factory=dict)

@@ -218,15 +218,15 @@ class Suite(BaseModel):
     def with_parameters(self, given: Iterable[str]) -> Suite:
         """The same with these values ("top_k=1,5") in its cells. Several values of one parameter are swept; with none
         ("top_k=") its default applies. Raises SuiteError."""
-        found: dict[str, list[Any]] = {}
+        texts: dict[str, list[str]] = {}
         for each in given:
-            name, equals, texts = each.partition("=")
+            name, equals, values = each.partition("=")
             if not equals:
                 raise SuiteError(f"{each!r}: write NAME=VALUE")
-            known = experiment_of(self.kind).cell
-            found.setdefault(name, []).extend(known.parse(name, text) for text in texts.split(",") if text)
-        if not found:
+            texts.setdefault(name, []).extend(filter(None, values.split(",")))
+        if not texts:
             return self
+        found = {name: experiment_of(self.kind).cell.parse(name, each) for name, each in texts.items()}
         swept = {name: values for name, values in found.items() if len(values) > 1}
         fixed = {name: values[0] for name, values in found.items() if len(values) == 1}
 

@@ -55,12 +55,12 @@ def stats(
     if base_url is None and disk is None:
         raise click.UsageError("give --base-url, --disk-path or both")
     try:
-        show_figures(lambda: _Figures(base_url, disk, api_key), interval_s, as_json)
+        show_figures(lambda: _TierFigures(base_url, disk, api_key), interval_s, as_json)
     except (ServerError, ImportError) as error:
         raise click.ClickException(str(error)) from None
 
 
-class _Figures:
+class _TierFigures:
     """The gauges of the server and the content of the folder."""
 
     def __init__(self, base_url: str | None, disk: Path | None, api_key: str | None) -> None:

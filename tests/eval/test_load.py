@@ -648,10 +648,10 @@ class TestAnHour:
 class TestCorporaUnderArrivals:
     def test_start_again_from_the_first_question(self) -> None:
         from ragorder.eval.data.corpora import Corpus
-        from ragorder.eval.data.corpora.base import Question
+        from ragorder.eval.data.corpora.base import CorpusQuestion
 
         documents = [Document(f"d{n}", "x" * 400) for n in range(4)]
-        questions = [Question(f"q{n}", f"{n}?") for n in range(3)]
+        questions = [CorpusQuestion(f"q{n}", f"{n}?") for n in range(3)]
         corpus = Corpus("small", documents, questions, [[0, 1], [1, 2], [2, 3]])
         options: dict[str, Any] = {"top_k": 2, "order": "data", "seed": 0}
         repeated = trace_of_corpus(corpus, **options, limit=7, repeat=True)

@@ -7,6 +7,7 @@ import json
 import socket
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -17,7 +18,8 @@ from support.rings import examples
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
-from ragorder.eval.experiments.proxy_load.measuring import main, measure_latency, post, run_streams, servers
+from ragorder.eval.cli.eval import eval as evaluate
+from ragorder.eval.experiments.proxy_load.load import measure_latency, post, run_streams, servers
 from ragorder.eval.experiments.proxy_load.upstream import answer, answer_events
 
 pytestmark = pytest.mark.slow
@@ -49,20 +51,21 @@ def test_what_comes_is_compared_byte_for_byte(ports: tuple[int, int]) -> None:
 
 def test_every_request_is_measured_past_the_proxy_and_through_it(ports: tuple[int, int]) -> None:
     measured = asyncio.run(measure_latency(*ports, rate=50, seconds=2))
-    assert list(measured) == ["tagged", "untagged"]
-    for pairs in measured.values():
-        assert len(pairs.direct) == len(pairs.proxied) == len(pairs.added) == 50
-        assert min(pairs.direct + pairs.proxied) > 0
+    assert [tagged for tagged, *_ in measured] == [True, False] * 50
+    assert all(min(direct, proxied) > 0 for _, direct, proxied in measured)
 
 
-def test_the_tool_prints_a_table_and_the_environment() -> None:
-    options = ["--rate", "40", "--seconds", "0.5", "--streams", "10", "--events", "3", "--pause", "0.01"]
-    done = CliRunner().invoke(main, options)
-    assert done.exit_code == 0, done.output
-    assert "40 requests/s for 0.5 s: latency in ms, p50 / p99" in done.output
-    assert "direct: 10 of 10 streams whole" in done.output
-    assert "proxied: 10 of 10 streams whole" in done.output
-    assert json.loads(done.output[done.output.index("{") :])["cores"] >= 1
+def test_the_suite_shows_latencies_and_streams(tmp_path: Path) -> None:
+    pytest.importorskip("scipy")
+    run = ["run", "proxy-load", "--seeds", "0", "-o", str(tmp_path)]
+    for parameter in ("rate=40", "seconds=0.5", "streams=10", "events=3", "pause=0.01"):
+        run += ["--set", parameter]
+    for served in (2, 0):
+        done = CliRunner().invoke(evaluate, run)
+        assert done.exit_code == 0 and f"{served} runs served" in done.output, done.output
+    page = CliRunner().invoke(evaluate, ["report", str(tmp_path), "--md"]).output
+    assert "| tagged | 10 |" in page and "| others | 10 |" in page
+    assert page.count("10 of 10, ") == 2
 
 
 @settings(max_examples=examples(200), suppress_health_check=list(HealthCheck))

@@ -26,8 +26,8 @@ from ragorder.eval.experiments.replacement import (
     REPLACEMENT_POLICIES,
     SKEWED,
     SYSTEM_TOKENS,
-    Served,
-    Stream,
+    DocumentStream,
+    SimulatedPrefill,
     TierSize,
     TwoTiers,
     most_hits,
@@ -249,31 +249,33 @@ class TestTwoTiers:
 
 
 @pytest.fixture(scope="module")
-def skewed() -> Stream:
+def skewed() -> DocumentStream:
     return skewed_stream("mmlu-like", 0, top_k=2, requests=1_500)
 
 
-def served_in(stream: Stream, policy: str, device: str, host: str, skip: int, **options: Any) -> list[Served]:
+def served_in(
+    stream: DocumentStream, policy: str, device: str, host: str, skip: int, **options: Any
+) -> list[SimulatedPrefill]:
     sizes = [TierSize.parse(each).tokens(stream.working_set_tokens) for each in (device, host)]
     return simulate(stream, policy, *sizes, **options).served[skip:]
 
 
-def hit_rate(stream: Stream, policy: str, device: str, host: str, skip: int = 200, **options: Any) -> float:
+def hit_rate(stream: DocumentStream, policy: str, device: str, host: str, skip: int = 200, **options: Any) -> float:
     served = served_in(stream, policy, device, host, skip, **options)
     return sum(each.hits for each in served) / sum(map(len, stream.requests[skip:]))
 
 
-def prefill_s(stream: Stream, policy: str, device: str, host: str, skip: int = 200) -> float:
+def prefill_s(stream: DocumentStream, policy: str, device: str, host: str, skip: int = 200) -> float:
     return sum(each.seconds for each in served_in(stream, policy, device, host, skip))
 
 
 class TestSimulating:
     @pytest.mark.parametrize("policy", CACHES)
-    def test_with_room_for_all_hits_all_that_came_before(self, skewed: Stream, policy: str) -> None:
+    def test_with_room_for_all_hits_all_that_came_before(self, skewed: DocumentStream, policy: str) -> None:
         served = simulate(skewed, policy, skewed.working_set_tokens, 0).served
         assert [each.hits for each in served] == skewed.seen_before()
 
-    def test_without_a_cache_computes_all(self, skewed: Stream) -> None:
+    def test_without_a_cache_computes_all(self, skewed: DocumentStream) -> None:
         served = simulate(skewed, "none", 1_000_000, 1_000_000).served
         assert all(each.hits == each.cached_tokens == 0 for each in served)
         longest = max(each.new_tokens for each in served)
@@ -281,14 +283,14 @@ class TestSimulating:
             sum(skewed.tokens[document] for document in request) for request in skewed.requests
         )
 
-    def test_on_the_device_alone_leaves_the_host_out(self, skewed: Stream) -> None:
+    def test_on_the_device_alone_leaves_the_host_out(self, skewed: DocumentStream) -> None:
         found = simulate(skewed, "device", 30_000, 300_000)
         assert all(each.host_hits == 0 for each in found.served)
         assert found.traffic.swapped_out == 0
         alone = simulate(skewed, "lru", 30_000, 0)
         assert [each.hits for each in found.served] == [each.hits for each in alone.served]
 
-    def test_least_recently_used_needs_no_history(self, skewed: Stream) -> None:
+    def test_least_recently_used_needs_no_history(self, skewed: DocumentStream) -> None:
         with_history, without = (simulate(skewed, policy, 30_000, 60_000).served for policy in ("lru+history", "lru"))
         assert with_history == without
 
@@ -310,7 +312,7 @@ class TestSimulating:
         assert done.stdout.splitlines() == expected
 
     @pytest.mark.parametrize("host", ["8GiB", "32GiB"])
-    def test_frequency_and_cost_are_worth_what_is_required_of_them(self, skewed: Stream, host: str) -> None:
+    def test_frequency_and_cost_are_worth_what_is_required_of_them(self, skewed: DocumentStream, host: str) -> None:
         """On a stream whose popularity stays as it is: where it does not, or everything fits, LRU is as good."""
         hits = {policy: hit_rate(skewed, policy, "4GiB", host) for policy in ("pgdsf+history", "lru")}
         assert hits["pgdsf+history"] >= 1.05 * hits["lru"]
@@ -326,7 +328,7 @@ class TestSimulating:
 class TestTheBound:
     def test_counts_the_cheapest_stays_first(self) -> None:
         # Stays: of the first document 10 tokens for one request, and for two; of the second 40 tokens for three.
-        stream = Stream("mine", [(0,), (0,), (1,), (0,), (2,), (1,)], [10, 40, 5])
+        stream = DocumentStream("mine", [(0,), (0,), (1,), (0,), (2,), (1,)], [10, 40, 5])
         assert most_hits(stream, 10**9) == 3
         assert most_hits(stream, 0) == 0
         # Room for 30 tokens x requests in all, and 60 more: half of what the last one needs.
@@ -334,13 +336,13 @@ class TestTheBound:
         assert most_hits(stream, 15) == pytest.approx(2.5)
 
     def test_leaves_out_what_is_before_the_warm_up_ends(self) -> None:
-        stream = Stream("mine", [(0,), (0,), (0,), (1,)], [10, 10])
+        stream = DocumentStream("mine", [(0,), (0,), (0,), (1,)], [10, 10])
         assert most_hits(stream, 10, warmup=2) == 1
         assert most_hits(stream, 10, warmup=3) == 0
 
     @pytest.mark.parametrize("policy", CACHES)
     @pytest.mark.parametrize(("device", "host"), [("1%", "2%"), ("2%", "10%"), ("10%", "50%")])
-    def test_is_above_what_every_policy_hits(self, skewed: Stream, policy: str, device: str, host: str) -> None:
+    def test_is_above_what_every_policy_hits(self, skewed: DocumentStream, policy: str, device: str, host: str) -> None:
         sizes = [TierSize.parse(each).tokens(skewed.working_set_tokens) for each in (device, host)]
         hits = sum(each.hits for each in simulate(skewed, policy, *sizes).served[200:])
         assert hits <= most_hits(skewed, sum(sizes), warmup=200) <= sum(skewed.seen_before()[200:])
@@ -354,7 +356,7 @@ class TestASkewedStream:
         popular = sum(count for _, count in counted.most_common(300))
         assert popular / 60_000 == pytest.approx(SKEWED[name], abs=0.02)
 
-    def test_has_documents_of_the_papers_length(self, skewed: Stream) -> None:
+    def test_has_documents_of_the_papers_length(self, skewed: DocumentStream) -> None:
         assert sum(skewed.tokens) / len(skewed.tokens) == pytest.approx(3_718, rel=0.05)
         assert min(skewed.tokens) >= 1 and max(skewed.tokens) <= 16_384
 
@@ -363,7 +365,7 @@ class TestASkewedStream:
         assert one == again != other
         assert all(len(set(request)) == 5 for request in one.requests)
 
-    def test_has_the_same_first_documents_for_the_same_neighbours(self, skewed: Stream) -> None:
+    def test_has_the_same_first_documents_for_the_same_neighbours(self, skewed: DocumentStream) -> None:
         seconds: dict[int, set[int]] = {}
         for first, second in skewed.requests:
             seconds.setdefault(first, set()).add(second)
@@ -381,7 +383,7 @@ class TestASkewedStream:
         assert lengths == [[document.token_count for document in request.documents] for request in trace.requests]
 
     def test_knows_its_working_set(self) -> None:
-        stream = Stream("few", [(0, 1), (0, 2), (1, 0), (0, 1)], [10, 20, 30])
+        stream = DocumentStream("few", [(0, 1), (0, 2), (1, 0), (0, 1)], [10, 20, 30])
         assert stream.working_set_tokens == 10 + 20 + 30 + 20 + 10
         assert stream.longest_tokens == 40
         assert stream.seen_before() == [0, 1, 0, 2]

@@ -46,7 +46,7 @@ from ragorder.eval.replay import (
 from ragorder.eval.replay.engine import PathPrompt, make_engine
 from ragorder.eval.replay.overlap import Overlap, measure_overlap
 from ragorder.eval.replay.report import CapacityInfo, LogInfo
-from ragorder.eval.replay.runs import Figures, Setup
+from ragorder.eval.replay.runs import PolicyFigures, Setup
 from ragorder.eval.running.bench import run_bench
 from ragorder.eval.running.load import ServiceTimes
 from ragorder.eval.running.policies import PolicyError
@@ -764,7 +764,9 @@ def report_of(*gains: int, asked: int | None = None, rate: float | None = None) 
     figures = []
     for capacity, gain in zip(capacities, gains, strict=True):
         for policy, tokens in (("retrieval", 20_000), ("auto", 20_000 + gain)):
-            figures.append(Figures(policy, capacity.tokens, 100_000, tokens, tokens / 100_000, [tokens / 100_000]))
+            figures.append(
+                PolicyFigures(policy, capacity.tokens, 100_000, tokens, tokens / 100_000, [tokens / 100_000])
+            )
     return ReplayReport(
         LogInfo("log", 100, 99.0, 1, 1, 50, 5.0, 10_000, 1_000.0, 1_000, 0),
         Overlap(100_000, 90_000, 0.9, 0.05, 0.05, 0.8, 0.5, 0.7, 100, True),
@@ -890,7 +892,7 @@ class TestProcesses:
         told, stop = array("q", [0]), SimpleNamespace(value=1)
         monkeypatch.setattr(jobs, "_shared", (random_log(0), Setup(), told, stop), raising=False)
         with pytest.raises(jobs._StoppedError):
-            jobs._work(0, jobs.Job("retrieval", None))
+            jobs._work(0, jobs.ReplayJob("retrieval", None))
         assert list(told) == [1]
 
     def test_end_when_the_replay_is_interrupted(self) -> None:

@@ -23,7 +23,7 @@ from ragorder.eval.cli.eval import eval as eval_command
 from ragorder.eval.data.trace import Request, Trace
 from ragorder.eval.engines.prompts import NumberedPrompts
 from ragorder.eval.engines.server import VLLMServer
-from ragorder.eval.experiments.tiering import ARMS, ROOMS, Verdict, judge, make_sizes, make_stream
+from ragorder.eval.experiments.tiering import ARMS, ROOMS, TierVerdict, judge, make_sizes, make_stream
 from ragorder.eval.report import make_report, read_results, render_html, render_markdown
 from ragorder.eval.running.cells import SuiteError
 from ragorder.eval.running.suite import Suite, choose_suites, load_suites, read_suite
@@ -63,7 +63,7 @@ def times(mean: float, seed: int, *, noise: float = 0.02, count: int = 50) -> li
     return [mean * (1 + noise * (rng.random() - 0.5)) for _ in range(count)]
 
 
-def judged(room: str, apc: float, tiers: float, *, noise: float = 0.02) -> Verdict:
+def judged(room: str, apc: float, tiers: float, *, noise: float = 0.02) -> TierVerdict:
     return judge(room, *([times(mean, seed, noise=noise) for seed in range(3)] for mean in (apc, tiers)))
 
 

@@ -21,19 +21,24 @@ pytest.importorskip("scipy")
 
 from ragorder import Document, Orderer, PromptBuilder
 from ragorder.cli import main as ragorder
+from ragorder.eval._aliases.command import run_suite
 from ragorder.eval.data.trace import Request
 from ragorder.eval.data.workloads import make_workload
 from ragorder.eval.engines.base import EngineError, RequestError
 from ragorder.eval.engines.prompts import PromptIds
 from ragorder.eval.engines.torch import TorchEngine, TorchModel
 from ragorder.eval.engines.torch_async import AsyncTorchEngine
-from ragorder.eval.experiments.embedded import Layout, Workload, judge, make_arms
-from ragorder.eval.experiments.embedded.__main__ import main
+from ragorder.eval.experiments.embedded.cells import EmbeddedCell
 from ragorder.eval.experiments.embedded.prefill import plain_transformers
-from ragorder.eval.experiments.embedded.prompts import RandomPrompts, ask_again, draw_prompt
-from ragorder.eval.experiments.embedded.results import median, required
-from ragorder.eval.experiments.embedded.shapes import SHAPES, find_shape
-from ragorder.eval.experiments.embedded.tables import make_sheets
+from ragorder.eval.experiments.embedded.prompts import Layout, RandomPrompts, ask_again, draw_prompt
+from ragorder.eval.experiments.embedded.record import EmbeddedRecord
+from ragorder.eval.experiments.embedded.report import embedded_part
+from ragorder.eval.experiments.embedded.results import judge, median, required
+from ragorder.eval.experiments.embedded.serving import draw_trace
+from ragorder.eval.experiments.embedded.shapes import SHAPES
+from ragorder.eval.report.reading import Results
+from ragorder.eval.report.suites import SuiteInfo
+from ragorder.eval.running.cells import SuiteError
 
 pytestmark = pytest.mark.merge
 
@@ -42,7 +47,7 @@ SYSTEM = 50
 
 @pytest.fixture(scope="module")
 def tiny() -> TorchModel:
-    return find_shape("tiny").make()
+    return SHAPES["tiny"].make()
 
 
 @pytest.fixture
@@ -400,7 +405,7 @@ class TestShapes:
     )
     def test_have_the_kv_of_the_real_models(self, name: str, kib_per_token: int) -> None:
         """RAGCache Table 1: 0.125 MiB a token for Mistral-7B, 0.5 for Llama2-7B."""
-        shape = find_shape(name)
+        shape = SHAPES[name]
         value_bytes = 2 if shape.large else 4
         head_dim = shape.hidden_size // shape.heads
         assert 2 * shape.layers * shape.kv_heads * head_dim * value_bytes == kib_per_token << 10
@@ -408,7 +413,7 @@ class TestShapes:
     def test_are_made_the_same_each_time(self, tiny: TorchModel) -> None:
         import torch
 
-        again = find_shape("tiny").make().model.state_dict()
+        again = SHAPES["tiny"].make().model.state_dict()
         assert all(torch.equal(tensor, again[name]) for name, tensor in tiny.model.state_dict().items())
         assert tiny.bytes_per_token == 1024
 
@@ -418,12 +423,12 @@ class TestShapes:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         for name, shape in SHAPES.items():
             if shape.large:
-                with pytest.raises(EngineError, match=f"{name} needs a GPU, and there is none here: give --shape tiny"):
+                with pytest.raises(EngineError, match=f"{name} needs a GPU, and there is none here: take shape tiny"):
                     shape.make()
 
     def test_an_unknown_one_is_refused_with_the_choices(self) -> None:
-        with pytest.raises(EngineError, match="choose from tiny, small"):
-            find_shape("huge")
+        with pytest.raises(SuiteError, match="unknown shape 'huge': choose from tiny, small"):
+            EmbeddedCell.read({"measure": "cached", "shape": "huge"}, "here")
 
     def test_plain_transformers_has_the_same_weights_and_goes_its_own_way(self, tiny: TorchModel) -> None:
         import torch
@@ -468,19 +473,18 @@ class TestPrompts:
         assert RandomPrompts(512).token_ids(1, Request("", []), [b])[64:104] == first[94:134]
 
 
-def lines(arm: str, ms: float, *, measure: str = "cached", noise: float = 0.02) -> list[dict[str, Any]]:
+ENGINE = {"name": "torch", "model": "tiny", "hardware": "a GPU", "block_size": 16}
+
+
+def lines(arm: str, ms: float, *, measure: str = "cached", noise: float = 0.02) -> list[EmbeddedRecord]:
     rng = random.Random(0)
-    cell = {"measure": measure, "documents": 5, "document_tokens": 200}
-    return [
-        {
-            "cell": cell,
-            "seed": seed,
-            "policy": arm,
-            "warmup": 0,
-            "rows": {"wall_ms": [ms * (1 + noise * (rng.random() - 0.5)) for _ in range(20)]},
-        }
-        for seed in range(3)
-    ]
+    found = []
+    for seed in range(3):
+        rows = {name: [0.0] * 20 for name in ("cpu_ms", "device", "host", "disk")}
+        rows["wall_ms"] = [ms * (1 + noise * (rng.random() - 0.5)) for _ in range(20)]
+        cell = {"measure": measure}
+        found.append(EmbeddedRecord(suite="mine", cell=cell, seed=seed, policy=arm, engine=ENGINE, rows=rows))
+    return found
 
 
 class TestVerdicts:
@@ -502,13 +506,13 @@ class TestVerdicts:
     def test_noise_decides_nothing(self) -> None:
         slow, fast = lines("0", 100, noise=1.5), lines("2", 64, noise=1.5)
         for line in fast:
-            line["rows"]["wall_ms"].reverse()
+            line.rows["wall_ms"].reverse()
         verdict = judge(slow, fast)
         assert verdict.low < 1.5 < verdict.ratio
         assert verdict.met == "not decided"
 
     def test_nothing_is_required_of_other_prompts(self) -> None:
-        assert required({"measure": "cached", "documents": 5, "document_tokens": 100}, "2") is None
+        assert required(EmbeddedCell(measure="cached", document_tokens=100), "2") is None
 
     def test_a_median_has_its_interval(self) -> None:
         middle, low, high = median([1, 2, 3, 4, 100])
@@ -517,18 +521,24 @@ class TestVerdicts:
         assert median([7, 7]) == (7, 7, 7)
 
 
-def results(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "results.jsonl").read_text("utf-8").splitlines()]
+def measured(folder: Path) -> list[dict[str, Any]]:
+    lines = (folder / "results.jsonl").read_text("utf-8").splitlines()
+    return [line for line in map(json.loads, lines) if line["type"] == "embedded"]
+
+
+def run(suite: str, folder: Path, *options: str, seeds: str = "0") -> Result:
+    """The suite with these parameters, such as "repeats=2"."""
+    changes = [word for each in options for word in ("--set", each)]
+    return invoke(ragorder, "eval", "run", suite, "-o", folder, "--seeds", seeds, *changes)
 
 
 class TestPrefill:
-    small = ("--shape", "tiny", "--documents", "3", "--document-tokens", "20", "--repeats", "2", "--seeds", "0,1")
+    small = ("shape=tiny", "documents=3", "document_tokens=20", "repeats=2")
     system = 50
 
     def test_what_is_cached_is_what_was_meant_in_every_arm(self, tmp_path: Path) -> None:
-        done = invoke(main, "prefill", *self.small, "-o", tmp_path)
+        done = run("embedded-prefill", tmp_path, *self.small, seeds="0,1")
         assert done.exit_code == 0, done.output
-        runs = [line for line in results(tmp_path) if line["type"] == "run"]
         whole = self.system + 60
         expected = {
             ("cached", "nothing"): (0, 0, 0),
@@ -540,7 +550,7 @@ class TestPrefill:
             ("tiers", "host"): (0, whole, 0),
             ("tiers", "disk"): (0, 0, whole),
         }
-        found = {(run["cell"]["measure"], run["policy"], run["seed"]): run["rows"] for run in runs}
+        found = {(line["cell"]["measure"], line["policy"], line["seed"]): line["rows"] for line in measured(tmp_path)}
         assert set(found) == {(*arm, seed) for arm in expected for seed in (0, 1)}
         for (measure, arm, _), rows in found.items():
             for tier, tokens in zip(("device", "host", "disk"), expected[measure, arm], strict=True):
@@ -548,32 +558,33 @@ class TestPrefill:
             assert min(rows["wall_ms"]) > 0
 
     def test_goes_on_where_it_stopped(self, tmp_path: Path) -> None:
-        arguments = ["prefill", *self.small, "-o", tmp_path, "--measure", "cached"]
-        assert invoke(main, *arguments, "--seeds", "0").exit_code == 0
-        first = results(tmp_path)
-        done = invoke(main, *arguments)
+        parameters = (*self.small, "measure=cached")
+        assert run("embedded-prefill", tmp_path, *parameters).exit_code == 0
+        first = measured(tmp_path)
+        done = run("embedded-prefill", tmp_path, *parameters, seeds="0,1")
         assert done.exit_code == 0, done.output
-        again = results(tmp_path)
+        again = measured(tmp_path)
         assert again[: len(first)] == first
-        assert {line["seed"] for line in again[len(first) :] if line["type"] == "run"} == {1}
-        assert invoke(main, *arguments).exit_code == 0
-        assert results(tmp_path) == again
+        assert {line["seed"] for line in again[len(first) :]} == {1}
+        assert run("embedded-prefill", tmp_path, *parameters, seeds="0,1").exit_code == 0
+        assert measured(tmp_path) == again
 
-    def test_says_what_it_found_and_on_what(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("COLUMNS", "200")
-        options = ["--threads", "1", "--block-size", "8", "--markdown", tmp_path / "table.md", "--measure", "overhead"]
-        done = invoke(main, "prefill", *self.small, "-o", tmp_path, *options)
-        assert done.exit_code == 0, done.output
-        assert "processor: " in done.stderr
-        for part in ("the engine", "transformers", "wall ms", "CPU ms", "times shorter"):
-            assert part in done.stdout
-        document = (tmp_path / "table.md").read_text("utf-8")
-        for part in (
-            "| transformers |",
-            "| the engine |",
-            "python -m ragorder.eval.experiments.embedded",
-            "processor ",
-        ):
+    def test_its_former_command_says_what_it_found(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        options = ["--shape", "tiny", "--documents", "3", "--document-tokens", "20", "--repeats", "2", "--seeds", "0,1"]
+        options += [
+            "--block-size",
+            "8",
+            "--threads",
+            "1",
+            "--measure",
+            "overhead",
+            "--markdown",
+            str(tmp_path / "page"),
+        ]
+        run_suite("embedded-prefill", options)
+        assert "ragorder eval run embedded-prefill --set shape=tiny --set documents=3" in capsys.readouterr().err
+        document = (tmp_path / "page").read_text("utf-8")
+        for part in ("| transformers |", "| the engine |", "wall ms", "CPU ms", "times shorter", "processor: "):
             assert part in document
 
     @pytest.mark.slow
@@ -581,42 +592,30 @@ class TestPrefill:
         import torch
 
         before = torch.get_num_threads()
-        done = invoke(main, "prefill", *self.small, "-o", tmp_path, "--measure", "overhead", "--threads", "2")
+        done = run("embedded-prefill", tmp_path, *self.small, "measure=overhead", "threads=2")
         assert done.exit_code == 0, done.output
         assert torch.get_num_threads() == before
-        assert "CPU ms" not in done.stdout
+        assert {line["engine"]["hardware"] for line in measured(tmp_path)} <= {"CPU, 2 threads"}
 
     def test_measures_nothing_where_something_else_was_cached(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(TorchEngine, "reset", lambda self: None)
-        done = invoke(main, "prefill", *self.small, "-o", tmp_path, "--measure", "cached")
+        done = run("embedded-prefill", tmp_path, *self.small, "measure=cached")
         assert done.exit_code == 1
-        assert "cached tokens were to be" in done.stderr
-        assert [line for line in results(tmp_path) if line["type"] == "run"] == []
+        assert "cached tokens on device, host and disk should be" in done.stderr
+        assert measured(tmp_path) == []
 
 
 class TestServe:
-    small = ("--shape", "tiny", "--requests", "16", "--warmup", "4", "--seeds", "0", "--top-k", "2")
+    small = ("shape=tiny", "requests=16", "warmup=4", "top_k=2")
 
     @pytest.mark.slow
-    def test_compares_caches_of_several_sizes(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("COLUMNS", "200")
-        options = [
-            "--workload",
-            "zipf10-1.6",
-            "--device",
-            "10%",
-            "--host",
-            "100%",
-            "--order",
-            "retrieval",
-            "--order",
-            "auto",
-        ]
-        done = invoke(main, "serve", *self.small, *options, "--replacement", "lru", "-o", tmp_path)
+    def test_compares_caches_of_several_sizes(self, tmp_path: Path) -> None:
+        caches = ("device=10%", "host=100%", "order=retrieval,auto", "replacement=lru")
+        done = run("embedded-serving", tmp_path, *self.small, "workload=zipf10-1.6", *caches)
         assert done.exit_code == 0, done.output
-        runs = {line["policy"]: line["rows"] for line in results(tmp_path) if line["type"] == "run"}
+        runs = {line["policy"]: line["rows"] for line in measured(tmp_path)}
         alone, behind = "device, lru", "device and 100%, lru"
         assert set(runs) == {"no cache", alone, behind, f"{alone}, auto order", f"{behind}, auto order"}
         for name, rows in runs.items():
@@ -626,73 +625,60 @@ class TestServe:
             assert sum(rows["retrieved"]) == 16 * 2
         hits = {name: sum(rows["hits"]) for name, rows in runs.items()}
         assert 0 == hits["no cache"] < hits[alone] < hits[behind] < hits[f"{behind}, auto order"]
-        for part in ("no cache", behind, "times shorter than no cache", "first 4 left out"):
-            assert part in " ".join(done.stdout.split())
+        shown = invoke(ragorder, "eval", "report", tmp_path, "--md").output
+        for part in ("| no cache |", f"| {behind} |", "times shorter than no cache", "first 4 left out"):
+            assert part in shown
 
     def test_streams_like_those_of_ragcache_are_traces(self) -> None:
-        drawn = Workload("mmlu-like", 400, 0).draw(0)
+        drawn = draw_trace("mmlu-like", 0, 400, None)
         assert [len(request.documents) for request in drawn.requests] == [2] * 400
         lengths = [document.token_count for request in drawn.requests for document in request.documents]
         assert 3_000 < sum(lengths) / len(lengths) < 4_500
-        assert drawn.requests == Workload("mmlu-like", 400, 0, top_k=2).draw(0).requests
-        assert drawn.requests != Workload("nq-like", 400, 0).draw(0).requests
+        assert drawn.requests == draw_trace("mmlu-like", 0, 400, 2).requests
+        assert drawn.requests != draw_trace("nq-like", 0, 400, None).requests
 
-    def test_every_arm_has_a_name_of_its_own(self) -> None:
-        arms = make_arms(["retrieval", "auto"], ["8GiB", "16GiB"], ["lru", "pgdsf"])
-        assert len({arm.name for arm in arms}) == len(arms) == 1 + 2 + 8
-        assert replace(arms[0], order="auto").name == "no cache"
+    def test_every_setup_has_a_name_of_its_own(self) -> None:
+        caches = {"host": ("8GiB", "16GiB"), "replacement": ("lru", "pgdsf"), "order": ("retrieval", "auto")}
+        cell = EmbeddedCell(measure="serving", **caches)
+        assert len(cell.arms) == 1 + 2 + 8
+        assert replace(cell.setups["no cache"], order="auto").name == "no cache"
 
     @pytest.mark.parametrize(
-        ("options", "said"),
+        ("parameter", "said"),
         [
-            (("--warmup", "20"), "--warmup 20 leaves less than 10"),
-            (("--host", "much"), "'much' is no size of a tier"),
-            (("--device", "0"), "'0' is no size of a tier"),
-            (("--workload", "nothing"), "unknown workload 'nothing'"),
-            (("--seeds", "one"), "--seeds"),
+            ("warmup=20", "a warmup of 20 leaves less than 10"),
+            ("host=much", "'much' is no size of a tier"),
+            ("device=0", "'0' is no size of a tier"),
+            ("replacement=lur", "unknown replacement policy 'lur': did you mean 'lru'?"),
+            ("documents=3", 'documents does not go with measure = "serving"'),
         ],
     )
-    def test_says_what_is_wrong(self, tmp_path: Path, options: tuple[str, ...], said: str) -> None:
-        done = invoke(main, "serve", *self.small, "-o", tmp_path, *options)
-        assert done.exit_code != 0
+    def test_says_what_is_wrong(self, tmp_path: Path, parameter: str, said: str) -> None:
+        done = run("embedded-serving", tmp_path, *self.small, parameter)
+        assert done.exit_code == 2
         assert said in " ".join(done.stderr.split())
 
-    def test_a_large_shape_is_refused_without_a_gpu(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize(
+        ("parameter", "said"),
+        [
+            ("workload=nothing", "unknown workload 'nothing'"),
+            ("shape=qwen2.5-7b", "the shape qwen2.5-7b needs a GPU, and there is none here: take shape tiny or small"),
+        ],
+    )
+    def test_keeps_the_reason_why_nothing_was_measured(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parameter: str, said: str
+    ) -> None:
         import torch
 
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-        done = invoke(main, "serve", *self.small, "--shape", "qwen2.5-7b", "-o", tmp_path)
-        assert done.exit_code == 1
-        assert "the shape qwen2.5-7b needs a GPU" in done.stderr
-
-
-class TestHelp:
-    commands: Sequence[tuple[str, click.Command]] = tuple(main.commands.items())
-
-    @pytest.mark.parametrize("name", ["", "prefill", "serve"])
-    def test_every_command_and_option_has_it(self, name: str) -> None:
-        command = main.commands.get(name, main)
-        done = invoke(main, *filter(None, [name]), "--help")
-        assert done.exit_code == 0
-        assert command.help
-        for option in command.params:
-            assert isinstance(option, click.Option)
-            assert option.help
-            assert option.opts[0] in done.output
-
-    def test_every_option_is_used_in_a_test(self) -> None:
-        tests = Path(__file__).read_text("utf-8")
-        options = [name for _, command in self.commands for option in command.params for name in option.opts]
-        assert [name for name in options if f'"{name}"' not in tests and name != "--output"] == []
+        done = run("embedded-serving", tmp_path, *self.small, parameter)
+        assert done.exit_code == 0 and "2 not to be had" in done.output
+        assert said in invoke(ragorder, "eval", "report", tmp_path, "--md").output
 
 
 def test_a_table_needs_only_one_arm() -> None:
     """As there is where a run was interrupted."""
-    line = lines("2", 100)[0]
-    cell = {"shape": "tiny", "hardware": "a GPU", "system_tokens": 50, "question_tokens": 30, "block_size": 16}
-    line["cell"] |= {**cell, "repeats": 20}
-    line["rows"] |= {"device": [450], "host": [0], "disk": [0]}
-    (sheet,) = make_sheets([line])
-    assert sheet.rows[0][:2] == ["and 2 of 5 documents", "450"]
-    assert "–" in sheet.rows[0]
-    assert sheet.table().row_count == 1
+    part = embedded_part(SuiteInfo("mine", "mine"), Results(Path(), records=list(lines("2", 100))))
+    (table,) = part.tables
+    assert [each.text for each in table.rows[0][:2]] == ["and 2 of 5 documents", "0"]
+    assert "–" in [each.text for each in table.rows[0]]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import random
 import tracemalloc
@@ -12,12 +11,11 @@ from itertools import islice
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.rings import examples
 
-from ragorder.eval.experiments.replacement.scheduling import main, measure_scheduling
+from ragorder.eval.experiments.replacement.scheduling import measure_scheduling
 from ragorder.kernels.policies import POLICIES, History, ReplacementPolicy, Tier, TierNode, make_policy
 
 KEYS = range(12)
@@ -765,13 +763,3 @@ class TestSchedulingTime:
 
     def test_a_tier_too_small_for_a_request_serves_it_all_the_same(self) -> None:
         assert measure_scheduling(nodes=1, top_k=1, requests=20).hit_ratio < 1
-
-    def test_the_command_says_what_it_took_and_where(self) -> None:
-        options = ["--nodes", "100", "--requests", "20", "--policy", "pgdsf", "--policy", "lru"]
-        shown = CliRunner().invoke(main, options)
-        assert shown.exit_code == 0, shown.output
-        assert "p99" in shown.output
-        assert "processor" in shown.output
-        data = json.loads(CliRunner().invoke(main, [*options, "--json"]).output)
-        assert [row["policy"] for row in data["rows"]] == ["pgdsf", "lru"]
-        assert data["environment"]["cores"] >= 1

@@ -9,6 +9,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing, closing
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,11 +20,11 @@ from support.rings import examples
 
 from ragorder import Document, Orderer, Ordering, PromptBuilder
 from ragorder.adapters.observing.observed import ObservedOrderer
+from ragorder.eval.cli.eval import eval as evaluate
 from ragorder.eval.data.arrivals import poisson_arrivals
 from ragorder.eval.data.trace import trace_of_workload
 from ragorder.eval.data.workloads import make_workload
-from ragorder.eval.experiments.reordering.measuring import main as measure
-from ragorder.eval.experiments.reordering.queueing import DISCIPLINES, simulate
+from ragorder.eval.experiments.reordering.queueing import DISCIPLINES, SimulatedQueues
 from ragorder.eval.running.load import ServiceTimes
 from ragorder.pipelining.reordering import CacheAwareQueue, CachedLengths, ConcurrencyLimiter, QueueFullError, Ticket
 
@@ -396,8 +397,8 @@ class TestTheMeasurement:
         """Twice as many requests as can be served, in each discipline."""
         trace = trace_of_workload(make_workload("geo", 0, requests=80), 80)
         at_s = [arrival.at_s for arrival in poisson_arrivals(40.0, 80, 0)]
-        shape: dict[str, Any] = {"capacity_tokens": 16_000, "max_in_flight": 4}
-        return {each.name: simulate(trace, at_s, each, **shape) for each in DISCIPLINES}
+        queues = SimulatedQueues(16_000, max_in_flight=4)
+        return {name: queues.serve(trace, at_s, each) for name, each in DISCIPLINES.items()}
 
     def test_everybody_has_a_first_token_after_they_came(self, outcomes: dict[str, Any]) -> None:
         for outcome in outcomes.values():
@@ -407,37 +408,36 @@ class TestTheMeasurement:
     def test_reordering_reuses_more_and_stays_in_its_window(self, outcomes: dict[str, Any]) -> None:
         plain, _, reordered, laid_out = outcomes.values()
         assert plain.largest_overtaking == 0 < reordered.largest_overtaking <= 32
-        assert plain.cached_ratio < reordered.cached_ratio < laid_out.cached_ratio
+        assert sum(plain.cached_tokens) < sum(reordered.cached_tokens) < sum(laid_out.cached_tokens)
         assert sum(plain.ttft_s) > sum(reordered.ttft_s) > sum(laid_out.ttft_s)
 
     def test_a_request_waits_for_those_before_it_to_be_prefilled(self) -> None:
         trace = trace_of_workload(make_workload("unique", 0, requests=3), 3)
         times = ServiceTimes(prefill_tokens_per_s=1_000.0)
-        outcome = simulate(trace, [0.0] * 3, DISCIPLINES[0], capacity_tokens=None, max_in_flight=3, times=times)
+        outcome = SimulatedQueues(None, 3, times=times).serve(trace, [0.0] * 3, DISCIPLINES["fcfs"])
         lengths = [84 + sum(document.token_count for document in request.documents) for request in trace.requests]
         # All but the first find the system prompt, of 64 tokens, cached.
         prefills = [(length - (64 if number else 0)) / 1_000 for number, length in enumerate(lengths)]
         assert outcome.ttft_s == pytest.approx([sum(prefills[: number + 1]) for number in range(3)])
 
-    def test_the_table_and_rows_of_the_measurement(self) -> None:
-        options = [
-            "--workload",
-            "mix8",
-            "--capacity-tokens",
-            "16000",
-            "--load",
-            "2",
-            "--requests",
-            "30",
-            "--seeds",
-            "1",
-        ]
-        shown = CliRunner().invoke(measure, options)
-        assert shown.exit_code == 0, shown.output
-        assert "first come, first served" in shown.output and "16,000 tokens" in shown.output
-        rows = list(map(json.loads, CliRunner().invoke(measure, [*options, "--json"]).output.splitlines()))
-        assert [row["discipline"] for row in rows] == [each.name for each in DISCIPLINES]
-        assert rows[0]["ratio"] == 1 and all(row["ttft_ms"]["mean"] > 0 for row in rows)
+    def test_the_suite_is_run_resumed_and_reported(self, tmp_path: Path) -> None:
+        pytest.importorskip("scipy")
+        run = ["run", "reordering", "-o", str(tmp_path), "--seeds", "0,1"]
+        for parameter in ("workload=mix8", "capacity_tokens=16000", "load=2", "requests=30"):
+            run += ["--set", parameter]
+        for served in (8, 0):
+            done = CliRunner().invoke(evaluate, run)
+            assert done.exit_code == 0 and f"{served} runs served" in done.output, done.output
+        lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+        seeds = [[line["policy"] for line in lines if line.get("seed") == seed] for seed in (0, 1)]
+        assert seeds == [list(DISCIPLINES), [*list(DISCIPLINES)[1:], "fcfs"]]
+        page = CliRunner().invoke(evaluate, ["report", str(tmp_path), "--md"]).output
+        assert "Mean TTFT, times shorter" in page and "overtaken by" in page
+
+    def test_a_running_server_has_one_cache_size(self, tmp_path: Path) -> None:
+        run = ["run", "reordering", "-o", str(tmp_path), "--engine", "openai", "--base-url", "http://localhost:1"]
+        assert "0 runs served" in CliRunner().invoke(evaluate, run).output
+        assert "a running server has one cache size" in (tmp_path / "results.jsonl").read_text()
 
 
 openai = pytest.importorskip("openai")

@@ -1,7 +1,7 @@
 """Corpora: documents, questions and what a retriever found for them."""
 
-from ragorder.eval.data.corpora.base import Corpus, CorpusError, Question
+from ragorder.eval.data.corpora.base import Corpus, CorpusError, CorpusQuestion
 from ragorder.eval.data.corpora.folder import load_folder
 from ragorder.eval.data.corpora.pydocs import PYDOCS, load_pydocs
 
-__all__ = ["PYDOCS", "Corpus", "CorpusError", "Question", "load_folder", "load_pydocs"]
+__all__ = ["PYDOCS", "Corpus", "CorpusError", "CorpusQuestion", "load_folder", "load_pydocs"]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ragorder.document import Document
 
-__all__ = ["Corpus", "CorpusError", "Question"]
+__all__ = ["Corpus", "CorpusError", "CorpusQuestion"]
 
 
 class CorpusError(ValueError):
@@ -15,7 +15,7 @@ class CorpusError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class CorpusQuestion:
     """A question that was, or could be, asked of the corpus."""
 
     id: str
@@ -28,5 +28,5 @@ class Corpus:
 
     name: str
     documents: Sequence[Document]
-    questions: Sequence[Question]
+    questions: Sequence[CorpusQuestion]
     rankings: Sequence[Sequence[int]]

@@ -11,7 +11,7 @@ from typing import Annotated, Generic, TypeVar
 from pydantic import BaseModel, ConfigDict, Field
 
 from ragorder.document import Document
-from ragorder.eval.data.corpora.base import Corpus, CorpusError, Question
+from ragorder.eval.data.corpora.base import Corpus, CorpusError, CorpusQuestion
 from ragorder.eval.data.retrieval import Retriever
 from ragorder.jsonl import JSONLines
 
@@ -91,7 +91,7 @@ def load_folder(folder: Path, *, retriever: Retriever | None = None, top_k: int 
     chunk_file = _find(folder, "chunks")
     chunks = _whole(sources) if chunk_file is None else _cut(sources, chunk_file)
     lines = _by_id(_only(folder, "questions"), QuestionLine)
-    questions = [Question(id, line.fields.question) for id, line in lines.items()]
+    questions = [CorpusQuestion(id, line.fields.question) for id, line in lines.items()]
     if retriever is None:
         rankings = _run(_run_file(folder), lines, chunks, top_k)
     else:

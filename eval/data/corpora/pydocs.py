@@ -18,7 +18,7 @@ from pathlib import Path
 from random import Random
 
 from ragorder.document import Document
-from ragorder.eval.data.corpora.base import Corpus, CorpusError, Question
+from ragorder.eval.data.corpora.base import Corpus, CorpusError, CorpusQuestion
 from ragorder.eval.data.retrieval import BM25Retriever, Retriever
 
 __all__ = ["PYDOCS", "load_pydocs"]
@@ -230,7 +230,7 @@ def _sessions(entries: Sequence[_Entry]) -> Iterator[list[_Entry]]:
                 yield group[start:end]
 
 
-def _questions(sessions: list[list[_Entry]]) -> Iterator[Question]:
+def _questions(sessions: list[list[_Entry]]) -> Iterator[CorpusQuestion]:
     random = Random(0)
     random.shuffle(sessions)
     asked = 0
@@ -240,7 +240,7 @@ def _questions(sessions: list[list[_Entry]]) -> Iterator[Question]:
         for position, entry in enumerate(session):
             before = session[position - 1] if position else None
             phrasings = [texts for template in _TEMPLATES if (texts := template(entry, before))]
-            yield Question(f"session-{number}/{position}", random.choice(random.choice(phrasings)))
+            yield CorpusQuestion(f"session-{number}/{position}", random.choice(random.choice(phrasings)))
         asked += len(session)
 
 
@@ -340,7 +340,7 @@ def _restore(path: Path) -> Corpus | None:
         return Corpus(
             kept["name"],
             [Document(id, text, metadata=metadata) for id, text, metadata in kept["documents"]],
-            [Question(id, text) for id, text in kept["questions"]],
+            [CorpusQuestion(id, text) for id, text in kept["questions"]],
             kept["rankings"],
         )
     except (OSError, ValueError, KeyError, TypeError):

@@ -1,4 +1,4 @@
-"""Two clocks: what a caller waits, and what the processor did meanwhile."""
+"""Wall time and CPU time of a call."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ T = TypeVar("T")
 
 
 def timed(call: Callable[[], T]) -> tuple[T, float, float]:
-    """What a call gives, the wall time that it took and the CPU time of all threads of this process, in ms. On a busy
-    machine the CPU time is the better one of the two; on a GPU it says nothing."""
+    """A call's result, its wall time, and the CPU time of all threads of this process, in ms. CPU time is the better
+    measure on a busy machine; on a GPU it says nothing."""
     import torch
 
     if torch.cuda.is_available():
@@ -26,8 +26,8 @@ def timed(call: Callable[[], T]) -> tuple[T, float, float]:
 
 @contextmanager
 def threads(number: int) -> Iterator[None]:
-    """So many threads compute while the block lasts. With more than one CPU time is no measure of time, as threads that
-    wait for others count as busy."""
+    """torch's number of threads in the block. With more than one, CPU time is no measure of time: waiting threads count
+    as busy."""
     import torch
 
     before = torch.get_num_threads()

@@ -1,12 +1,7 @@
-"""The time to the first token of one prompt of several documents, by what of it is cached and where.
+"""Time to the first token of one prompt of several documents, by what of it is cached and where.
 
-Three measures, each with arms that take turns on the same prompts, in another order each time:
-
-- "cached": the system prompt and 0, 1, … all documents are on the device.
-- "overhead": nothing is cached, on the engine and on plain transformers (SDPA, the same weights).
-- "tiers": all documents are cached, on the device, in the host, or on the disk; and nothing is.
-
-What the engine says that it found, and where, must be what was meant, or nothing is measured.
+Arms take turns on the same prompts, in another order each time. If the engine found anything else cached than was
+meant, nothing is measured.
 """
 
 from __future__ import annotations
@@ -14,10 +9,8 @@ from __future__ import annotations
 import copy
 import random
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
-from functools import partial
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -25,77 +18,38 @@ from typing import Any
 from ragorder.eval.engines.base import EngineError
 from ragorder.eval.engines.prompts import PromptIds
 from ragorder.eval.engines.torch import TorchEngine, TorchModel
+from ragorder.eval.experiments.embedded.cells import NOTHING, TIERS, EmbeddedCell
 from ragorder.eval.experiments.embedded.clocks import timed
 from ragorder.eval.experiments.embedded.prompts import Layout, ask_again, draw_prompt
-from ragorder.eval.experiments.embedded.running import Advance, Experiment, Rows
-from ragorder.eval.experiments.embedded.shapes import Shape, hardware
 
-__all__ = ["MEASURES", "Layout", "prefill_experiments"]
-
-MEASURES = ("cached", "overhead", "tiers")
-
-PLAIN, NOTHING, TIERS = "transformers", "nothing", ("device", "host", "disk")
+__all__ = ["measure_prefill", "plain_transformers"]
 
 _WARM_UPS = 2
 _HOST_PROMPTS = 2.5
 _FILLERS = {"device": 0, "host": 2, "disk": 4}
-"""So many other prompts drive one out of a device for little more than one, and so many out of such a host as well."""
+"""How many other prompts evict one from a device for little more than one, and how many from such a host as well."""
 
-Tokens = tuple[int, int, int]
+_TierTokens = tuple[int, int, int]
 """Cached tokens on the device, in the host, on the disk."""
 
-
-def prefill_experiments(
-    measures: Sequence[str],
-    shape: Shape,
-    layout: Layout,
-    load: Callable[[], TorchModel],
-    *,
-    block_size: int,
-    repeats: int,
-) -> list[Experiment]:
-    """The measures by their names, each `repeats` times a seed. `load` gives the model, once for all."""
-    facts = {"shape": shape.name, "hardware": hardware(), **asdict(layout), "block_size": block_size}
-    arms = {
-        "cached": [NOTHING, *map(str, range(layout.documents + 1))],
-        "overhead": [PLAIN, NOTHING],
-        "tiers": [NOTHING, *TIERS],
-    }
-    measure = {"cached": _measure_cached, "overhead": _measure_overhead, "tiers": _measure_tiers}
-    return [
-        Experiment(
-            {"measure": name, **facts, "repeats": repeats},
-            arms[name],
-            partial(_measure, measure[name], arms[name], load, layout, block_size, repeats),
-            steps=repeats * len(arms[name]),
-        )
-        for name in measures
-    ]
+_Serve = Callable[[str, PromptIds, random.Random], tuple[float, float, _TierTokens]]
+"""Serves a prompt as an arm does: wall and CPU time in ms, and its cached tokens."""
 
 
-Serve = Callable[[str, PromptIds, random.Random], tuple[float, float, Tokens]]
-"""Serves a prompt as an arm does: wall and CPU time in ms, and what was cached of it."""
-
-
-def _measure(
-    start: Callable[[TorchModel, Layout, int], Any],
-    arms: Sequence[str],
-    load: Callable[[], TorchModel],
-    layout: Layout,
-    block_size: int,
-    repeats: int,
-    seed: int,
-    advance: Advance,
-) -> Mapping[str, Rows]:
-    model, rng = load(), random.Random(seed)
+def measure_prefill(
+    cell: EmbeddedCell, model: TorchModel, seed: int, advance: Callable[[], None]
+) -> dict[str, dict[str, list[float]]]:
+    """The columns of each arm. Raises EngineError if the engine cached something else than was meant."""
+    layout, rng = cell.layout, random.Random(seed)
+    start = {"cached": _serve_cached, "overhead": _serve_overhead, "tiers": _serve_tiers}[cell.measure]
     rows: dict[str, dict[str, list[float]]] = {
-        arm: {name: [] for name in ("wall_ms", "cpu_ms", *TIERS)} for arm in arms
+        arm: {name: [] for name in ("wall_ms", "cpu_ms", *TIERS)} for arm in cell.arms
     }
-    with start(model, layout, block_size) as serve:
-        for number in range(-_WARM_UPS, repeats):
+    with start(model, layout, cell.block_size) as serve:
+        for number in range(-_WARM_UPS, cell.repeats):
             prompt = draw_prompt(layout, model.vocabulary, rng)
-            first = number % len(arms)
-            for arm in [*arms[first:], *arms[:first]]:
+            first = number % len(cell.arms)
+            for arm in [*cell.arms[first:], *cell.arms[:first]]:
                 wall_ms, cpu_ms, cached = serve(arm, prompt, rng)
                 if number < 0:
                     continue
@@ -106,10 +60,10 @@ def _measure(
 
 
 @contextmanager
-def _measure_cached(model: TorchModel, layout: Layout, block_size: int) -> Iterator[Serve]:
+def _serve_cached(model: TorchModel, layout: Layout, block_size: int) -> Iterator[_Serve]:
     with _engine(model, block_size, capacity_tokens=2 * layout.tokens + 4 * block_size) as engine:
 
-        def serve(arm: str, prompt: PromptIds, rng: random.Random) -> tuple[float, float, Tokens]:
+        def serve(arm: str, prompt: PromptIds, rng: random.Random) -> tuple[float, float, _TierTokens]:
             engine.reset()
             if arm == NOTHING:
                 return _timed(engine, prompt, expected=(0, 0, 0))
@@ -121,7 +75,7 @@ def _measure_cached(model: TorchModel, layout: Layout, block_size: int) -> Itera
 
 
 @contextmanager
-def _measure_overhead(model: TorchModel, layout: Layout, block_size: int) -> Iterator[Serve]:
+def _serve_overhead(model: TorchModel, layout: Layout, block_size: int) -> Iterator[_Serve]:
     import torch
 
     plain = plain_transformers(model.model)
@@ -132,7 +86,7 @@ def _measure_overhead(model: TorchModel, layout: Layout, block_size: int) -> Ite
                 ids = torch.tensor([list(prompt)], device=plain.device)
                 return int(plain(input_ids=ids, logits_to_keep=1).logits[0, -1].argmax())
 
-        def serve(arm: str, prompt: PromptIds, rng: random.Random) -> tuple[float, float, Tokens]:
+        def serve(arm: str, prompt: PromptIds, rng: random.Random) -> tuple[float, float, _TierTokens]:
             engine.reset()
             if arm == NOTHING:
                 return _timed(engine, prompt, expected=(0, 0, 0))
@@ -143,8 +97,8 @@ def _measure_overhead(model: TorchModel, layout: Layout, block_size: int) -> Ite
 
 
 @contextmanager
-def _measure_tiers(model: TorchModel, layout: Layout, block_size: int) -> Iterator[Serve]:
-    # What is loaded does not share the blocks in which documents meet: each document brings one of its own.
+def _serve_tiers(model: TorchModel, layout: Layout, block_size: int) -> Iterator[_Serve]:
+    # Loaded documents do not share the blocks in which they meet: each brings one of its own.
     device_tokens = layout.tokens + (layout.documents + 4) * block_size
     host_tokens = round(_HOST_PROMPTS * layout.tokens) + layout.documents * block_size
     with ExitStack() as stack:
@@ -153,7 +107,7 @@ def _measure_tiers(model: TorchModel, layout: Layout, block_size: int) -> Iterat
         disk = {"disk_path": folder / "disk", "disk_bytes": 16 * layout.tokens * model.bytes_per_token + (1 << 24)}
         engine = stack.enter_context(_engine(model, block_size, **sizes, **disk))
 
-        def serve(arm: str, prompt: PromptIds, rng: random.Random) -> tuple[float, float, Tokens]:
+        def serve(arm: str, prompt: PromptIds, rng: random.Random) -> tuple[float, float, _TierTokens]:
             engine.reset()
             if arm == NOTHING:
                 return _timed(engine, prompt, expected=(0, 0, 0))
@@ -166,28 +120,23 @@ def _measure_tiers(model: TorchModel, layout: Layout, block_size: int) -> Iterat
         yield serve
 
 
-@contextmanager
-def _engine(model: TorchModel, block_size: int, **sizes: Any) -> Iterator[TorchEngine]:
-    engine = TorchEngine(model, block_size=block_size, **sizes)
-    try:
-        yield engine
-    finally:
-        engine.close()
+def _engine(model: TorchModel, block_size: int, **sizes: Any) -> closing[TorchEngine]:
+    return closing(TorchEngine(model, block_size=block_size, **sizes))
 
 
-def _timed(engine: TorchEngine, prompt: PromptIds, expected: Tokens) -> tuple[float, float, Tokens]:
+def _timed(engine: TorchEngine, prompt: PromptIds, expected: _TierTokens) -> tuple[float, float, _TierTokens]:
     _, wall_ms, cpu_ms = timed(lambda: engine.generate(prompt))
     found = engine.served[-1].cached
     cached = (found.device, found.host, found.disk)
     if cached != expected:
         raise EngineError(
-            f"cached tokens were to be {expected} and are {cached} (device, host, disk): nothing can be measured so"
+            f"cached tokens on device, host and disk should be {expected} and are {cached}: nothing is measured"
         )
     return wall_ms, cpu_ms, cached
 
 
 def plain_transformers(model: Any) -> Any:
-    """The same weights in a model of its own, with transformers' SDPA attention, whatever serves the first one."""
+    """Another model of the same weights, with transformers' SDPA attention."""
     shared = {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())}
     plain = copy.deepcopy(model, shared)
     plain.set_attn_implementation("sdpa")

@@ -1,4 +1,4 @@
-"""Prompts of random tokens, for models that know no words."""
+"""Prompts of random tokens, for models with random weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Layout", "RandomPrompts", "ask_again", "draw_prompt"]
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How many tokens the parts of a prompt have: the system prompt, `documents` of one length, the question."""
+    """A prompt's parts and their tokens: system prompt, `documents` of one length, question."""
 
     documents: int = 5
     document_tokens: int = 200
@@ -27,21 +27,18 @@ class Layout:
 
     @property
     def tokens(self) -> int:
-        """Of a whole prompt."""
         return self.end(self.documents) + self.question_tokens
 
     def end(self, documents: int) -> int:
-        """Where so many documents end, the system prompt in front of them included."""
+        """The tokens of the system prompt and so many documents."""
         return self.system_tokens + documents * self.document_tokens
 
     @property
     def ends(self) -> list[int]:
-        """Of the system prompt and all documents."""
         return [self.end(documents) for documents in range(self.documents + 1)]
 
 
 def draw_prompt(layout: Layout, vocabulary: int, rng: random.Random) -> PromptIds:
-    """A prompt like no other."""
     return PromptIds(rng.choices(range(vocabulary), k=layout.tokens), layout.ends)
 
 
@@ -49,14 +46,14 @@ def ask_again(prompt: PromptIds, layout: Layout, documents: int, vocabulary: int
     """Another question on the first so many documents of a prompt."""
     end = layout.end(documents)
     question = rng.choices(range(vocabulary), k=layout.question_tokens)
-    # Its first token is another one, so that nothing behind the documents is the same.
+    # Another first token, so that nothing behind the documents is the same.
     question[0] = (prompt[end] + 1) % vocabulary
     return PromptIds([*prompt[:end], *question], layout.ends[: documents + 1])
 
 
 class RandomPrompts:
-    """The prompts of a trace: each document is a run of random tokens of its own, of the document's length, between a
-    system prompt of 64 tokens and a question of 20 that is drawn for the request's place in the trace."""
+    """Prompts of a trace (see `Prompts`): random tokens of its own for each document, in its length, between a system
+    prompt of 64 tokens and a question of 20 that depends on the request's place in the trace."""
 
     prefix_tokens = 64
     question_tokens = 20

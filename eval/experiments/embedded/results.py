@@ -1,33 +1,31 @@
-"""Results of the measurements: medians, ratios, and verdicts against the goals."""
+"""Medians, ratios of times, and verdicts against the goals."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-from ragorder.eval.experiments.embedded.prefill import NOTHING, PLAIN
-from ragorder.eval.report.statistics import Comparison, Statistic, compare, need_scipy
+from ragorder.eval.experiments.embedded.cells import NO_CACHE, NOTHING, PLAIN, EmbeddedCell
+from ragorder.eval.experiments.embedded.record import EmbeddedRecord
+from ragorder.eval.report.statistics import PairedDifference, Statistic, compare, need_scipy
 
-__all__ = ["BASELINES", "Clock", "Verdict", "judge", "median", "required", "values_of"]
+__all__ = ["BASELINES", "Clock", "Speedup", "judge", "median", "required", "values_of"]
 
-BASELINES = {"cached": "0", "overhead": PLAIN, "tiers": NOTHING, "serving": "no cache"}
-"""What the arms of a measure are compared with."""
+BASELINES = {"cached": "0", "overhead": PLAIN, "tiers": NOTHING, "serving": NO_CACHE}
+"""The arm of each measure that the others are compared with."""
 
 Clock = Literal["wall_ms", "cpu_ms"]
-Line = Mapping[str, Any]
 
-_LAYOUT = {"documents": 5, "document_tokens": 200}
 _TIMES_SHORTER = {"2": 1.5, "4": 3.5}
 _MOST_WORSE = 0.08
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """`ratio` is how many times shorter the arm's time is than the baseline's (below 1: longer), with its 95 %
-    interval. `met` says whether what is required holds ("": nothing is): "not decided" if the ratio is on the right
-    side and its interval is not."""
+class Speedup:
+    """How many times shorter an arm's time is than the baseline's (below 1: longer), with its 95 % interval. `met` says
+    whether what is required holds ("": nothing is): "not decided" if the interval is not on the right side."""
 
     ratio: float
     low: float
@@ -35,33 +33,37 @@ class Verdict:
     met: Literal["met", "not met", "not decided", ""]
 
 
-def required(cell: Line, arm: str) -> float | None:
-    """How many times shorter than its baseline an arm of a measure must be at least; None: nothing is required."""
-    if any(cell.get(name) != value for name, value in _LAYOUT.items()):
+def required(cell: EmbeddedCell, arm: str) -> float | None:
+    """How many times shorter than its baseline an arm must be at least; None: nothing is required."""
+    if (cell.documents, cell.document_tokens) != (5, 200):
         return None
-    if cell["measure"] == "overhead":
+    if cell.measure == "overhead":
         return 1 / (1 + _MOST_WORSE) if arm == NOTHING else None
-    return _TIMES_SHORTER.get(arm) if cell["measure"] == "cached" else None
+    return _TIMES_SHORTER.get(arm) if cell.measure == "cached" else None
 
 
-def values_of(lines: Sequence[Line], name: str) -> list[list[float]]:
-    """A column of one arm's lines, seed by seed, without the warm-up."""
-    return [line["rows"][name][line["warmup"] :] for line in sorted(lines, key=lambda line: int(line["seed"]))]
+def values_of(lines: Sequence[EmbeddedRecord], name: str) -> list[list[float]]:
+    """A column of one arm, seed by seed, without the warm-up."""
+    return [line.figures(name) for line in sorted(lines, key=lambda line: line.seed)]
 
 
 def judge(
-    baseline: Sequence[Line], ours: Sequence[Line], clock: Clock = "wall_ms", *, statistic: Statistic = "p50"
-) -> Verdict:
-    """Two arms, one line a seed, paired row by row. Raises ImportError naming the extra to install."""
+    baseline: Sequence[EmbeddedRecord],
+    ours: Sequence[EmbeddedRecord],
+    clock: Clock = "wall_ms",
+    *,
+    statistic: Statistic = "p50",
+) -> Speedup:
+    """Two arms, paired row by row. Raises StatisticsError if they are not of the same seeds and rows."""
     columns = values_of(baseline, clock), values_of(ours, clock)
     found = compare(*columns, statistic=statistic, relative=True, better="lower")
     ratio, low, high = (_shorter(value) for value in (found.difference, found.high, found.low))
-    least = required(ours[0]["cell"], ours[0]["policy"])
-    return Verdict(ratio, low, high, "" if least is None else _met(found, ratio, low, least))
+    least = required(ours[0].setting, ours[0].policy)
+    return Speedup(ratio, low, high, "" if least is None else _met(found, ratio, low, least))
 
 
 def median(values: Sequence[float]) -> tuple[float, float, float]:
-    """With its 95 % bootstrap interval. Raises ImportError naming the extra to install."""
+    """With its 95 % bootstrap interval."""
     import numpy as np
 
     stats = need_scipy()
@@ -83,7 +85,7 @@ def _shorter(difference: float) -> float:
     return 0.0 if difference == math.inf else 1 / max(1e-9, 1 + difference)
 
 
-def _met(found: Comparison, ratio: float, low: float, least: float) -> Literal["met", "not met", "not decided"]:
+def _met(found: PairedDifference, ratio: float, low: float, least: float) -> Literal["met", "not met", "not decided"]:
     if ratio < least:
         return "not met"
     return "met" if found.known and low >= least else "not decided"

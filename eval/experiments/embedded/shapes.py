@@ -6,17 +6,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from ragorder.eval.engines.base import EngineError
-from ragorder.eval.engines.torch import TorchModel, need_torch
+from ragorder.eval.engines.torch import TorchModel
 
-__all__ = ["ONE_THREAD", "SHAPES", "Shape", "find_shape", "hardware"]
+__all__ = ["ONE_THREAD", "SHAPES", "ModelShape", "hardware"]
 
 ONE_THREAD = "CPU, 1 thread"
-"""Hardware on which CPU time is a measure of time."""
+"""On which CPU time is a measure of time."""
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
-    """A decoder of a family that transformers knows ("qwen2", "mistral", "llama"). `large`: not without a GPU."""
+class ModelShape:
+    """A decoder of one of transformers' families ("qwen2", "mistral", "llama"). `large`: not without a GPU."""
 
     name: str
     family: str
@@ -29,19 +29,27 @@ class Shape:
     longest_tokens: int = 32_768
     large: bool = False
 
+    @property
+    def obstacle(self) -> str | None:
+        """The reason why there can be no such model here, if there is one."""
+        import torch
+
+        if not self.large or torch.cuda.is_available():
+            return None
+        small = " or ".join(name for name, shape in SHAPES.items() if not shape.large)
+        return f"the shape {self.name} needs a GPU, and there is none here: take shape {small}"
+
     def make(self) -> TorchModel:
         """The model, always with the same weights: in bfloat16 on a GPU if there is one, in float32 on a CPU.
 
-        Raises EngineError for a large one where there is no GPU, ImportError naming the extra to install.
+        Raises EngineError for a large one where there is no GPU.
         """
-        need_torch()
+        if self.obstacle:
+            raise EngineError(self.obstacle)
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM
 
         on_gpu = torch.cuda.is_available()
-        if self.large and not on_gpu:
-            small = ", ".join(name for name, shape in SHAPES.items() if not shape.large)
-            raise EngineError(f"the shape {self.name} needs a GPU, and there is none here: give --shape {small}")
         config: Any = AutoConfig.for_model(
             self.family,
             num_hidden_layers=self.layers,
@@ -64,27 +72,19 @@ class Shape:
 SHAPES = {
     shape.name: shape
     for shape in (
-        Shape("tiny", "qwen2", 2, 128, 256, 2, 1, 512),
-        Shape("small", "qwen2", 8, 512, 1_536, 8, 2, 8_192),
-        Shape("qwen2.5-7b", "qwen2", 28, 3_584, 18_944, 28, 4, 152_064, large=True),
-        Shape("mistral-7b", "mistral", 32, 4_096, 14_336, 32, 8, 32_000, large=True),
-        Shape("llama2-7b", "llama", 32, 4_096, 11_008, 32, 32, 32_000, large=True),
+        ModelShape("tiny", "qwen2", 2, 128, 256, 2, 1, 512),
+        ModelShape("small", "qwen2", 8, 512, 1_536, 8, 2, 8_192),
+        ModelShape("qwen2.5-7b", "qwen2", 28, 3_584, 18_944, 28, 4, 152_064, large=True),
+        ModelShape("mistral-7b", "mistral", 32, 4_096, 14_336, 32, 8, 32_000, large=True),
+        ModelShape("llama2-7b", "llama", 32, 4_096, 11_008, 32, 32, 32_000, large=True),
     )
 }
-"""By name. The real models of RAGCache's Table 1 and of RAGCache++ (appendix A); "small" is as wide as it must be for
-prefill to dominate on a CPU, "tiny" shows that everything runs. All of them take prompts of 32,768 tokens, which the
-real Llama 2 does not."""
-
-
-def find_shape(name: str) -> Shape:
-    """Raises EngineError for a name that is none."""
-    if name not in SHAPES:
-        raise EngineError(f"unknown shape {name!r}: choose from {', '.join(SHAPES)}")
-    return SHAPES[name]
+"""By name: the models of RAGCache's Table 1 and of RAGCache++ (appendix A), though Llama 2 takes no prompts of 32,768
+tokens; "small" is as wide as prefill must be to dominate on a CPU; "tiny" is for tests."""
 
 
 def hardware() -> str:
-    """What computes: the GPU's name, or "CPU" with the number of threads."""
+    """The GPU's name, or "CPU" with the number of threads."""
     import torch
 
     if torch.cuda.is_available():

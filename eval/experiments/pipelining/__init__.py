@@ -3,10 +3,9 @@
 from ragorder.eval.experiments.pipelining.bench import PIPELINES, PipelineError, PipelineResult, run_pipelines
 from ragorder.eval.experiments.pipelining.cold import ALONE, measure_cold, time_system
 from ragorder.eval.experiments.pipelining.modes import MODES, long_builder
-from ragorder.eval.experiments.pipelining.search import Plan, paced, plan_search, played, real_retrieval
+from ragorder.eval.experiments.pipelining.search import SearchPlan, embed, paced, plan_search, played, real_retrieval
 from ragorder.eval.experiments.pipelining.server import Counters, MeasuredServer, ServerFacts, find_server
 from ragorder.eval.experiments.pipelining.speculation import measure_speculation, measure_throughput
-from ragorder.eval.experiments.pipelining.vectors import embed
 
 __all__ = [
     "ALONE",
@@ -16,7 +15,7 @@ __all__ = [
     "MeasuredServer",
     "PipelineError",
     "PipelineResult",
-    "Plan",
+    "SearchPlan",
     "ServerFacts",
     "embed",
     "find_server",

@@ -1,4 +1,4 @@
-"""The benchmark with pipelines: every request retrieves first, for so long, and the time counts from the question."""
+"""Benchmark of pipelines: every request retrieves first, and its time counts from the question."""
 
 from __future__ import annotations
 
@@ -34,15 +34,14 @@ _STAGES = 4
 
 
 class PipelineError(BenchError):
-    """A benchmark cannot have a pipeline as asked. The message says what to change."""
+    """A benchmark cannot be combined with a pipeline. The message says what to change."""
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineResult:
-    """What one policy did in one pipeline on one trace. `ttft_ms` counts from the question, retrieval included, and
-    `exposed_ms` is the mean of the part of it that overlaps with nothing. Of the `speculations` so many were `right`,
-    and so many more were `refused` for want of room; `wasted_prompt_tokens` are the prompts of the wrong ones.
-    `failures` of the requests are in no other figure."""
+    """One policy in one pipeline on one trace. `ttft_ms` counts from the question; `exposed_ms` is the mean retrieval
+    time that overlaps with nothing. Of the `speculations`, `right` were used, and `wasted_prompt_tokens` are the
+    prompts of the others; `refused` ones had no room. Failed requests count only in `failures`."""
 
     workload: str
     policy: str
@@ -69,12 +68,12 @@ class PipelineResult:
 def run_pipelines(
     bench: Bench, pipeline: str, delay_ms: float, progress: Progress = lambda words, steps: lambda: None
 ) -> list[PipelineResult]:
-    """Every policy on every trace and seed, without a pipeline and with this one, on one server.
+    """Every policy on every trace and seed, with this pipeline and without, on one server.
 
-    Retrieval is a pause of `delay_ms` milliseconds, in 4 stages for "speculative": see `played`. One request at a time
-    both take turns, and share the server's cache with a salt each; with a `concurrency` one runs after the other.
+    Retrieval is a pause of `delay_ms`, in 4 stages for "speculative" (see `played`). Without `concurrency` both modes
+    take turns and share the server's cache, each with its own salt; otherwise one runs after the other.
 
-    Raises PipelineError for what a pipeline cannot do, and as `run_bench` does.
+    Raises PipelineError for a combination that cannot be measured, and as `run_bench` does.
     """
     _check_pipeline(bench, pipeline, delay_ms)
     check_bench(bench)
@@ -96,8 +95,6 @@ def run_pipelines(
 
 
 class _Run:
-    """One policy on one trace, in the modes that are compared."""
-
     def __init__(
         self,
         bench: Bench,

@@ -1,4 +1,4 @@
-"""A cell of a suite about pipelines: what is overlapped with prefill, and how long it takes."""
+"""Cells of the suites of kind "pipelining"."""
 
 from __future__ import annotations
 
@@ -15,14 +15,12 @@ PIPELINE_POLICIES = ("none", "warmup", "speculative")
 
 
 class PipeliningCell(SuiteCell):
-    """What one cell may say. `measure` is "cold" (warm-ups of a cold cache), "speculation" (one request at a time) or
-    "throughput" (a closed loop of `clients`, or of as many as ask for `overload` times what the engine serves, in so
-    many `segments` of `segment_requests`, each in both modes in turn).
+    """`measure` is "cold" (warm-ups of a cold cache), "speculation" (one request at a time) or "throughput" (a closed
+    loop of `clients`, or of enough for `overload` times what the engine serves, in `segments` of `segment_requests`).
 
-    cold: retrieval is a pause of `retrieval_ms`, or of `retrieval_of_system` times what the system prompt takes here.
-    speculation, throughput: a search for the `top_k` in an `index` over a corpus' embeddings, of which it covers
-    `search_ratio`, in `stages` (at most) of `growth`. It is stretched to `search_ms` (0: as long as it takes).
-    `max_prefill_bs` and `cautious` are those of the pipeline.
+    cold: retrieval is a pause of `retrieval_ms`, or of `retrieval_of_system` times the system prompt's time. Otherwise:
+    a search for the `top_k` in an `index` over the corpus' embeddings, of which `search_ratio` is searched, in up to
+    `stages` of `growth`, stretched to `search_ms` (0: not at all).
     """
 
     measure: Literal["cold", "speculation", "throughput"]

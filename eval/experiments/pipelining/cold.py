@@ -1,4 +1,4 @@
-"""Cold starts: the time to the first token with and without a warm-up during retrieval (RAGCache++ Tables 5 and 6)."""
+"""Cold starts: times to the first token with and without a warm-up during retrieval (RAGCache++ Tables 5 and 6)."""
 
 from __future__ import annotations
 
@@ -30,14 +30,13 @@ async def measure_cold(
     retrieval_s: float,
     advance: Callable[[], None],
 ) -> dict[str, dict[str, list[Any]]]:
-    """Each request in each mode in turn, with a salt that no other has: the system prompt is never in the cache.
+    """Each request in each mode in turn, with its own salt: the system prompt is never cached. Retrieval is a pause.
 
-    Retrieval is a pause of `retrieval_s` seconds. In rows "none" (retrieval, then the prompt) and "warmup" `ttft_ms`
-    counts from the question, `cached_tokens` are those of the prompt and `warmed_up` says whether a warm-up was sent;
-    in rows "alone" `system_ms` is the time of the system prompt by itself and `documents_ms` that of the whole prompt
-    directly behind it: T_sys and T_docs. Nothing is on its way on the server when one begins.
+    Rows of "none" and "warmup": `ttft_ms` counts from the question, `warmed_up` says whether a warm-up was sent. Rows
+    of "alone": `system_ms` (T_sys) is the system prompt's time, `documents_ms` (T_docs) that of the whole prompt
+    directly after it.
 
-    Raises EngineError for a server that does not answer or that others use, and what the engine raises.
+    Raises EngineError for a server that does not answer or has other clients, and what the engine raises.
     """
     rankings = [request.documents for request in requests]
     orderers = {mode: server.orderer(builder) for mode in _MODES}
@@ -76,7 +75,7 @@ async def measure_cold(
 
 
 async def time_system(server: MeasuredServer, builder: PromptBuilder) -> float:
-    """Seconds that the system prompt takes by itself: the median of a few."""
+    """The median time of the system prompt alone, in seconds."""
     times = []
     for _ in range(_CALIBRATING):
         await server.quiet()

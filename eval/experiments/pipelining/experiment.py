@@ -1,12 +1,10 @@
-"""Pipelines measured on one server: the suites of kind "pipelining"."""
+"""The experiment of the suites of kind "pipelining": pipelines on one server."""
 
 from __future__ import annotations
 
 import asyncio
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ragorder.eval.data.cache import cache_folder
@@ -37,31 +35,17 @@ class Pipelining(Experiment):
     cell = PipeliningCell
     policies: ClassVar[Any] = PIPELINE_POLICIES
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self._stack = ExitStack()
-        self._facts: ServerFacts | None = None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._stack.close()
+    _facts: ServerFacts | None = None
 
     def asked(self, suite: Suite) -> Sequence[str]:
-        """Without the baseline, which every line has beside the other mode."""
+        """Without the baseline, which each line has beside the other mode."""
         return [policy for policy in super().asked(suite) if policy != suite.baseline]
 
     def obstacle(self, suite: Suite, cell: PipeliningCell, policy: str) -> str | None:
-        if self.options.engine != "openai":
-            return _NO_SERVER
-        corpus = self.corpora.take(cell.corpus)
-        return corpus if isinstance(corpus, str) else None
+        return _NO_SERVER if self.options.engine != "openai" else super().obstacle(suite, cell, policy)
 
     def missing(self, suite: Suite, cell: PipeliningCell, policy: str, reason: str) -> Missing:
         return Missing(suite.name, cell.fields if self.options.engine == "openai" else {}, policy, reason)
-
-    def corpus(self, cell: PipeliningCell) -> Corpus:
-        corpus = self.corpora.take(cell.corpus)
-        assert not isinstance(corpus, str), "a missing corpus was an obstacle"
-        return corpus
 
     def requests(self, suite: Suite, cell: PipeliningCell) -> int:
         count = suite.requests if cell.measure != "throughput" else cell.segments * cell.segment_requests
@@ -92,7 +76,6 @@ class Pipelining(Experiment):
         }
 
     def _server(self) -> ServerFacts:
-        """The server that was named, or one that is started."""
         from ragorder.eval.experiments.pipelining.server import find_server
 
         if self._facts is None:
@@ -100,7 +83,9 @@ class Pipelining(Experiment):
             if base_url is None:
                 from ragorder.eval.running.live import start_server
 
-                base_url = self._stack.enter_context(start_server(Bench(engine="openai", model=options.model))).base_url
+                base_url = self.resources.enter_context(
+                    start_server(Bench(engine="openai", model=options.model))
+                ).base_url
             self._facts = find_server(
                 base_url, model=options.model, served_model=options.served_model, api_key=options.api_key
             )
@@ -145,9 +130,8 @@ async def _search(
     requests: Sequence[tuple[int, Request]],
     advance: Callable[[], None],
 ) -> dict[str, Any]:
-    from ragorder.eval.experiments.pipelining.search import paced, plan_search, real_retrieval
+    from ragorder.eval.experiments.pipelining.search import embed, paced, plan_search, real_retrieval
     from ragorder.eval.experiments.pipelining.speculation import measure_speculation, measure_throughput
-    from ragorder.eval.experiments.pipelining.vectors import embed
 
     vectors = embed([document.text for document in corpus.documents], cache_folder())
     every = embed([question.text for question in corpus.questions], cache_folder())
@@ -176,7 +160,7 @@ async def _search(
 
 
 def _requests(cell: PipeliningCell, corpus: Corpus, seed: int, count: int) -> list[tuple[int, Request]]:
-    """Questions of the corpus with their numbers, from somewhere: neighbours stay together, as they share documents."""
+    """Consecutive questions of the corpus with their numbers, from a random one on: neighbours share documents."""
     start = random.Random(seed).randrange(len(corpus.questions))
     numbers = [(start + each) % len(corpus.questions) for each in range(count)]
     return [

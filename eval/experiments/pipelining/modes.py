@@ -1,4 +1,4 @@
-"""The modes that are compared: one after another, or retrieval overlapped with prefill."""
+"""Modes of a pipeline: sequential, or retrieval overlapped with prefill."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Asked(Question):
 
 
 def ask(number: int, query: str, scope: str, output_tokens: int = 1) -> Asked:
-    """A question of the tenant `scope` whose answer has just so many tokens, where the server knows ignore_eos."""
+    """A question of tenant `scope` with an answer of exactly `output_tokens`, on servers that know ignore_eos."""
     options = {"extra_body": {"ignore_eos": True}}
     return Asked(query, scope, max_tokens=output_tokens, options=options, number=number)
 
@@ -53,7 +53,7 @@ def make_pipeline(
     max_prefill_bs: int | None = None,
     cautious: bool = True,
 ) -> Pipeline[Any, Document, Any]:
-    """A pipeline in one of the `MODES` on this server."""
+    """A pipeline in one of the `MODES`."""
     warm_up, speculate = MODES[mode]
     return ordered_pipeline(
         server.streams,
@@ -69,8 +69,7 @@ def make_pipeline(
 
 
 def long_builder(system: str, tokenizer: Any, system_tokens: int) -> PromptBuilder:
-    """Prompts whose system prompt is `system` with as many rules behind it as make `system_tokens` tokens, or a few
-    more."""
+    """Prompts with a system prompt of `system_tokens` tokens or a few more: `system` and rules."""
     rules: list[str] = []
     while True:
         builder = PromptBuilder("\n".join([system, *rules]), tokenizer=tokenizer)
@@ -80,6 +79,6 @@ def long_builder(system: str, tokenizer: Any, system_tokens: int) -> PromptBuild
 
 
 def in_turn(number: int, modes: Sequence[str]) -> list[str]:
-    """The modes, another one first for each request."""
+    """The modes, rotated by one place from request to request."""
     first = number % len(modes)
     return [*modes[first:], *modes[:first]]

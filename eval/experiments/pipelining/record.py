@@ -16,7 +16,7 @@ __all__ = ["PipeliningRecord"]
 
 
 class PipeliningRecord(Record):
-    """One cell with one seed: rows of each mode, which took turns, by name of mode and column."""
+    """One cell with one seed: rows by mode and column. The modes took turns."""
 
     called: ClassVar[str] = "a measurement of a pipeline"
 
@@ -33,16 +33,16 @@ class PipeliningRecord(Record):
 
     @property
     def requests(self) -> int:
-        """How many were served after the warm-up, in all modes."""
+        """Served after the warm-up, in all modes."""
         throughput = self.figures("none", "requests")
         if len(throughput):
             return int(sum(self.figures(mode, "requests").sum() for mode in self.rows))
         return sum(len(self.figures(mode, "ttft_ms")) for mode in self.rows)
 
     def figures(self, mode: str, name: str) -> Floats:
-        """A mode's column after the warm-up, NaN where there is no figure."""
+        """Numbers of a mode after the warm-up, NaN for None."""
         return as_column(self.rows.get(mode, {}).get(name, ()))[self.warmup :]
 
     def entries(self, mode: str, name: str) -> Sequence[Any]:
-        """The same of a column whose entries are no numbers."""
+        """Entries after the warm-up that are not numbers."""
         return self.rows.get(mode, {}).get(name, ())[self.warmup :]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ragorder.eval.experiments.pipelining.record import PipeliningRecord
 from ragorder.eval.report.paper import number
 from ragorder.eval.report.part import Part
-from ragorder.eval.report.statistics import Comparison, compare, summary
+from ragorder.eval.report.statistics import PairedDifference, compare, summary
 from ragorder.eval.report.tables import Entry, Table
 from ragorder.eval.report.words import THIN, change_words, figure, signed
 from ragorder.eval.running.reading import Results
@@ -186,7 +186,7 @@ def _bounds(line: PipeliningRecord) -> Floats:
     return bound
 
 
-def _compare(lines: _Group, plain: str, mode: str, name: str, *, statistic: Any, better: Any) -> Comparison:
+def _compare(lines: _Group, plain: str, mode: str, name: str, *, statistic: Any, better: Any) -> PairedDifference:
     sides = [[line.figures(each, name) for line in lines] for each in (plain, mode)]
     return compare(*sides, statistic=statistic, relative=True, better=better)
 
@@ -260,24 +260,24 @@ def _paper_ratios(suite: Suite, lines: _Group) -> str:
     return ", ".join(words) or "–"
 
 
-def _verdict(found: Comparison) -> str:
+def _verdict(found: PairedDifference) -> str:
     return found.verdict if found.known else "too few requests"
 
 
-def _interval(over: Comparison) -> str:
+def _interval(over: PairedDifference) -> str:
     if not over.known:
         return "too few requests for an interval"
     return f"[{figure(100 * (1 + over.low))}, {figure(100 * (1 + over.high))}]"
 
 
-def _ratio(exposed: Comparison) -> str:
+def _ratio(exposed: PairedDifference) -> str:
     """The interval of T2 / T1."""
     if not exposed.known:
         return "too few requests for an interval"
     return f"[{figure(1 / (1 + exposed.high), 2)}, {figure(1 / (1 + exposed.low), 2)}]"
 
 
-def _at_most_less(rates: Comparison) -> str:
+def _at_most_less(rates: PairedDifference) -> str:
     if rates.difference < -_LESS:
         return "no"
     if rates.known and rates.low >= -_LESS:

@@ -1,24 +1,31 @@
-"""Searches as pipelines see them: of a real index in stages, of a given length, or played from a trace."""
+"""Retrieval for pipelines: a real index in stages, a stretched search, or a trace."""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import os
 import random
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from itertools import accumulate
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ragorder.document import Document
 from ragorder.eval.data.corpora.base import Corpus
+from ragorder.eval.data.retrieval import DenseRetriever, default_model
 from ragorder.eval.experiments.pipelining.modes import Asked
 from ragorder.pipelining import Provisional, Retrieval, StagedHNSW, StagedIVF, StagedSearch, staged_retrieval
 
 if TYPE_CHECKING:
-    from ragorder.eval.experiments.pipelining.vectors import Vectors
+    import numpy as np
+    from numpy.typing import NDArray
 
-__all__ = ["Plan", "paced", "plan_search", "played", "real_retrieval"]
+    Vectors = NDArray[np.float32]
+
+__all__ = ["SearchPlan", "embed", "paced", "plan_search", "played", "real_retrieval"]
 
 _CLUSTERS = 128
 _LINKS = 32
@@ -27,9 +34,9 @@ _EF_FACTOR = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """A search in stages. `shares` says what part of the search without stages each takes: together more than 1 where
-    stages do work again."""
+class SearchPlan:
+    """A staged search. `shares` are each stage's part of the unstaged search; their sum exceeds 1 if stages repeat
+    work."""
 
     search: StagedSearch
     unstaged: StagedSearch
@@ -38,12 +45,12 @@ class Plan:
 
 def plan_search(
     kind: Literal["ivf", "hnsw"], vectors: Vectors, *, ratio: float, stages: int, growth: str, top_k: int, seed: int = 0
-) -> Plan:
-    """A search for the `top_k` of an index of these vectors, by inner product.
+) -> SearchPlan:
+    """A search for the `top_k` by inner product.
 
-    "ivf": 128 clusters at most, of which `ratio` are searched, in stages of `growth` "equal" or "geometric" (each
-    doubles the clusters searched so far). "hnsw": `ratio` is that of efSearch to 512; each stage's efSearch is four
-    times that of the one before, and begins anew. Raises ImportError naming the extra to install.
+    "ivf": `ratio` of at most 128 clusters, in stages of `growth` "equal" or "geometric" (each doubles the clusters
+    searched so far). "hnsw": `ratio` is efSearch / 512; each stage has four times the efSearch of the one before, and
+    starts anew. Raises ImportError naming the extra to install.
     """
     faiss = _faiss()
     if kind == "hnsw":
@@ -52,7 +59,7 @@ def plan_search(
         index = faiss.IndexHNSWFlat(vectors.shape[1], _LINKS, faiss.METRIC_INNER_PRODUCT)
         index.add(vectors)
         shares = tuple(each / target for each in schedule)
-        return Plan(StagedHNSW(index, schedule=schedule), StagedHNSW(index, target, stages=1), shares)
+        return SearchPlan(StagedHNSW(index, schedule=schedule), StagedHNSW(index, target, stages=1), shares)
     clusters = min(_CLUSTERS, len(vectors))
     quantizer = faiss.IndexFlatIP(vectors.shape[1])
     index = faiss.IndexIVFFlat(quantizer, vectors.shape[1], clusters, faiss.METRIC_INNER_PRODUCT)
@@ -62,11 +69,11 @@ def plan_search(
     probes = max(1, round(ratio * clusters))
     counts = _counts(probes, stages, growth)
     plain = StagedIVF(index, growth=[probes])
-    return Plan(StagedIVF(index, growth=counts), plain, tuple(count / probes for count in counts))
+    return SearchPlan(StagedIVF(index, growth=counts), plain, tuple(count / probes for count in counts))
 
 
 def _counts(probes: int, stages: int, growth: str) -> list[int]:
-    """Clusters that each stage searches."""
+    """Clusters searched by each stage."""
     if growth == "geometric":
         ends = sorted({max(1, probes >> left) for left in range(stages)})
     else:
@@ -75,7 +82,7 @@ def _counts(probes: int, stages: int, growth: str) -> list[int]:
 
 
 def real_retrieval(search: StagedSearch, corpus: Corpus, queries: Vectors, top_k: int) -> Retrieval[Asked, Document]:
-    """The documents of a corpus for its questions, whose vectors are `queries`: embedding them takes no time."""
+    """Documents of a corpus for its questions, embedded in advance as `queries`."""
     return staged_retrieval(
         search,
         lambda question: queries[question.number : question.number + 1],
@@ -87,8 +94,8 @@ def real_retrieval(search: StagedSearch, corpus: Corpus, queries: Vectors, top_k
 def paced(
     retrieval: Retrieval[Asked, Document], shares: Sequence[float], search_s: float
 ) -> Retrieval[Asked, Document]:
-    """The same search as if without stages it took `search_s` seconds, of which each stage takes its share. It waits
-    rather than works, as for a vector database on another machine."""
+    """The search stretched to `search_s` seconds without stages, each stage to its share. It waits rather than
+    computes, as for a vector database on another machine."""
     ends_s = [search_s * share for share in accumulate(shares)]
 
     async def search(question: Asked) -> AsyncGenerator[Provisional[Document], None]:
@@ -107,11 +114,10 @@ def paced(
 def played(
     rankings: Sequence[Sequence[Document]], delay_s: float, *, stages: int = 1, seed: int = 0
 ) -> Retrieval[Asked, Document]:
-    """A search that takes `delay_s` seconds for the documents that a trace has for each question, in equal stages.
+    """A trace's documents after `delay_s` seconds, in equal stages.
 
-    After which stage the documents are final is drawn for each question, each stage as likely as the others; with one
-    stage fewer, the last of them is another one, with two the last two, and so on. The others are drawn from the whole
-    trace. The same seed draws the same.
+    The stage after which a question's documents are final is drawn uniformly; each stage before it has one more of the
+    last documents wrong. The same seed draws the same.
     """
     pool = list({document.key: document for documents in rankings for document in documents}.values())
 
@@ -137,6 +143,31 @@ def _provisional(
         missing = min(len(final), len(others), max(0, settled - stage))
         found.append(final[: len(final) - missing] + others[:missing])
     return found
+
+
+def embed(texts: Sequence[str], cache: Path | None = None) -> Vectors:
+    """Normalised embeddings, one row a text, as `DenseRetriever` makes them; `cache` is a folder that keeps them.
+
+    Raises ImportError naming the extra to install, OSError for a model that cannot be loaded.
+    """
+    import numpy as np
+
+    retriever = DenseRetriever(default_model())
+    if cache is None:
+        return np.ascontiguousarray(retriever._embed(texts), dtype=np.float32)
+    digest = hashlib.sha256(retriever.name.encode())
+    for text in texts:
+        data = text.encode("utf-8", "surrogatepass")
+        digest.update(len(data).to_bytes(8, "big") + data)
+    path = cache / f"vectors-{digest.hexdigest()[:16]}.npy"
+    with suppress(OSError, ValueError):
+        return np.load(path)  # type: ignore[no-any-return]
+    vectors = np.ascontiguousarray(retriever._embed(texts), dtype=np.float32)
+    cache.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(f".{os.getpid()}.npy")
+    np.save(unfinished, vectors)
+    unfinished.replace(path)
+    return vectors
 
 
 def _faiss() -> Any:

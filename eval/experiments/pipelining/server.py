@@ -1,4 +1,4 @@
-"""A server whose pipelines are measured: how to reach it, and what it counts."""
+"""A server on which pipelines are measured, and its counters."""
 
 from __future__ import annotations
 
@@ -32,8 +32,7 @@ _MOST_PROBES = 50
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
-    """What must be known of a server: its address, the model's name there, its tokenizer, the longest prompt with its
-    answer, and the cache's sizes, all in tokens."""
+    """Address, model and tokenizer of a server; its limits in tokens. `longest_tokens` includes the answer."""
 
     base_url: str
     model: str
@@ -53,11 +52,10 @@ def find_server(
     block_size: int | None = None,
     capacity_tokens: int | None = None,
 ) -> ServerFacts:
-    """Ask a server. `model` says where the tokenizer is, if not where the server has it from; `block_size` and
-    `capacity_tokens` are asked of vLLM's metrics if they are not given.
+    """The facts of a server; `model` is where the tokenizer is, if not where the server loaded it from.
 
-    Raises EngineError for a server that is not there or does not say how large its cache is, or whose tokenizer cannot
-    be loaded; ImportError naming the extra to install.
+    Raises EngineError for a server that does not answer or does not report its cache, or whose tokenizer cannot be
+    loaded; ImportError naming the extra to install.
     """
     from ragorder.adapters.vllm.cache_config import ServerError, read_cache_config
 
@@ -77,11 +75,10 @@ def find_server(
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """What a vLLM server has counted: prompt tokens that it `computed`, those of aborted requests included, and
-    requests `at_work` now.
+    """Prompt tokens that a vLLM server `computed`, aborted requests included, and requests `at_work` now.
 
-    Computed are the tokens that its scheduler looked up in the prefix cache and did not find there.
-    vllm:prompt_tokens_total would not do: it leaves out what was aborted before its first token.
+    Computed tokens are those looked up in the prefix cache and not found. vllm:prompt_tokens_total omits requests
+    aborted before their first token.
     """
 
     computed: int
@@ -89,10 +86,7 @@ class Counters:
 
 
 class MeasuredServer:
-    """Use it in `async with`. `streams` is the engine of pipelines, the one that `PipelinedClient` has as well.
-
-    Raises ImportError naming the extra to install.
-    """
+    """A server in an `async with` block; `streams` is the engine of its pipelines. Raises ImportError."""
 
     def __init__(self, facts: ServerFacts) -> None:
         try:
@@ -131,7 +125,7 @@ class MeasuredServer:
             await engine.check(list(builder.prefix_ids) * 2)
 
     def orderer(self, builder: PromptBuilder, *, tenants: int = 1, **settings: Any) -> Orderer:
-        """A fresh orderer for one of so many tenants who share the server's cache."""
+        """A fresh orderer for one of `tenants` that share the server's cache."""
         return Orderer(
             capacity_tokens=max(self.facts.block_size, self.facts.capacity_tokens // tenants),
             block_size=self.facts.block_size,
@@ -142,7 +136,7 @@ class MeasuredServer:
         )
 
     async def counters(self) -> Counters | None:
-        """What the server has counted so far; None if it publishes no such metrics."""
+        """None if the server does not publish these metrics."""
         import openai
 
         try:
@@ -160,10 +154,9 @@ class MeasuredServer:
         return Counters(int(computed), int(found["running"] + found["waiting"]))
 
     async def quiet(self) -> Counters | None:
-        """What the server has counted, once nothing is at work there: an aborted request ends with its iteration, and
-        is in the way of the next one until then.
+        """The counters once the server is idle: an aborted request delays the next one until its iteration ends.
 
-        Raises EngineError for a server that others keep busy, and if it does not answer.
+        Raises EngineError for a server that stays busy or does not answer.
         """
         for _ in range(_MOST_PROBES):
             # Metrics are as of the last iteration, which an abort does not make: so there must be one behind it.

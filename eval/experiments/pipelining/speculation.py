@@ -47,16 +47,13 @@ async def measure_speculation(
     cautious: bool = False,
     output_tokens: int = 1,
 ) -> dict[str, dict[str, list[Any]]]:
-    """Each question in both `MODES` in turn, one at a time. Each mode is a tenant of its own, with its own salt and its
-    own orderer, so that both find in the cache what they themselves have left there.
+    """Each question in both `MODES` in turn, one at a time. Each mode is a tenant with its own salt and orderer.
 
-    `searches` are those of the modes, by name. `exposed_ms` is T1 of Table 3 with speculation and T2 without.
-    `computed_tokens` are the prompt tokens that the server says it has computed between two requests, with those of
-    speculations that were wrong. `started_stages` are those after which the documents were new, so that a speculation
-    began (unless `cautious`), and `settled_stage` is the one since which they are final. Nothing is on its way when a
-    request begins.
+    `searches` are by mode. `exposed_ms` is T1 of Table 3 with speculation, T2 without. `computed_tokens` are prompt
+    tokens computed by the server between two requests, wrong speculations included. `started_stages` are those whose
+    documents were new, so that a speculation began (unless `cautious`); since `settled_stage` they are final.
 
-    Raises EngineError for a server that does not answer or that others use, and what the engine raises.
+    Raises EngineError for a server that does not answer or has other clients, and what the engine raises.
     """
     salts = {mode: secrets.token_hex(16) for mode in MODES}
     watched = {mode: _Watched(searches[mode]) for mode in MODES}
@@ -106,12 +103,11 @@ async def measure_throughput(
     cautious: bool = False,
     output_tokens: int = 1,
 ) -> dict[str, dict[str, list[Any]]]:
-    """The questions in `segments`, each in both `MODES` in turn: so many `clients` ask one after another, without a
-    pause (a closed loop); None: as many as would ask for `overload` times what the engine serves, if a question took
-    them no longer than one takes alone (`alone_s`, asked before each segment). A row is a segment; `requests_per_s` is
-    that of its middle, without as many answers as there are clients at both ends, where the engine is not saturated.
+    """The questions in `segments`, each in both `MODES` in turn, by `clients` in a closed loop. None: enough clients
+    for `overload` times what the engine serves, if each question took as long as alone (`alone_s`). A row is a segment;
+    its `requests_per_s` leaves out as many answers as clients at both ends, where the engine is not saturated.
 
-    Raises EngineError for a server that does not answer or that others use, and what the engine raises.
+    Raises EngineError for a server that does not answer or has other clients, and what the engine raises.
     """
     salts = {mode: secrets.token_hex(16) for mode in MODES}
     pipelines = _pipelines(server, builder, searches, max_prefill_bs, cautious)
@@ -147,7 +143,7 @@ async def measure_throughput(
 
 
 class _Watched:
-    """A search, and what it showed for the last question."""
+    """A search, and the documents of its stages for the last question."""
 
     def __init__(self, retrieval: Retrieval[Any, Document]) -> None:
         self._retrieval = retrieval
@@ -161,7 +157,7 @@ class _Watched:
                 yield stage
 
     def stages(self) -> tuple[list[int], int]:
-        """Those before the last, from 1, after which the documents were new; and since which they are final."""
+        """The stages before the last (from 1) with new documents, and the stage since which they are final."""
         shown = self._shown
         new = [number for number in range(1, len(shown)) if number == 1 or shown[number - 1] != shown[number - 2]]
         settled = next(number for number in range(len(shown), 0, -1) if number == 1 or shown[number - 2] != shown[-1])
@@ -171,7 +167,7 @@ class _Watched:
 async def _clients(
     pipeline: Pipeline[Any, Document, Any], questions: Sequence[str], overload: float, output_tokens: int
 ) -> int:
-    """How many clients ask for so much more than the engine serves: tried out on a tenant of its own."""
+    """Clients for this overload, found with a tenant of its own."""
     salt = secrets.token_hex(16)
     asked = [ask(number, question, salt, output_tokens) for number, question in enumerate(questions)]
     await pipeline.answer(asked[0])
@@ -185,7 +181,7 @@ async def _clients(
 async def _closed_loop(
     pipeline: Pipeline[Any, Document, Any], questions: Iterator[Asked], clients: int, advance: Advance
 ) -> tuple[list[PipelineTrace], list[float]]:
-    """The traces of all questions, and when each was answered, in seconds."""
+    """The traces of all questions, and the times of their answers in seconds."""
     traces, ends_s = [], []
 
     async def client() -> None:
@@ -202,7 +198,7 @@ async def _closed_loop(
 
 
 def _rate(ends_s: Sequence[float], clients: int) -> float | None:
-    """Answers a second from when each client has one to when the last question is taken; None of too few."""
+    """Answers a second between the first and last time at which all clients wait; None for too few."""
     middle = ends_s[clients - 1 : len(ends_s) - clients]
     return (len(middle) - 1) / (middle[-1] - middle[0]) if len(middle) > clients else None
 
@@ -229,7 +225,7 @@ def _pipelines(
 
 
 def _split(count: int, parts: int) -> list[range]:
-    """Consecutive numbers in so many parts of about the same length, none of them empty."""
+    """Consecutive ranges of about the same length, none of them empty."""
     parts = max(1, min(parts, count))
     ends = [count * part // parts for part in range(parts + 1)]
     return [range(start, end) for start, end in pairwise(ends)]

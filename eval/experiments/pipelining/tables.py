@@ -1,4 +1,4 @@
-"""Pipelines compared, as tables for people."""
+"""Comparison tables of `ragorder bench --pipeline`."""
 
 from __future__ import annotations
 
@@ -15,18 +15,14 @@ __all__ = ["pipelines_table", "print_pipelines"]
 
 
 def print_pipelines(results: Sequence[PipelineResult], *, stderr: bool = False) -> None:
-    """One table a workload."""
     console = Console(stderr=stderr)
     for _, group in groupby(results, key=lambda result: result.workload):
         console.print(pipelines_table(list(group)))
 
 
 def pipelines_table(results: Sequence[PipelineResult]) -> Table:
-    """Pipelines compared on one workload, the seeds' mean in each row.
-
-    Ratio: of the p50 to that without a pipeline. Exposed: retrieval that overlaps with nothing. Right: of so many
-    speculations; wasted: prompt tokens of the others. Failed requests are counted in red, and are in no other figure.
-    """
+    """One workload, each row the mean of the seeds. Ratio: the p50 to that without a pipeline; exposed: retrieval that
+    overlaps with nothing; right: of all speculations; wasted: prompt tokens of the wrong ones."""
     first = results[0]
     seeds = ", ".join(map(str, sorted({result.seed for result in results})))
     table = Table(

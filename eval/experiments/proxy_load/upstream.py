@@ -1,7 +1,4 @@
-"""An OpenAI-compatible server that answers at once, with nothing: to measure what stands in front of it.
-
-`python -m ragorder.eval.experiments.proxy_load.upstream` serves on a free port of 127.0.0.1, and says on which.
-"""
+"""An OpenAI-compatible server that answers at once; run as a module, it prints the port that it serves on."""
 
 from __future__ import annotations
 
@@ -19,13 +16,11 @@ Message = MutableMapping[str, Any]
 
 
 def answer(prompt_tokens: int = 1) -> bytes:
-    """The answer to a request that wants it in one piece."""
     usage = {"prompt_tokens": prompt_tokens, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 0}}
     return json.dumps({"choices": [{"message": {"content": "yes"}, "finish_reason": "stop"}], "usage": usage}).encode()
 
 
 def answer_events(name: str, count: int) -> Iterator[bytes]:
-    """The events of the stream for the client called `name`."""
     for number in range(count):
         event = {"choices": [{"delta": {"content": f"{name}:{number} "}, "finish_reason": None}]}
         yield b"data: %s\n\n" % json.dumps(event).encode()
@@ -37,8 +32,7 @@ async def instant_upstream(
     receive: Callable[[], Awaitable[Message]],
     send: Callable[[Message], Awaitable[None]],
 ) -> None:
-    """An ASGI application. A body with "stream" is answered by as many events as its "max_tokens" says, with "pause"
-    seconds between them, made for its "user"."""
+    """An ASGI application. A body with "stream" is answered by "max_tokens" events for its "user", "pause" s apart."""
     body = b""
     more = True
     while more:
@@ -59,13 +53,11 @@ async def instant_upstream(
     await send({"type": "http.response.body", "body": b""})
 
 
-@click.command()
 def main() -> None:
-    """Serve until the process is ended."""
     from uvicorn import Config, Server
 
     listening = socket.create_server(("127.0.0.1", 0), backlog=4096)
-    # asyncio sees to it only for sockets that it made itself.
+    # asyncio sets it for sockets of its own only.
     listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     click.echo(f"http://127.0.0.1:{listening.getsockname()[1]}")
     config = Config(

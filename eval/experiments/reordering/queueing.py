@@ -1,4 +1,4 @@
-"""A queue in front of an engine, served by one discipline or another: simulated, or on a server."""
+"""Queue disciplines in front of an engine, on a virtual clock or on a server."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import asyncio
 import heapq
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ragorder.document import Document
 from ragorder.eval.data.trace import Trace
-from ragorder.eval.engines.base import Cache, Completion
+from ragorder.eval.engines.base import Cache, Completion, EngineError
 from ragorder.eval.engines.openai import OpenAIEngine, find_model
 from ragorder.eval.engines.prompts import NumberedPrompts, Prompts
 from ragorder.eval.engines.server import VLLMServer
@@ -23,7 +24,10 @@ from ragorder.eval.running.policies import make_orderer
 from ragorder.ordering import Ordering
 from ragorder.pipelining.reordering import CacheAwareQueue, CachedLengths, ConcurrencyLimiter
 
-__all__ = ["DISCIPLINES", "Discipline", "Outcome", "Serve", "on_a_server", "serve_live", "simulate"]
+if TYPE_CHECKING:
+    from ragorder.eval.running.options import Options
+
+__all__ = ["DISCIPLINES", "Discipline", "LiveQueues", "QueueOutcome", "QueueServer", "SimulatedQueues", "own_server"]
 
 _OWN_CAPACITY_TOKENS = 16_000
 _OWN_BLOCK_SIZE = 32
@@ -31,44 +35,50 @@ _OWN_BLOCK_SIZE = 32
 
 @dataclass(frozen=True, slots=True)
 class Discipline:
-    """How a queue is served: by which `window`, and for how many of those that wait each request is laid out."""
+    """A reordering `window` (0: first come, first served); documents are arranged for so many `waiting` requests."""
 
-    name: str
     window: int
     waiting: int
 
-
-DISCIPLINES = (
-    Discipline("first come, first served", 0, 0),
-    Discipline("the same, laid out for 8 waiting", 0, 8),
-    Discipline("reordered", 32, 0),
-    Discipline("reordered, laid out for 8 waiting", 32, 8),
-)
+    def within(self, window: int) -> Discipline:
+        return Discipline(window if self.window else 0, self.waiting)
 
 
-@dataclass(slots=True)
-class Outcome:
-    """How a trace was served: the time to first token of each request from its arrival, in seconds, what the cache had,
-    the time from the first arrival to the last token, and the most requests that overtook one."""
+DISCIPLINES = {
+    "fcfs": Discipline(0, 0),
+    "fcfs+waiting": Discipline(0, 8),
+    "reordered": Discipline(32, 0),
+    "reordered+waiting": Discipline(32, 8),
+}
 
-    ttft_s: list[float]
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    total_s: float = 0.0
-    largest_overtaking: int = 0
 
+class QueueOutcome:
+    """Times to first token since arrival, tokens, the time from the first arrival to the last token, and by how many
+    later requests one was overtaken at most."""
+
+    def __init__(self, requests: int) -> None:
+        self.ttft_s = [math.nan] * requests
+        self.prompt_tokens = [0] * requests
+        self.cached_tokens = [0] * requests
+        self.total_s = 0.0
+        self.largest_overtaking = 0
+
+    def served(self, number: int, completion: Completion, ttft_s: float) -> None:
+        self.ttft_s[number] = ttft_s
+        self.prompt_tokens[number] = completion.prompt_tokens
+        self.cached_tokens[number] = completion.cached_tokens
+
+
+class QueueServer(Protocol):
     @property
-    def cached_ratio(self) -> float:
-        return self.cached_tokens / max(1, self.prompt_tokens)
+    def engine(self) -> dict[str, Any]:
+        """Its description in the results."""
 
-    def count(self, completion: Completion) -> None:
-        self.prompt_tokens += completion.prompt_tokens
-        self.cached_tokens += completion.cached_tokens
+    def serve(self, trace: Trace, at_s: Sequence[float], discipline: Discipline) -> QueueOutcome:
+        """Serve a trace that arrives at these seconds, on an empty cache."""
 
 
 class _Queue:
-    """The requests of a trace before they are sent, and the orderer that they share."""
-
     def __init__(self, trace: Trace, discipline: Discipline, engine: Cache, prompts: Prompts) -> None:
         lengths = {"tokens": prompts.document_tokens, "prefix_tokens": prompts.prefix_tokens}
         self.requests = trace.requests
@@ -89,7 +99,6 @@ class _Queue:
         return lengths
 
     def order(self, number: int) -> Ordering[Document]:
-        """The request is sent now."""
         request = self.requests[number]
         suffix_tokens = self._prompts.suffix_tokens(request) + self._answer_tokens
         waiting = [self.requests[other].documents for other in self.waiting.upcoming(self._foreseen)]
@@ -99,133 +108,120 @@ class _Queue:
         return self._prompts.token_ids(number, self.requests[number], ordering.documents)
 
 
-def simulate(
-    trace: Trace,
-    at_s: Sequence[float],
-    discipline: Discipline,
-    *,
-    capacity_tokens: int | None,
-    max_in_flight: int,
-    output_tokens: int = 1,
-    times: ServiceTimes = ServiceTimes(),  # noqa: B008
-) -> Outcome:
-    """The requests arrive `at_s`, and at most `max_in_flight` are at the simulated engine, on a virtual clock: prompts
-    are prefilled one after another, answers decoded side by side."""
-    prompts = NumberedPrompts()
-    engine = SimEngine(capacity_tokens=capacity_tokens, output_tokens=output_tokens)
-    queue = _Queue(trace, discipline, engine, prompts)
-    outcome = Outcome([math.nan] * len(at_s))
-    clock = prefill_ends = 0.0
-    running: list[tuple[float, int, int, Ordering[Document], Completion]] = []
-    sent: deque[tuple[int, Ordering[Document]]] = deque()
-    arrived = 0
-    while arrived < len(at_s) or running:
-        if arrived < len(at_s) and (not running or at_s[arrived] <= running[0][0]):
-            clock = at_s[arrived]
-            queue.waiting.enter(arrived, queue.lengths(arrived))
-            arrived += 1
-        else:
-            clock, _, handle, ordering, completion = heapq.heappop(running)
-            engine.finish(handle)
-            ordering.confirm(completion.cached_tokens)
-        while queue.waiting and len(running) + len(sent) < max_in_flight:
-            number = queue.waiting.take().item
-            sent.append((number, queue.order(number)))
-        while sent:
-            number, ordering = sent[0]
-            token_ids = queue.token_ids(number, ordering)
-            if running and not engine.has_room(token_ids):
-                break
-            sent.popleft()
-            completion, handle = engine.admit(token_ids)
-            uncached = completion.prompt_tokens - completion.cached_tokens
-            prefill_ends = max(clock, prefill_ends) + uncached / times.prefill_tokens_per_s
-            outcome.ttft_s[number] = prefill_ends - at_s[number]
-            outcome.count(completion)
-            ends = prefill_ends + output_tokens / times.decode_tokens_per_s
-            heapq.heappush(running, (ends, number, handle, ordering, completion))
-    outcome.total_s = clock
-    outcome.largest_overtaking = queue.waiting.largest_overtaking
-    return outcome
+@dataclass(frozen=True, slots=True)
+class SimulatedQueues:
+    """The simulated engine on a virtual clock: prefills one after another, decodes side by side."""
+
+    capacity_tokens: int | None
+    max_in_flight: int
+    output_tokens: int = 1
+    times: ServiceTimes = field(default_factory=ServiceTimes)
+
+    @property
+    def engine(self) -> dict[str, Any]:
+        return {"name": "sim", "capacity_tokens": self.capacity_tokens}
+
+    def serve(self, trace: Trace, at_s: Sequence[float], discipline: Discipline) -> QueueOutcome:
+        prompts = NumberedPrompts()
+        engine = SimEngine(capacity_tokens=self.capacity_tokens, output_tokens=self.output_tokens)
+        queue = _Queue(trace, discipline, engine, prompts)
+        outcome = QueueOutcome(len(at_s))
+        clock = prefill_ends = 0.0
+        running: list[tuple[float, int, int, Ordering[Document], Completion]] = []
+        sent: deque[tuple[int, Ordering[Document]]] = deque()
+        arrived = 0
+        while arrived < len(at_s) or running:
+            if arrived < len(at_s) and (not running or at_s[arrived] <= running[0][0]):
+                clock = at_s[arrived]
+                queue.waiting.enter(arrived, queue.lengths(arrived))
+                arrived += 1
+            else:
+                clock, _, handle, ordering, completion = heapq.heappop(running)
+                engine.finish(handle)
+                ordering.confirm(completion.cached_tokens)
+            while queue.waiting and len(running) + len(sent) < self.max_in_flight:
+                number = queue.waiting.take().item
+                sent.append((number, queue.order(number)))
+            while sent:
+                number, ordering = sent[0]
+                token_ids = queue.token_ids(number, ordering)
+                if running and not engine.has_room(token_ids):
+                    break
+                sent.popleft()
+                completion, handle = engine.admit(token_ids)
+                uncached = completion.prompt_tokens - completion.cached_tokens
+                prefill_ends = max(clock, prefill_ends) + uncached / self.times.prefill_tokens_per_s
+                outcome.served(number, completion, prefill_ends - at_s[number])
+                ends = prefill_ends + self.output_tokens / self.times.decode_tokens_per_s
+                heapq.heappush(running, (ends, number, handle, ordering, completion))
+        outcome.total_s = clock
+        outcome.largest_overtaking = queue.waiting.largest_overtaking
+        return outcome
 
 
-async def serve_live(
-    trace: Trace,
-    at_s: Sequence[float],
-    discipline: Discipline,
-    engine: OpenAIEngine,
-    prompts: Prompts,
-    *,
-    max_in_flight: int,
-) -> Outcome:
-    """The same on a server, in real time, through a `ConcurrencyLimiter`. Raises RequestError if a request fails."""
-    queue = _Queue(trace, discipline, engine, prompts)
-    gate = ConcurrencyLimiter(max_in_flight, queue.waiting)
-    outcome = Outcome([math.nan] * len(at_s))
-    now = asyncio.get_running_loop().time
-    start = now()
-
-    async def serve(number: int) -> None:
-        await asyncio.sleep(max(0.0, start + at_s[number] - now()))
-        arrived_s = now()
-        async with gate.slot(number, queue.lengths(number)):
-            ordering = queue.order(number)
-            waited_s = now() - arrived_s
-            completion = await engine.complete(queue.token_ids(number, ordering))
-            ordering.confirm(completion.cached_tokens)
-        outcome.ttft_s[number] = waited_s + (completion.ttft_s or 0.0)
-        outcome.count(completion)
-
-    async with asyncio.TaskGroup() as group:
-        for number in range(len(at_s)):
-            group.create_task(serve(number))
-    outcome.total_s = now() - start
-    outcome.largest_overtaking = queue.waiting.largest_overtaking
-    return outcome
-
-
-Serve = Callable[[Trace, Sequence[float], Discipline], Outcome]
-"""Serves a trace whose requests arrive at these times, in seconds."""
-
-
-@contextmanager
-def on_a_server(
-    base_url: str | None,
-    *,
-    model: str | None = None,
-    capacity_tokens: int | None = None,
-    output_tokens: int = 1,
-    max_in_flight: int = 4,
-) -> Iterator[tuple[int | None, Serve]]:
-    """The capacity in tokens of the server at `base_url`, or of a vLLM of its own with a cache of `capacity_tokens`,
-    and what serves traces on it; each finds the cache as if it were empty.
+class LiveQueues:
+    """The server at `base_url`, in real time; each trace has a cache salt of its own.
 
     Raises EngineError for a server that cannot be measured, ImportError naming the extra to install.
     """
-    from ragorder.adapters.vllm.cache_config import read_cache_config
-    from ragorder.eval.engines.models import built_prompts, longest_prompt, random_model
 
-    if base_url is None:
-        folder = Path(model) if model else random_model()
-        blocks = (capacity_tokens or _OWN_CAPACITY_TOKENS) // _OWN_BLOCK_SIZE
-        longest = min(blocks * _OWN_BLOCK_SIZE, longest_prompt(folder))
-        with VLLMServer(folder, blocks=blocks, block_size=_OWN_BLOCK_SIZE, max_model_len=longest) as own:
-            shape = {"output_tokens": output_tokens, "max_in_flight": max_in_flight}
-            with on_a_server(own.base_url, model=str(folder), **shape) as served:
-                yield served
-        return
-    found = find_model(base_url)
-    cache = read_cache_config(base_url)
-    prompts = built_prompts(model or found.root)
+    def __init__(self, base_url: str, max_in_flight: int, output_tokens: int, options: Options) -> None:
+        from ragorder.adapters.vllm.cache_config import ServerError, read_cache_config
+        from ragorder.eval.engines.models import built_prompts
 
-    async def run(trace: Trace, at_s: Sequence[float], discipline: Discipline) -> Outcome:
-        capacity, size = cache.capacity_tokens, cache.block_size
-        engine = OpenAIEngine(
-            base_url, found.id, block_size=size, capacity_tokens=capacity, output_tokens=output_tokens
+        found = find_model(base_url, options.served_model, api_key=options.api_key)
+        try:
+            cache = read_cache_config(base_url, api_key=options.api_key)
+        except ServerError as error:
+            raise EngineError(str(error)) from None
+        self._model = str(options.model or found.root)
+        self._prompts = built_prompts(self._model)
+        self._max_in_flight = max_in_flight
+        self._cache: dict[str, Any] = {"block_size": cache.block_size, "capacity_tokens": cache.capacity_tokens}
+        self._connect = partial(
+            OpenAIEngine, base_url, found.id, output_tokens=output_tokens, api_key=options.api_key, **self._cache
         )
-        async with engine:
-            request = trace.requests[0]
-            await engine.check(prompts.token_ids(0, request, request.documents))
-            return await serve_live(trace, at_s, discipline, engine, prompts, max_in_flight=max_in_flight)
 
-    yield cache.capacity_tokens, lambda trace, at_s, discipline: asyncio.run(run(trace, at_s, discipline))
+    @property
+    def engine(self) -> dict[str, Any]:
+        return {"name": "openai", "model": self._model, **self._cache}
+
+    def serve(self, trace: Trace, at_s: Sequence[float], discipline: Discipline) -> QueueOutcome:
+        return asyncio.run(self._serve(trace, at_s, discipline))
+
+    async def _serve(self, trace: Trace, at_s: Sequence[float], discipline: Discipline) -> QueueOutcome:
+        outcome = QueueOutcome(len(at_s))
+        now = asyncio.get_running_loop().time
+        async with self._connect() as engine:
+            first = trace.requests[0]
+            await engine.check(self._prompts.token_ids(0, first, first.documents))
+            queue = _Queue(trace, discipline, engine, self._prompts)
+            limiter = ConcurrencyLimiter(self._max_in_flight, queue.waiting)
+            start = now()
+
+            async def serve(number: int) -> None:
+                await asyncio.sleep(max(0.0, start + at_s[number] - now()))
+                arrived_s = now()
+                async with limiter.slot(number, queue.lengths(number)):
+                    ordering = queue.order(number)
+                    waited_s = now() - arrived_s
+                    completion = await engine.complete(queue.token_ids(number, ordering))
+                    ordering.confirm(completion.cached_tokens)
+                outcome.served(number, completion, waited_s + (completion.ttft_s or 0.0))
+
+            async with asyncio.TaskGroup() as group:
+                for number in range(len(at_s)):
+                    group.create_task(serve(number))
+            outcome.total_s = now() - start
+        outcome.largest_overtaking = queue.waiting.largest_overtaking
+        return outcome
+
+
+def own_server(model: Path | None, capacity_tokens: int | None) -> VLLMServer:
+    """A vLLM server to be entered; without a `model`, with random weights."""
+    from ragorder.eval.engines.models import longest_prompt, random_model
+
+    model = model or random_model()
+    blocks = (capacity_tokens or _OWN_CAPACITY_TOKENS) // _OWN_BLOCK_SIZE
+    longest = min(blocks * _OWN_BLOCK_SIZE, longest_prompt(model))
+    return VLLMServer(model, blocks=blocks, block_size=_OWN_BLOCK_SIZE, max_model_len=longest)

@@ -1,7 +1,7 @@
-"""Replacement policies compared on a simulation of RAGCache's tiers (section 7.3), and what they take (section 7.5)."""
+"""Replacement policies on a simulation of RAGCache's tiers (section 7.3), and their scheduling times (section 7.5)."""
 
 from ragorder.eval.experiments.replacement.bound import most_hits
-from ragorder.eval.experiments.replacement.costs import A10G
+from ragorder.eval.experiments.replacement.cells import KIB_PER_TOKEN, TierSize
 from ragorder.eval.experiments.replacement.simulate import (
     HISTORY,
     HISTORY_NODES,
@@ -9,9 +9,15 @@ from ragorder.eval.experiments.replacement.simulate import (
     Simulated,
     simulate,
 )
-from ragorder.eval.experiments.replacement.sizes import KIB_PER_TOKEN, TierSize
-from ragorder.eval.experiments.replacement.streams import SKEWED, Stream, skewed_stream, stream_of_trace
-from ragorder.eval.experiments.replacement.tiers import QUESTION_TOKENS, SYSTEM_TOKENS, Served, Traffic, TwoTiers
+from ragorder.eval.experiments.replacement.streams import SKEWED, DocumentStream, skewed_stream, stream_of_trace
+from ragorder.eval.experiments.replacement.tiers import (
+    A10G,
+    QUESTION_TOKENS,
+    SYSTEM_TOKENS,
+    SimulatedPrefill,
+    Traffic,
+    TwoTiers,
+)
 
 __all__ = [
     "A10G",
@@ -22,9 +28,9 @@ __all__ = [
     "REPLACEMENT_POLICIES",
     "SKEWED",
     "SYSTEM_TOKENS",
-    "Served",
+    "DocumentStream",
     "Simulated",
-    "Stream",
+    "SimulatedPrefill",
     "TierSize",
     "Traffic",
     "TwoTiers",

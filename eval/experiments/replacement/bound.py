@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from ragorder.eval.experiments.replacement.streams import Stream
+from ragorder.eval.experiments.replacement.streams import DocumentStream
 
 __all__ = ["most_hits"]
 
 
-def most_hits(stream: Stream, tokens: int, warmup: int = 0) -> float:
-    """The most documents that can be hit behind the warm-up with room for `tokens`, even if the future is known.
+def most_hits(stream: DocumentStream, tokens: int, warmup: int = 0) -> float:
+    """The most documents after the warm-up that any policy can hit with room for `tokens`, even if it knows the future.
 
-    To be hit, a node must have stayed since its last use: its tokens, for as many requests as lie between. All stays
-    together have tokens x requests of room, and the cheapest ones are taken until that is used up (PFOO-U: Berger,
-    Beckmann, Harchol-Balter, Practical Bounds on Optimal Caching with Variable Object Sizes, 2018). That room may be
-    short at one moment, and that a hit needs those in front of it, is left out: it is a bound, and may not be reached.
+    To be hit, a node must have stayed since its last use: its tokens times the requests between. All stays together
+    have room for tokens x requests; the cheapest are taken until it is used up (PFOO-U: Berger, Beckmann,
+    Harchol-Balter, Practical Bounds on Optimal Caching with Variable Object Sizes, 2018). Momentary shortage, and that
+    a hit needs its prefix, are neglected: it is a bound, which may not be reached.
     """
     last: dict[tuple[int, ...], int] = {}
     stays = []

@@ -1,15 +1,42 @@
-"""A cell of a suite about replacement: which stream goes through tiers of which size, or how large a tier is timed."""
+"""Cells of the suites of kind "replacement"."""
 
 from __future__ import annotations
 
+import re
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from ragorder.eval.experiments.replacement import KIB_PER_TOKEN, TierSize
 from ragorder.eval.running.cells import SuiteCell
 
-__all__ = ["ReplacementCell"]
+__all__ = ["KIB_PER_TOKEN", "ReplacementCell", "TierSize"]
+
+KIB_PER_TOKEN = 128
+"""What a token's keys and values take: those of Mistral-7B (RAGCache Table 1)."""
+
+
+@dataclass(frozen=True, slots=True)
+class TierSize:
+    """A size in GiB, or in percent of the stream's working set."""
+
+    gib: float | None = None
+    percent: float | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> TierSize:
+        """From "8GiB" or "5%". Raises ValueError."""
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)(GiB|%)", text)
+        if match is None or not float(match[1]):
+            raise ValueError(f"{text!r} is no size of a tier: give GiB (8GiB) or a share of the working set (5%)")
+        number = float(match[1])
+        return cls(gib=number) if match[2] == "GiB" else cls(percent=number)
+
+    def tokens(self, working_set_tokens: int, kib_per_token: int = KIB_PER_TOKEN) -> int:
+        if self.gib is not None:
+            return int(self.gib * (1 << 20) / kib_per_token)
+        assert self.percent is not None
+        return int(self.percent / 100 * working_set_tokens)
 
 
 def _size(value: object) -> object:
@@ -22,13 +49,11 @@ _Size = Annotated[str, BeforeValidator(_size)]
 
 
 class ReplacementCell(SuiteCell):
-    """What one cell may say. `measure` is "hits" (a stream on simulated tiers) or "scheduling" (the time that a request
-    takes on one tier of so many `nodes`).
+    """`measure` "hits": a stream on simulated tiers; "scheduling": the time of a request on one tier of `nodes`.
 
-    hits: `workload` is a synthetic stream, "mmlu-like" and "nq-like" among them, `corpus` a folder below --corpora, or
-    "pydocs"; `order` is that of a corpus' questions. `device` and `host` are sizes: GiB ("8GiB") at `kib_per_token`, or
-    shares of the stream's working set ("5%"); a device that is a share has room for the longest request in any case.
-    `ordered`: ragorder places the documents, instead of the retriever.
+    `workload` is a synthetic stream, `corpus` a folder below --corpora, or "pydocs". `device` and `host` are GiB
+    ("8GiB") at `kib_per_token`, or shares of the stream's working set ("5%"), the device with room for the longest
+    request at least. `ordered`: ragorder places the documents.
     """
 
     measure: Literal["hits", "scheduling"] = "hits"
@@ -62,5 +87,4 @@ class ReplacementCell(SuiteCell):
 
     @property
     def varies_with_seed(self) -> bool:
-        """Whether another seed is another stream."""
         return self.corpus is None or self.order == "random"

@@ -1,4 +1,4 @@
-"""Replacement policies on simulated tiers, and the time of scheduling: the suites of kind "replacement"."""
+"""The experiment of the suites of kind "replacement": policies on simulated tiers, and the time of scheduling."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ragorder.eval.data.corpora import Corpus, CorpusError
-from ragorder.eval.data.corpora.loader import CorpusLoader
+from ragorder.eval.data.corpora import CorpusError
 from ragorder.eval.data.machine import load_average
 from ragorder.eval.data.trace import trace_of_corpus, trace_of_workload
 from ragorder.eval.data.workloads import WorkloadError, make_workload
@@ -15,8 +14,8 @@ from ragorder.eval.experiments.replacement import (
     HISTORY,
     REPLACEMENT_POLICIES,
     SKEWED,
+    DocumentStream,
     Simulated,
-    Stream,
     TierSize,
     most_hits,
     simulate,
@@ -47,17 +46,14 @@ class Replacement(Experiment):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._streams = _Streams(self.corpora)
+        self._streams: dict[tuple[object, ...], tuple[DocumentStream, int]] = {}
         self._said: set[tuple[str, str]] = set()
 
     def obstacle(self, suite: Suite, cell: ReplacementCell, policy: str) -> str | None:
-        if self.options.engine != "sim":
-            return _SIMULATED
-        found = self.corpora.take(cell.corpus) if cell.corpus is not None else None
-        return found if isinstance(found, str) else None
+        return _SIMULATED if self.options.engine != "sim" else super().obstacle(suite, cell, policy)
 
     def missing(self, suite: Suite, cell: ReplacementCell, policy: str, reason: str) -> Missing | None:
-        """A stream that cannot be had is missing under all policies: that is said once."""
+        """A stream that cannot be drawn is missing under all policies: that is reported once."""
         if (suite.name, reason) in self._said:
             return None
         self._said.add((suite.name, reason))
@@ -81,11 +77,11 @@ class Replacement(Experiment):
         advance()
 
     def _measure(self, job: Job, policy: str) -> dict[str, Any]:
-        """Raises WorkloadError or CorpusError for a stream that cannot be drawn so."""
+        """Raises WorkloadError or CorpusError for a stream that cannot be drawn."""
         cell: ReplacementCell = job.cell
         if cell.measure == "scheduling":
             return _time(cell, job.seed, policy, job.requests)
-        stream, working_set = self._streams.take(cell, job.seed, job.requests)
+        stream, working_set = self._stream(job)
         assert cell.device is not None and cell.host is not None
         sizes = [TierSize.parse(each) for each in (cell.device, cell.host)]
         device, host = (size.tokens(working_set, cell.kib_per_token) for size in sizes)
@@ -109,6 +105,15 @@ class Replacement(Experiment):
             "traffic_tokens": asdict(found.traffic),
         }
 
+    def _stream(self, job: Job) -> tuple[DocumentStream, int]:
+        """The stream, drawn once for all sizes, and the working set of its documents in retrieval order."""
+        cell: ReplacementCell = job.cell
+        key = (cell.workload, cell.corpus, cell.order, cell.top_k, job.seed, job.requests)
+        if key not in self._streams:
+            stream = _draw(job)
+            self._streams[key] = stream, stream.working_set_tokens
+        return self._streams[key]
+
     @classmethod
     def report(cls, suite: Suite, results: Results) -> Part:
         from ragorder.eval.experiments.replacement.report import replacement_part
@@ -116,7 +121,7 @@ class Replacement(Experiment):
         return replacement_part(suite, results)
 
 
-def _rows(stream: Stream, found: Simulated) -> dict[str, list[Any]]:
+def _rows(stream: DocumentStream, found: Simulated) -> dict[str, list[Any]]:
     return {
         "retrieved": [len(request) for request in stream.requests],
         "hits": [served.hits for served in found.served],
@@ -126,7 +131,7 @@ def _rows(stream: Stream, found: Simulated) -> dict[str, list[Any]]:
 
 
 def _time(cell: ReplacementCell, seed: int, policy: str, requests: int) -> dict[str, Any]:
-    """Wall times: worth something on a machine that does nothing else, so its load stands beside them."""
+    """Wall times, with the machine's load beside them."""
     from ragorder.eval.experiments.replacement.scheduling import measure_scheduling
 
     assert cell.nodes is not None
@@ -142,29 +147,13 @@ def _time(cell: ReplacementCell, seed: int, policy: str, requests: int) -> dict[
     return {"load_average": load, "scheduling": asdict(times)}
 
 
-class _Streams:
-    """The streams of the suites, each drawn once, with the working set of its documents in the order as retrieved."""
-
-    def __init__(self, corpora: CorpusLoader) -> None:
-        self._corpora = corpora
-        self._drawn: dict[tuple[object, ...], tuple[Stream, int]] = {}
-
-    def take(self, cell: ReplacementCell, seed: int, requests: int) -> tuple[Stream, int]:
-        """Raises WorkloadError or CorpusError for more documents a request than there are, or an unknown workload."""
-        key = (cell.workload, cell.corpus, cell.order, cell.top_k, seed, requests)
-        if key not in self._drawn:
-            stream = self._draw(cell, seed, requests)
-            self._drawn[key] = stream, stream.working_set_tokens
-        return self._drawn[key]
-
-    def _draw(self, cell: ReplacementCell, seed: int, requests: int) -> Stream:
-        if cell.corpus is not None:
-            corpus = self._corpora.take(cell.corpus)
-            assert isinstance(corpus, Corpus), "what is missing was said before"
-            trace = trace_of_corpus(corpus, top_k=cell.top_k, order=cell.order, seed=seed, limit=requests)
-            return stream_of_trace(trace)
-        assert cell.workload is not None
-        if cell.workload in SKEWED:
-            return skewed_stream(cell.workload, seed, top_k=cell.top_k, requests=requests)
-        drawn = make_workload(cell.workload, seed, top_k=cell.top_k, requests=requests)
-        return stream_of_trace(trace_of_workload(drawn, requests))
+def _draw(job: Job) -> DocumentStream:
+    cell: ReplacementCell = job.cell
+    if job.corpus is not None:
+        trace = trace_of_corpus(job.corpus, top_k=cell.top_k, order=cell.order, seed=job.seed, limit=job.requests)
+        return stream_of_trace(trace)
+    assert cell.workload is not None
+    if cell.workload in SKEWED:
+        return skewed_stream(cell.workload, job.seed, top_k=cell.top_k, requests=job.requests)
+    drawn = make_workload(cell.workload, job.seed, top_k=cell.top_k, requests=job.requests)
+    return stream_of_trace(trace_of_workload(drawn, job.requests))

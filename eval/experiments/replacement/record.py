@@ -22,7 +22,7 @@ _TIMES = ("p50_ms", "p99_ms", "max_ms", "requests")
 
 
 class ReplacementRecord(Record):
-    """One policy on one stream, request by request; or, where it was timed, the time that scheduling took."""
+    """One policy on one stream, request by request, or (`scheduling`) its times."""
 
     called: ClassVar[str] = "a simulation of tiers"
     identified_by: ClassVar[tuple[str, ...]] = ("suite", "cell", "seed", "policy")
@@ -49,13 +49,11 @@ class ReplacementRecord(Record):
 
     @property
     def requests(self) -> int:
-        """How many were served after the warm-up."""
         if self.scheduling is not None:
             return int(self.scheduling["requests"])
         return len(self.column("requests"))
 
     def column(self, name: str) -> Floats:
-        """The figures after the warm-up."""
         if name not in self._columns:
             values = [1] * len(self.rows.get("hits", ())) if name == "requests" else self.rows[name]
             self._columns[name] = as_column(values)[self.warmup :]
@@ -63,7 +61,7 @@ class ReplacementRecord(Record):
         return found
 
     def sums(self, name: str) -> Floats:
-        """The same, added up over runs of up to `RUN` consecutive requests, fewer where there are few in all."""
+        """The column, added up over runs of up to `RUN` consecutive requests."""
         import numpy as np
 
         values = self.column(name)

@@ -14,7 +14,7 @@ from ragorder.eval.report.groups import Group, group_runs
 from ragorder.eval.report.metrics import Metric
 from ragorder.eval.report.paper import number
 from ragorder.eval.report.part import Part
-from ragorder.eval.report.statistics import Comparison
+from ragorder.eval.report.statistics import PairedDifference
 from ragorder.eval.report.tables import Entry, Table
 from ragorder.eval.report.words import THIN, axis_words, figure
 from ragorder.eval.running.reading import Results
@@ -164,7 +164,7 @@ def _times(ratio: float | None) -> str:
     return f"{figure(ratio, 3)} ×" if ratio is not None else "–"
 
 
-def _bound(found: Comparison | None, holds: Callable[[float], bool]) -> str:
+def _bound(found: PairedDifference | None, holds: Callable[[float], bool]) -> str:
     if found is None:
         return "–"
     words = "holds" if holds(found.difference) else "does not hold"
@@ -233,23 +233,23 @@ def _beside(suite: Suite, group: _Group) -> Entry:
     return Entry("–")
 
 
-def _compared(found: Comparison | None) -> Entry:
+def _compared(found: PairedDifference | None) -> Entry:
     if found is None:
         return Entry("–")
     return Entry(f"{figure(1 + found.difference, 3)} ×", _interval(found), _verdict(found))
 
 
-def _ratio(found: Comparison) -> str:
+def _ratio(found: PairedDifference) -> str:
     return f"{figure(1 + found.difference, 2)} × {_interval(found, 2)}"
 
 
-def _interval(found: Comparison, decimals: int = 3) -> str:
+def _interval(found: PairedDifference, decimals: int = 3) -> str:
     if not found.known:
         return "too few requests for an interval"
     return f"[{figure(1 + found.low, decimals)}, {figure(1 + found.high, decimals)}]"
 
 
-def _verdict(found: Comparison) -> str:
+def _verdict(found: PairedDifference) -> str:
     return found.verdict if found.known else "too few requests"
 
 

@@ -1,13 +1,19 @@
-"""A stream served under one policy, and what the cache saved."""
+"""Simulation of a stream under one policy."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ragorder.eval.experiments.replacement.costs import A10G
-from ragorder.eval.experiments.replacement.streams import Stream
-from ragorder.eval.experiments.replacement.tiers import QUESTION_TOKENS, SYSTEM_TOKENS, Served, Traffic, TwoTiers
+from ragorder.eval.experiments.replacement.streams import DocumentStream
+from ragorder.eval.experiments.replacement.tiers import (
+    A10G,
+    QUESTION_TOKENS,
+    SYSTEM_TOKENS,
+    SimulatedPrefill,
+    Traffic,
+    TwoTiers,
+)
 from ragorder.kernels.policies import POLICIES
 from ragorder.kernels.profile import PrefillProfile
 from ragorder.orderer import Orderer
@@ -25,14 +31,14 @@ HISTORY_NODES = 65_536
 
 @dataclass(slots=True)
 class Simulated:
-    """What happened to each request, and what was copied in all."""
+    """The result of each request, and all copied tokens."""
 
-    served: list[Served] = field(default_factory=list)
+    served: list[SimulatedPrefill] = field(default_factory=list)
     traffic: Traffic = field(default_factory=Traffic)
 
 
 def simulate(
-    stream: Stream,
+    stream: DocumentStream,
     policy: str,
     device_tokens: int,
     host_tokens: int,
@@ -41,10 +47,10 @@ def simulate(
     ordered: bool = False,
     advance: Callable[[], None] = lambda: None,
 ) -> Simulated:
-    """Serve all requests of a stream under one of the `REPLACEMENT_POLICIES`, one after another.
+    """Serve the requests of a stream, one after another, under one of the `REPLACEMENT_POLICIES`.
 
-    The documents stand in the prompt in the order in which they were retrieved: RAGCache does not reorder them. With
-    `ordered` ragorder places them, for a cache of both tiers together.
+    Documents stand in retrieval order, as in RAGCache; with `ordered` ragorder places them, for a cache of both tiers
+    together.
     """
     if policy == "none":
         return Simulated([_computed(stream, request, profile) for request in stream.requests])
@@ -66,14 +72,12 @@ def simulate(
     return found
 
 
-def _computed(stream: Stream, request: tuple[int, ...], profile: PrefillProfile) -> Served:
-    """All of it, the system prompt as well."""
+def _computed(stream: DocumentStream, request: tuple[int, ...], profile: PrefillProfile) -> SimulatedPrefill:
     new = SYSTEM_TOKENS + sum(stream.tokens[document] for document in request) + QUESTION_TOKENS
-    return Served(0, 0, 0, new, profile(0, new))
+    return SimulatedPrefill(0, 0, 0, new, profile(0, new))
 
 
-def _orderer(stream: Stream, capacity_tokens: int) -> Orderer:
-    """Tiers keep documents, of any length, and nothing of the question: so its blocks are tokens."""
+def _orderer(stream: DocumentStream, capacity_tokens: int) -> Orderer:
     return Orderer(
         key=lambda document: document,
         tokens=stream.tokens.__getitem__,

@@ -1,4 +1,4 @@
-"""Streams of requests as a cache of documents sees them: which documents, in which order, and how long they are."""
+"""Streams of requests as a cache of documents sees them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ragorder.document import Document
 from ragorder.eval.data.trace import Trace
 from ragorder.eval.data.workloads import WorkloadError
 
-__all__ = ["SKEWED", "Stream", "skewed_stream", "stream_of_trace"]
+__all__ = ["SKEWED", "DocumentStream", "skewed_stream", "stream_of_trace"]
 
 SKEWED = {"mmlu-like": 0.6, "nq-like": 0.4}
 """Streams with the statistics of RAGCache's, by name: which share of the requests the most popular 3 % of the documents
@@ -29,9 +29,9 @@ _NEIGHBOURS = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Stream:
-    """Requests in order of arrival, each with the numbers of its documents, best first; `tokens` are the lengths of all
-    documents, by number."""
+class DocumentStream:
+    """Requests in order of arrival, each with the numbers of its documents, best first; `tokens` are document lengths
+    by number."""
 
     name: str
     requests: Sequence[tuple[int, ...]]
@@ -39,18 +39,17 @@ class Stream:
 
     @property
     def working_set_tokens(self) -> int:
-        """What a cache would hold in the end that never evicts anything: each document once for each sequence of
-        documents that stood in front of it."""
+        """The final size of a cache that never evicts: each document once for each sequence of documents in front of
+        it."""
         paths = {request[:end] for request in self.requests for end in range(1, len(request) + 1)}
         return sum(self.tokens[path[-1]] for path in paths)
 
     @property
     def longest_tokens(self) -> int:
-        """The documents of the longest request."""
         return max((sum(self.tokens[document] for document in request) for request in self.requests), default=0)
 
     def seen_before(self) -> list[int]:
-        """Of each request, how many of its documents such a cache would hit."""
+        """The documents of each request that such a cache would hit."""
         seen: set[tuple[int, ...]] = set()
         found = []
         for request in self.requests:
@@ -60,7 +59,7 @@ class Stream:
         return found
 
 
-def stream_of_trace(trace: Trace) -> Stream:
+def stream_of_trace(trace: Trace) -> DocumentStream:
     """The requests of a trace. A document that a request has twice counts once."""
     numbers: dict[str, int] = {}
     known: list[Document] = []
@@ -71,19 +70,18 @@ def stream_of_trace(trace: Trace) -> Stream:
                 numbers[document.key] = len(known)
                 known.append(document)
         requests.append(tuple(dict.fromkeys(numbers[document.key] for document in request.documents)))
-    return Stream(trace.name, requests, [max(1, document.token_count) for document in known])
+    return DocumentStream(trace.name, requests, [max(1, document.token_count) for document in known])
 
 
-def skewed_stream(name: str, seed: int, *, top_k: int, requests: int) -> Stream:
-    """A stream with the statistics that RAGCache gives of its own.
+def skewed_stream(name: str, seed: int, *, top_k: int, requests: int) -> DocumentStream:
+    """A stream with the statistics that RAGCache reports of its own.
 
-    10,000 documents, of which the most popular 3 % are the first one of so many of the requests as `SKEWED` says (a
-    Zipf law, whose exponent follows). The others of a request are neighbours of the first one: each document has twenty
-    of them, drawn once by popularity, near ones more often (1/rank). Lengths are lognormal with a mean of 3,718 tokens
-    (section 3.1) and a sigma of 0.8; what is longer than 16,384 tokens is cut there. The paper has a curve of the
-    lengths and says nothing of the neighbours: sigma and neighbours are ours.
+    Of 10,000 documents the most popular 3 % are first in the share of requests that `SKEWED` says (a Zipf law). The
+    others of a request are neighbours of the first: each document has twenty, drawn by popularity, near ones more often
+    (1/rank). Lengths are lognormal with a mean of 3,718 tokens (section 3.1) and sigma 0.8, cut at 16,384. Sigma and
+    neighbours are our choice: the paper shows a curve of lengths and no neighbours.
 
-    Raises WorkloadError for more documents a request than there are neighbours.
+    Raises WorkloadError for more documents a request than neighbours.
     """
     if not 1 <= top_k <= _NEIGHBOURS:
         raise WorkloadError(f"{name} draws from {_NEIGHBOURS} neighbours: lower top-k ({top_k})")
@@ -116,11 +114,11 @@ def skewed_stream(name: str, seed: int, *, top_k: int, requests: int) -> Stream:
             if near not in request:
                 request.append(near)
         trace.append(tuple(request))
-    return Stream(name, trace, tokens)
+    return DocumentStream(name, trace, tokens)
 
 
 def _exponent(share: float) -> float:
-    """Of the Zipf law in which the most popular 3 % of the documents have this share."""
+    """The exponent with which the most popular 3 % of the documents have this share."""
     low, high = 0.0, 3.0
     popular = round(_DOCUMENTS * _POPULAR)
     while high - low > 1e-6:
@@ -130,7 +128,7 @@ def _exponent(share: float) -> float:
 
 
 def _zipf(exponent: float) -> list[float]:
-    """The law's shares, added up."""
+    """Cumulative shares."""
     weights = [rank**-exponent for rank in range(1, _DOCUMENTS + 1)]
     total = sum(weights)
     return list(accumulate(weight / total for weight in weights))

@@ -1,4 +1,4 @@
-"""RAGCache's two tiers, device and host, as they fill and give up documents (section 5.1). Metadata only."""
+"""Simulation of RAGCache's two tiers, device and host (section 5.1), metadata only."""
 
 from __future__ import annotations
 
@@ -7,11 +7,28 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
 
-from ragorder.eval.experiments.replacement.costs import A10G
 from ragorder.kernels.policies import History, Tier, TierNode, make_policy
 from ragorder.kernels.profile import PrefillProfile
 
-__all__ = ["QUESTION_TOKENS", "SYSTEM_TOKENS", "Served", "Traffic", "TwoTiers"]
+__all__ = ["A10G", "QUESTION_TOKENS", "SYSTEM_TOKENS", "SimulatedPrefill", "Traffic", "TwoTiers"]
+
+_CACHED = (0, 512, 1_024, 2_048, 4_096, 8_192, 16_384, 32_768, 65_536)
+_NEW = (1, 256, 512, 1_024, 2_048, 4_096, 8_192, 16_384, 32_768, 65_536)
+
+
+def _seconds(cached: int, new: int) -> float:
+    return 0.025 + 2.2e-4 * new + 3.2e-8 * new * (cached + new / 2)
+
+
+A10G = PrefillProfile(
+    cached_tokens=_CACHED,
+    new_tokens=_NEW,
+    seconds=tuple(tuple(_seconds(cached, new) for new in _NEW) for cached in _CACHED),
+    facts={"engine": "estimated, not measured", "model": "Mistral-7B", "device": "NVIDIA A10G"},
+)
+"""Mistral-7B on an NVIDIA A10G, estimated from operations and not measured: 14.5 GFLOP a token at half of the peak in
+the layers, 0.52 MFLOP a pair of tokens in the attention. A prompt of 4,000 tokens takes 1.2 s; the paper (section 3.1)
+says one second for more than 4,000."""
 
 SYSTEM_TOKENS = 64
 """In front of the documents; always on the device, and not counted in its size."""
@@ -21,9 +38,9 @@ QUESTION_TOKENS = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
-    """One request: the first `hits` of its documents were cached, `host_hits` of these in the host only. `seconds` are
-    those of its prefill."""
+class SimulatedPrefill:
+    """The first `hits` documents of a request were cached, `host_hits` of these only in the host. `seconds` is its
+    prefill time."""
 
     hits: int
     host_hits: int
@@ -34,7 +51,7 @@ class Served:
 
 @dataclass(slots=True)
 class Traffic:
-    """Tokens that were copied from device to host and back, and that were given up for good."""
+    """Tokens copied from device to host (`swapped_out`) and back, and tokens lost to both."""
 
     swapped_out: int = 0
     swapped_in: int = 0
@@ -42,20 +59,18 @@ class Traffic:
 
 
 class TwoTiers:
-    """The knowledge tree's nodes on `device_tokens` and in `host_tokens`; a node is a document behind the documents in
-    front of it.
+    """The knowledge tree's nodes in `device_tokens` and `host_tokens`; a node is a document behind those in front of
+    it.
 
-    As in the paper: a full tier gives up its leaf with the lowest priority, and has a clock of its own; what leaves the
-    device is copied to the host the first time and stays there until the host gives it up ("swap out only once"), so
-    that next time the device just frees it; a request's own nodes stay where they are while it is served. A node on the
-    device thus has its parent there, and one in the host has it in the host or on the device. One request at a time.
+    As in the paper: a full tier evicts its leaf with the lowest priority, and has its own clock; a node that leaves the
+    device is copied to the host only the first time ("swap out only once"); nodes of the request in service stay. So a
+    node on the device has its parent there, and one in the host has it in either tier.
 
-    Where the paper says nothing: of a request that is longer than the device, the first documents are kept that fit;
-    the host gives up copies of what the device holds like everything else; a node that finds no room in the host is
-    lost, with what is in the host behind it.
+    Where the paper says nothing: of a request longer than the device, the first documents that fit are kept; the host
+    also evicts copies of nodes on the device; a node that finds no room in the host is lost with those behind it.
 
-    `history_nodes` is how many nodes each tier remembers beyond those that it holds. With 0 a node's frequency and cost
-    go with it from tier to tier, and are forgotten once neither has it.
+    `history_nodes` are the evicted nodes that each tier remembers. With 0 a node's frequency and cost move with it, and
+    are forgotten once both tiers have evicted it.
     """
 
     def __init__(
@@ -81,7 +96,7 @@ class TwoTiers:
         self._on_device: dict[int, TierNode] = {}
 
     def path(self, documents: Sequence[int], tokens: Sequence[int]) -> list[int]:
-        """The nodes of these documents, which have so many tokens (by document), root first."""
+        """The nodes of these documents, root first; `tokens` are lengths by document."""
         path: list[int] = []
         parent: int | None = None
         for document in documents:
@@ -97,8 +112,7 @@ class TwoTiers:
             parent = node
         return path
 
-    def serve(self, documents: Sequence[int], tokens: Sequence[int]) -> Served:
-        """One request with these documents in this order."""
+    def serve(self, documents: Sequence[int], tokens: Sequence[int]) -> SimulatedPrefill:
         path = self.path(documents, tokens)
         hits = host_hits = 0
         for node in path:
@@ -114,10 +128,10 @@ class TwoTiers:
         computed = set(path[hits:])
         for tier in (self.device, self.host):
             tier.use(path, cost=cost, computed=computed)
-        return Served(hits, host_hits, cached, new, self._profile(cached, new))
+        return SimulatedPrefill(hits, host_hits, cached, new, self._profile(cached, new))
 
     def _make_resident(self, path: Sequence[int]) -> None:
-        """All of the path that fits is on the device afterwards."""
+        """Afterwards all of the path that fits is on the device."""
         missing, room = [], self.device_tokens
         for node in path:
             room -= self._sizes[node]
@@ -141,7 +155,6 @@ class TwoTiers:
             self._on_device[node] = known
 
     def _swap_out(self, node: int, protected: AbstractSet[int]) -> None:
-        """The device has given it up."""
         known = self._on_device.pop(node)
         if node in self.host:
             return
@@ -156,7 +169,7 @@ class TwoTiers:
         self.traffic.swapped_out += size
 
     def _lose(self, node: int) -> None:
-        """No tier has it, and so what stands behind it is of no use."""
+        """Neither tier has the node, so those behind it are useless."""
         self.traffic.lost += self._sizes[node]
         below = [behind for behind in self._behind[node] if behind in self.host]
         while below:
@@ -167,6 +180,5 @@ class TwoTiers:
 
 
 def _evict(tier: Tier, tokens: int, protected: AbstractSet[int]) -> list[int] | None:
-    """The keys of these tiers are numbers of nodes."""
     victims: list[Any] | None = tier.evict(tokens, protected)
     return victims

@@ -1,4 +1,4 @@
-"""A cell: the parameters of the runs that are compared with one another, by name."""
+"""Cells of the suites of kind "serve"."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _capacity(value: Any) -> Any:
 
 
 def guard_settings(guards: str) -> dict[str, Any]:
-    """The orderer's settings for "none", "keep_first=1", "max_displacement=2+keep_groups". Raises ValueError."""
+    """Settings for "none", "keep_first=1", "max_displacement=2+keep_groups". Raises ValueError."""
     settings: dict[str, Any] = {}
     for guard in guards.split("+") if guards != "none" else ():
         name, given, number = guard.partition("=")
@@ -48,11 +48,10 @@ def _guards(value: Any) -> Any:
 
 
 class ServingCell(SuiteCell):
-    """What one cell may say; what it does not say is the engine's or the workload's own.
+    """Parameters of runs that are compared; the engine's or the workload's defaults otherwise.
 
-    `workload` is a synthetic one, `corpus` a folder below --corpora, or "pydocs" which every machine has; `order` is
-    that of a corpus' questions. `capacity_tokens` None is an unlimited cache. `residency` is how the orderer follows
-    evictions: "none" as in the paper, not at all, "lru" by a mirror, "events" by what the engine publishes.
+    `corpus` is a folder below --corpora, or "pydocs". `capacity_tokens` None: unlimited. `residency`: evictions are
+    ignored ("none", as in the paper), mirrored ("lru"), or read from KV events ("events").
     """
 
     workload: str | None = None
@@ -87,7 +86,6 @@ class ServingCell(SuiteCell):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Of the orderers."""
         settings = guard_settings(self.guards)
         if self.residency == "none":
             settings |= {"residency": "none", "feedback": False}
@@ -97,5 +95,4 @@ class ServingCell(SuiteCell):
 
     @property
     def varies_with_seed(self) -> bool:
-        """Whether another seed is another trace."""
         return self.corpus is None or self.order == "random"

@@ -1,4 +1,4 @@
-"""Serving a job on the engine that was asked for."""
+"""Engines of the suites of kind "serve"."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ _Sizes = tuple[int | None, int | None]
 
 
 class Engines:
-    """The engines of an invocation: each job has them with an empty cache. Those that take long to start (in this
-    process, or a server) stay until a job needs another size, or `close`."""
+    """An empty cache for each job. Engines that start slowly are kept until a job needs another size, or `close`."""
 
     def __init__(self, options: Options) -> None:
         self._options = options
@@ -35,7 +34,7 @@ class Engines:
         self._stack.close()
 
     def serve(self, job: Job, advance: Callable[[], None], *, times_builds: bool) -> list[Run]:
-        """The runs of the job's policies, in their order, served. Raises as `run_bench` does."""
+        """The served runs of the job's policies, in their order. Raises as `run_bench` does."""
         if self._pool is None:
             self._pool = self._open_pool()
         (runs,) = run_traces(self._bench(job, times_builds), lambda description, steps: advance, pool=self._pool)
@@ -104,5 +103,4 @@ class Engines:
 
 
 def _served_as(policy: str, cell: ServingCell) -> str:
-    """The name among the benchmark's policies: auto with the engine's events is one of its own there."""
     return "events" if policy == "auto" and cell.residency == "events" else policy

@@ -1,14 +1,12 @@
-"""Policies compared on one engine, request by request: the suites of kind "serve"."""
+"""The experiment of the suites of kind "serve": policies compared on one engine, request by request."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from ragorder.eval.data.corpora import Corpus
 from ragorder.eval.data.machine import load_average
 from ragorder.eval.engines.sim import SimEngine
 from ragorder.eval.experiments.serving.cells import ServingCell
@@ -34,25 +32,21 @@ class Serving(Experiment):
     policies: ClassVar[Any] = POLICIES
     planned = True
 
+    _engines: Engines | None = None
+
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._engines: Engines | None = None
         self._peers: dict[str, str | None] = {}
 
     def __enter__(self) -> Self:
         from ragorder.eval.experiments.serving.engines import Engines
 
         self._engines = Engines(self.options)
+        self.resources.callback(self._engines.close)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        assert self._engines is not None
-        self._engines.close()
-        self._engines = None
-
     def obstacle(self, suite: Suite, cell: ServingCell, policy: str) -> str | None:
-        corpus = self.corpora.take(cell.corpus) if cell.corpus is not None else None
-        return corpus if isinstance(corpus, str) else self._obstacle(suite, cell, policy)
+        return super().obstacle(suite, cell, policy) or self._obstacle(suite, cell, policy)
 
     def _obstacle(self, suite: Suite, cell: ServingCell, policy: str) -> str | None:
         options, engine = self.options, self.options.engine
@@ -77,21 +71,16 @@ class Serving(Experiment):
         return None
 
     def together(self, suite: Suite, policies: Sequence[str]) -> Iterable[tuple[str, ...]]:
-        """All policies take turns, request by request. The baseline alone is worth nothing if others were asked for."""
+        """All policies take turns. The baseline is not measured alone if other policies were asked for."""
         alone = list(policies) == [suite.baseline] and len(self.asked(suite)) > 1
         return [] if alone or not policies else [tuple(policies)]
-
-    def corpus(self, cell: ServingCell) -> Corpus | None:
-        corpus = self.corpora.take(cell.corpus) if cell.corpus is not None else None
-        assert not isinstance(corpus, str), "a missing corpus was an obstacle"
-        return corpus
 
     def seeds(self, cell: ServingCell) -> Sequence[int]:
         return super().seeds(cell) if self.options.engine == "sim" else self.options.seeds
 
     def in_order(self, jobs: Sequence[Job]) -> list[Job]:
-        """Jobs of real engines of one size one after another, since another size means other engines; of those that
-        measure the same the one with most policies first, so that it serves the others as well."""
+        """Jobs of one engine size in a row, since another size needs another engine; among jobs that measure the same,
+        the one with most policies first, so that its runs serve the others as well."""
 
         def size(job: Job) -> tuple[object, ...]:
             cell = job.cell
@@ -118,11 +107,9 @@ class Serving(Experiment):
         return json.dumps(what, sort_keys=True)
 
     def _warmup(self, job: Job) -> int:
-        """Requests that are in no figure; none in a batch, which is planned as a whole."""
         return 0 if job.cell.batch else min(job.suite.warmup, job.requests // 2)
 
     def _times_builds(self, job: Job) -> bool:
-        """Real engines take prompts that have to be built anyway."""
         return job.suite.times_builds or self.options.engine != "sim"
 
     def measure(self, job: Job, advance: Callable[[], None]) -> Iterator[Line | Missing]:
@@ -157,7 +144,6 @@ class Serving(Experiment):
             yield {"policy": policy, **self._figures(job, run)}
 
     def _peer_missing(self, peer: str) -> str | None:
-        """The reason why a peer cannot be had; it is tried once."""
         if peer not in self._peers:
             try:
                 make_peer(peer)

@@ -1,4 +1,4 @@
-"""Pictures of times: their distributions, and how they follow from what was cached."""
+"""Pictures of times: distributions, and times by cached share."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def distributions(group: Group) -> Picture | None:
 
 
 def depth_by_time(group: Group) -> list[Picture]:
-    """Figure 2: every request by its hit depth and its TTFT; and every policy by its hit rate and its median."""
+    """Figure 2: requests by hit depth and TTFT, and policies by hit rate and median TTFT."""
     import numpy as np
 
     rows: dict[str, tuple[Any, Any]] = {}

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ragorder.eval.experiments.serving.latency import depth_by_time, distributions
-from ragorder.eval.experiments.serving.positions import positions
-from ragorder.eval.experiments.serving.sweeps import panels_of, sweep_pictures, value_on_axis
+from ragorder.eval.experiments.serving.sweeps import panels_of, position_pictures, sweep_pictures, value_on_axis
 from ragorder.eval.experiments.serving.timelines import along, timelines
 from ragorder.eval.report.canvas import INK, LINE, Picture, draw, label_ends, name_marks, style, titled
 from ragorder.eval.report.groups import Group
@@ -21,7 +20,6 @@ _FEW_CELLS = 3
 
 
 def pictures_of(suite: Suite, groups: Sequence[Group], baseline: str) -> list[Picture]:
-    """What can be drawn of these figures, none of them empty."""
     if not groups:
         return []
     found: list[Picture | None] = [*sweep_pictures(suite, groups, baseline)]
@@ -33,7 +31,7 @@ def pictures_of(suite: Suite, groups: Sequence[Group], baseline: str) -> list[Pi
     elif not found:
         found.append(_cells(groups))
     if suite.about("position", "moved_share", "displacement"):
-        found += positions(groups, suite.report.x)
+        found += position_pictures(groups, suite.report.x)
     if len(groups) <= _FEW_CELLS:
         for group in groups:
             found += timelines(group.label, {policy: (policy, group, policy) for policy in group.policies})
@@ -43,8 +41,7 @@ def pictures_of(suite: Suite, groups: Sequence[Group], baseline: str) -> list[Pi
 
 
 def _swept_timelines(suite: Suite, groups: Sequence[Group]) -> list[Picture]:
-    """In the smallest cache, where it matters most, a line for each value of what is swept: what the default policy,
-    or the last one, did."""
+    """In the smallest cache, a line for each swept value: the default policy, or the last one."""
     x = suite.report.x
     recorded = [group for group in groups if any(run.timeline for run in group.runs())]
     if x is None or not recorded:
@@ -63,7 +60,7 @@ def _swept_timelines(suite: Suite, groups: Sequence[Group]) -> list[Picture]:
 
 
 def _strategies(group: Group, baseline: str) -> Picture | None:
-    """Cached share, one row a policy, best on top; the bar is the interval of the difference to the baseline."""
+    """Cached share by policy, with the interval of the difference to the baseline."""
     values = {policy: value for policy in group.policies if (value := group.value(policy, CACHED)) is not None}
     if not values:
         return None
@@ -107,7 +104,6 @@ def _strategies(group: Group, baseline: str) -> Picture | None:
 
 
 def _cells(groups: Sequence[Group]) -> Picture | None:
-    """A row for each cell, a mark for each policy."""
     policies = list(dict.fromkeys(policy for group in groups for policy in group.policies))
     values = [{p: v for p in group.policies if (v := group.value(p, CACHED)) is not None} for group in groups]
     if not any(values):
@@ -140,7 +136,7 @@ def _cells(groups: Sequence[Group]) -> Picture | None:
 
 
 def _depth(group: Group) -> Picture | None:
-    """How many documents of a prompt were cached, where nothing was timed."""
+    """Cached documents of a prompt, for runs without times."""
     import numpy as np
 
     found = {policy: group.values(policy, "cached_documents") for policy in group.policies}

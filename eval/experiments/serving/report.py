@@ -19,7 +19,7 @@ from ragorder.eval.report.metrics import (
 )
 from ragorder.eval.report.paper import paper_beside, paper_heading
 from ragorder.eval.report.part import Part
-from ragorder.eval.report.statistics import Comparison, Summary, summary
+from ragorder.eval.report.statistics import PairedDifference, Summary, summary
 from ragorder.eval.report.tables import Entry, Table
 from ragorder.eval.report.words import THIN, cell_words, change_words, figure, policy_words
 from ragorder.eval.running.reading import Results
@@ -66,7 +66,7 @@ def _engines(groups: Sequence[Group]) -> str:
 
 
 def _setting(groups: Sequence[Group]) -> str:
-    """The parameters that are the same in all cells."""
+    """The parameters that all cells share."""
     if not groups:
         return ""
     same = {name: value for name, value in groups[0].cell.items() if name not in groups[0].varies}
@@ -79,7 +79,6 @@ def _setting(groups: Sequence[Group]) -> str:
 
 
 def _comparison_tables(suite: Suite, groups: Sequence[Group], baseline: str) -> list[Table]:
-    """What was measured, each policy against the baseline, with the paper's own figure beside it."""
     if not groups:
         return []
     if len(groups) <= _FEW_CELLS:
@@ -126,7 +125,6 @@ def _cells_table(suite: Suite, groups: Sequence[Group], baseline: str, metric: M
 
 
 def _compared(group: Group, policy: str, baseline: str, metric: Metric) -> Entry:
-    """A policy's figure, below it the difference to the baseline's."""
     value = figure(group.value(policy, metric), metric.decimals)
     comparison = group.compare(policy, baseline, metric)
     if comparison is None:
@@ -134,12 +132,12 @@ def _compared(group: Group, policy: str, baseline: str, metric: Metric) -> Entry
     return Entry(value, change_words(comparison, metric.decimals), _verdict(comparison))
 
 
-def _verdict(comparison: Comparison) -> str:
+def _verdict(comparison: PairedDifference) -> str:
     return comparison.verdict if comparison.known else "too few requests"
 
 
 def _predicted(group: Group, policy: str) -> float | None:
-    """Of the requests, how many had their cached tokens predicted to within one block, in %."""
+    """Percent of the requests whose cached tokens were predicted to within one block."""
     predicted, cached = group.values(policy, "predicted_tokens"), group.values(policy, "cached_tokens")
     if len(predicted) != len(cached):
         return None
@@ -167,7 +165,7 @@ def _range(numbers: Iterable[int]) -> str:
 
 
 def _detail_tables(suite: Suite, groups: Sequence[Group], baseline: str) -> list[Table]:
-    """What else a suite is about: where the time goes, the prefill saved, throughput, how far documents moved."""
+    """Tables of what else the suite is about: breakdown, prefill saved, throughput, moved documents."""
     tables: list[Table] = []
     few = len(groups) <= _FEW_CELLS
     if any(run.throughput for group in groups for run in group.runs()):
@@ -206,7 +204,7 @@ def _prediction_entry(group: Group, policy: str) -> Entry:
 
 
 def _each(groups: Sequence[Group], make: Callable[[Group, str], list[Entry] | None]) -> list[list[Entry]]:
-    """A row for each policy in each cell that has one."""
+    """A row for each policy in each cell, but for those that are None."""
     several = len(groups) > 1
     rows = []
     for group in groups:

@@ -1,17 +1,17 @@
-"""Line pictures of what is swept: the figure by parameter, and what ordering changes, with its interval."""
+"""Line pictures of swept parameters: values, and differences to the baseline with their intervals."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ragorder.eval.report.canvas import INK, Picture, Style, draw, label_ends, name_marks, style
+from ragorder.eval.report.canvas import INK, Picture, Style, draw, label_ends, name_marks, style, titled
 from ragorder.eval.report.groups import Group
-from ragorder.eval.report.metrics import CACHED, TTFT_P50, Metric
+from ragorder.eval.report.metrics import CACHED, PLACES, SHARE_MOVED, TTFT_P50, Metric
 from ragorder.eval.report.words import axis_words, cell_words, figure, policy_words, signed, value_words
 from ragorder.eval.running.suite import Suite
 
-__all__ = ["panels_of", "sweep_pictures", "value_on_axis"]
+__all__ = ["panels_of", "position_pictures", "sweep_pictures", "value_on_axis"]
 
 # Parameters whose values have no order: nothing lies between them, so no line does.
 _UNORDERED = ("guards", "residency", "order", "corpus", "batch", "policy")
@@ -19,7 +19,7 @@ _APART = 0.09
 
 
 def sweep_pictures(suite: Suite, groups: Sequence[Group], baseline: str) -> list[Picture]:
-    """For each combination of what else varies two pictures a metric: figures, and differences to the baseline."""
+    """Two pictures a metric for each combination of the other parameters: values, and differences to the baseline."""
     x = _swept(suite, groups)
     if x is None:
         return []
@@ -31,7 +31,7 @@ def sweep_pictures(suite: Suite, groups: Sequence[Group], baseline: str) -> list
 
 
 def _swept(suite: Suite, groups: Sequence[Group]) -> str | None:
-    """The parameter that goes along the x axis: as the suite says, or the one with the most values if it is a size."""
+    """The parameter of the x axis: the suite's, or else the size with most values."""
     values = {name: {repr(g.cell.get(name)): g.cell.get(name) for g in groups} for name in groups[0].varies}
     values = {name: found for name, found in values.items() if len(found) >= 2}
     if suite.report.x is not None:
@@ -45,7 +45,7 @@ def _is_size(value: Any) -> bool:
 
 
 def panels_of(groups: Sequence[Group], x: str) -> list[tuple[str, list[Group]]]:
-    """The groups that differ in nothing but `x`, with what else tells them apart."""
+    """Groups that differ only in `x`, with the words for their other parameters."""
     panels: dict[str, list[Group]] = {}
     for group in groups:
         others = {name: value for name, value in group.varies.items() if name != x}
@@ -64,7 +64,7 @@ def _number(value: Any) -> bool:
 
 
 def _ticks(panel: Sequence[Group], x: str) -> list[str]:
-    """Evenly spaced: capacities and concurrencies double from one to the next, names have no distance at all."""
+    """Evenly spaced: sizes double from one to the next, and names have no distance."""
     return [value_on_axis(x, group.cell.get(x)) for group in panel]
 
 
@@ -169,3 +169,47 @@ def _draw(
         f"{policy_words(p)}: {', '.join(f'{ticks[at]} {form(v)}' for at, v, *_ in line)}" for p, line in lines.items()
     )
     return draw(paint, title=title, alt=f"{unit}; {said}", caption=caption, height=4.2 if x in _UNORDERED else 3.1)
+
+
+def position_pictures(groups: Sequence[Group], x: str | None) -> list[Picture]:
+    """Cached share by distance and by share of moved documents: a point for each policy at each `x`, a picture for each
+    combination of the other parameters."""
+    panels = panels_of(groups, x) if x is not None else [("", list(groups))]
+    found = (_moves(panel, x, others, metric) for others, panel in panels for metric in (PLACES, SHARE_MOVED))
+    return [picture for picture in found if picture is not None]
+
+
+def _moves(groups: Sequence[Group], swept: str | None, others: str, metric: Metric) -> Picture | None:
+    points = [
+        (x, y, policy, group.label if swept is None else value_on_axis(swept, group.cell.get(swept)))
+        for group in groups
+        for policy in group.policies
+        if (x := group.value(policy, metric)) is not None and (y := group.value(policy, CACHED)) is not None
+    ]
+    if not any(x for x, *_ in points):
+        return None
+    policies = list(dict.fromkeys(policy for *_, policy, _ in points))
+    named = "auto" if "auto" in policies else policies[-1]
+
+    def paint(axes: Any) -> None:
+        ends: list[tuple[float, float, str, Style]] = []
+        for x, y, policy, label in points:
+            looks = style(policy)
+            axes.plot(x, y, looks.marker, color=looks.colour, markersize=7, alpha=0.85, clip_on=False)
+            if label and policy == named:
+                ends.append((x, y, label, looks))
+        axes.set_xlim(left=0)
+        axes.set_ylim(0, axes.get_ylim()[1] * 1.05)
+        axes.set_xlabel(metric.heading)
+        axes.set_ylabel(CACHED.heading)
+        name_marks(axes, policies)
+        label_ends(axes, ends)
+
+    said = "; ".join(f"{label} {policy_words(p)}: {figure(x, 2)}, {figure(y)} %".strip() for x, y, p, label in points)
+    return draw(
+        paint,
+        title=titled("How far documents move" if metric is PLACES else "How many documents move", others),
+        alt=said,
+        caption=f"What a move buys: higher is more cached, further left is less moved. Named: {policy_words(named)}.",
+        height=3.8,
+    )

@@ -1,4 +1,4 @@
-"""Pictures along a run: what the cache holds, and what was found in it."""
+"""Pictures along a run: nodes in the cache, cached shares."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ Lines = Mapping[str, tuple[str, Group, str]]
 
 
 def timelines(label: str, lines: Lines) -> list[Picture]:
-    """What the cache held, where runs recorded it."""
     found = (_recorded(label, lines, name, title, unit) for name, (title, unit) in _RECORDED.items())
     return [picture for picture in found if picture is not None]
 
@@ -60,7 +59,7 @@ def _recorded(label: str, wanted: Lines, name: str, title: str, unit: str) -> Pi
 
 
 def _line(group: Group, policy: str, name: str) -> tuple[Any, Any] | None:
-    """Requests and values, the mean of the seeds that were read off at the same requests."""
+    """Requests and values: the mean of the seeds with the same requests."""
     import numpy as np
 
     known = [run.timeline for run in group.runs(policy) if isinstance(run.timeline, Mapping)]
@@ -79,7 +78,6 @@ def _short(value: float) -> str:
 
 
 def along(group: Group) -> Picture | None:
-    """The cached share by tenth of the run."""
     import numpy as np
 
     lines = {policy: _tenths(group, policy) for policy in group.policies}

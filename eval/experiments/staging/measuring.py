@@ -21,7 +21,7 @@ from rich.table import Table
 
 from ragorder.eval.data.cache import cache_folder
 from ragorder.eval.data.corpora import load_folder, load_pydocs
-from ragorder.eval.experiments.pipelining.vectors import embed
+from ragorder.eval.experiments.pipelining.search import embed
 from ragorder.pipelining import StagedHNSW, StagedIVF, StagedSearch
 
 __all__ = [

@@ -1,17 +1,23 @@
-"""The worth of tiers on a real engine: suite ragcache-ttft-tiers."""
+"""Tiers on a real engine: suite ragcache-ttft-tiers."""
 
-from ragorder.eval.experiments.tiering.requests import Stream, make_stream
-from ragorder.eval.experiments.tiering.results import ARMS, MOST_WORSE, REQUIRED, Verdict, judge
-from ragorder.eval.experiments.tiering.sizes import ROOMS, TierSizes, kv_bytes_per_token, make_sizes
+from ragorder.eval.experiments.tiering.results import ARMS, MOST_WORSE, REQUIRED, TierVerdict, judge
+from ragorder.eval.experiments.tiering.sizes import (
+    ROOMS,
+    PromptStream,
+    TierSizes,
+    kv_bytes_per_token,
+    make_sizes,
+    make_stream,
+)
 
 __all__ = [
     "ARMS",
     "MOST_WORSE",
     "REQUIRED",
     "ROOMS",
-    "Stream",
+    "PromptStream",
     "TierSizes",
-    "Verdict",
+    "TierVerdict",
     "judge",
     "kv_bytes_per_token",
     "make_sizes",

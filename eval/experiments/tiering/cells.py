@@ -1,4 +1,4 @@
-"""A cell of a suite about tiers on a real engine: what they hold, and of which requests."""
+"""Cells of the suites of kind "tiering"."""
 
 from __future__ import annotations
 
@@ -26,12 +26,11 @@ def _room(value: str) -> str:
 
 
 class TieringCell(SuiteCell):
-    """What one cell may say. `tier` says what the working set fits: "device", the device's pool; "host", four times the
-    pool, and host memory; "beyond", twice the host memory as well, and nothing behind it; "disk", the same with a disk.
+    """`tier` is what the working set fits: "device", the device's pool; "host", four times the pool, and host memory;
+    "beyond", twice the host memory as well; "disk", the same with a disk.
 
-    `corpus` is a folder below --corpora, or "pydocs"; its requests come in random order, each with its first `top_k`
-    documents. `replacement` and `device_order` are settings of the tiers, and blocks of `block_size` tokens those of
-    the engine. The servers with and without tiers take turns of `segment` requests.
+    Requests of `corpus` (a folder below --corpora, or "pydocs") come in random order. Servers with and without tiers
+    take turns of `segment` requests.
     """
 
     tier: Annotated[str, AfterValidator(_room)]
@@ -44,5 +43,5 @@ class TieringCell(SuiteCell):
 
     @property
     def stream(self) -> tuple[str, int, int]:
-        """What the requests depend on: cells that have it in common are served the same ones."""
+        """Cells with the same value serve the same requests."""
         return self.corpus, self.top_k, self.block_size

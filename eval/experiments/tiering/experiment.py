@@ -1,19 +1,17 @@
-"""Tiers on a real engine, measured on two servers: the suites of kind "tiering"."""
+"""The experiment of the suites of kind "tiering": tiers on a real engine, measured on two servers."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ragorder.eval.data.corpora import Corpus
 from ragorder.eval.data.machine import load_average
 from ragorder.eval.data.trace import trace_of_corpus
-from ragorder.eval.experiments.tiering import ARMS, Stream, TierSizes, kv_bytes_per_token, make_sizes, make_stream
+from ragorder.eval.experiments.tiering import ARMS, PromptStream, TierSizes, kv_bytes_per_token, make_sizes, make_stream
 from ragorder.eval.experiments.tiering.cells import TieringCell
 from ragorder.eval.experiments.tiering.record import TieringRecord
 from ragorder.eval.running.experiment import Experiment, Job, Line, Missing
@@ -37,23 +35,15 @@ class Tiering(Experiment):
     cell = TieringCell
     policies: ClassVar[Any] = ARMS
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self._stack = ExitStack()
-        self._drawn: _Streams | None = None
-        self._running: tuple[object, Mapping[str, VLLMServer], TierSizes] | None = None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._stack.close()
+    _drawn: _PromptStreams | None = None
+    _running: tuple[object, Mapping[str, VLLMServer], TierSizes] | None = None
 
     def asked(self, suite: Suite) -> Sequence[str]:
-        """Both arms or nothing: the prefix cache alone is what tiers are compared with."""
+        """Both arms or none: tiers are compared with the prefix cache alone."""
         return ARMS if set(ARMS[1:]) & set(super().asked(suite)) else ()
 
     def obstacle(self, suite: Suite, cell: TieringCell, policy: str) -> str | None:
-        why = self._no_engine()
-        corpus = why or self.corpora.take(cell.corpus)
-        return corpus if isinstance(corpus, str) else None
+        return self._no_engine() or super().obstacle(suite, cell, policy)
 
     def _no_engine(self) -> str | None:
         if self.options.engine != "openai":
@@ -67,11 +57,6 @@ class Tiering(Experiment):
     def together(self, suite: Suite, policies: Sequence[str]) -> Iterable[tuple[str, ...]]:
         return [tuple(policies)] if policies else []
 
-    def corpus(self, cell: TieringCell) -> Corpus:
-        corpus = self.corpora.take(cell.corpus)
-        assert not isinstance(corpus, str), "a missing corpus was an obstacle"
-        return corpus
-
     def steps(self, job: Job) -> int:
         return len(ARMS) * job.requests
 
@@ -80,7 +65,7 @@ class Tiering(Experiment):
 
         cell: TieringCell = job.cell
         if self._drawn is None:
-            self._drawn = _Streams(self.options)
+            self._drawn = _PromptStreams(self.options)
         model = self._drawn.model
         assert job.corpus is not None
         streams = self._drawn.take(cell, job.corpus, job.requests)
@@ -102,15 +87,14 @@ class Tiering(Experiment):
                 }
 
     def _servers(
-        self, job: Job, streams: Mapping[int, Stream], model: Path
+        self, job: Job, streams: Mapping[int, PromptStream], model: Path
     ) -> tuple[Mapping[str, VLLMServer], TierSizes]:
-        """Both servers stay as they are for all seeds of a cell."""
         from ragorder.eval.experiments.tiering.measuring import pair_of_servers
 
         cell: TieringCell = job.cell
         same = (job.suite.name, repr(cell))
         if self._running is None or self._running[0] != same:
-            self._stack.close()
+            self.resources.close()
             self._running = None
             sizes = make_sizes(
                 cell.tier, list(streams.values()), block_size=cell.block_size, bytes_per_token=_bytes_per_token(model)
@@ -118,7 +102,7 @@ class Tiering(Experiment):
             longest = max(stream.longest_tokens for stream in streams.values())
             settings = {"policy": cell.replacement, "device_order": cell.device_order}
             pair = pair_of_servers(sizes, model, block_size=cell.block_size, longest_tokens=longest, settings=settings)
-            self._running = same, self._stack.enter_context(pair), sizes
+            self._running = same, self.resources.enter_context(pair), sizes
         return self._running[1:]
 
     @classmethod
@@ -128,8 +112,8 @@ class Tiering(Experiment):
         return tiering_part(suite, results)
 
 
-class _Streams:
-    """The requests of all seeds, in the tokens of the model."""
+class _PromptStreams:
+    """Requests of all seeds, in the model's tokens."""
 
     def __init__(self, options: Options) -> None:
         from ragorder.eval.engines.models import built_prompts, random_model
@@ -137,9 +121,9 @@ class _Streams:
         self.model = options.model or random_model()
         self._options = options
         self._prompts = built_prompts(self.model)
-        self._drawn: dict[object, dict[int, Stream]] = {}
+        self._drawn: dict[object, dict[int, PromptStream]] = {}
 
-    def take(self, cell: TieringCell, corpus: Corpus, count: int) -> dict[int, Stream]:
+    def take(self, cell: TieringCell, corpus: Corpus, count: int) -> dict[int, PromptStream]:
         key = (cell.stream, count)
         if key not in self._drawn:
             self._drawn[key] = {

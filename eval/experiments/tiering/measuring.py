@@ -1,5 +1,5 @@
-"""The same requests on two servers, with and without tiers, which take turns: they share the machine's cores, so one is
-idle while the other serves."""
+"""The same requests on two servers, with and without tiers, in turn: they share the machine's cores, so one is idle
+while the other serves."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ from ragorder.adapters.vllm_tiers import TierSettings
 from ragorder.eval.engines.base import EngineError, RequestError
 from ragorder.eval.engines.openai import OpenAIEngine
 from ragorder.eval.engines.server import VLLMServer
-from ragorder.eval.experiments.tiering.requests import Stream
 from ragorder.eval.experiments.tiering.results import ARMS
-from ragorder.eval.experiments.tiering.sizes import TierSizes
+from ragorder.eval.experiments.tiering.sizes import PromptStream, TierSizes
 
-__all__ = ["Turn", "measure", "pair_of_servers"]
+__all__ = ["ArmRun", "measure", "pair_of_servers"]
 
 _PAUSE_S = 0.3
 """Between two turns: the other server's threads go on looking for work for a while."""
@@ -30,9 +29,9 @@ _WARM_UP_TOKENS = (64, 256, 512, 1024, 2048)
 
 
 @dataclass(slots=True)
-class Turn:
-    """What one arm did with the requests of one seed, warm-up included, and where the KV of those behind the warm-up
-    came from."""
+class ArmRun:
+    """Results of one arm for the requests of one seed, warm-up included. `hits` are the sources of the KV after the
+    warm-up."""
 
     arm: str
     ttft_ms: list[float] = field(default_factory=list)
@@ -45,7 +44,7 @@ class Turn:
 def pair_of_servers(
     tiers: TierSizes, model: Path, *, block_size: int, longest_tokens: int, settings: Mapping[str, object]
 ) -> Iterator[dict[str, VLLMServer]]:
-    """Both servers by the name of their arm, running; `settings` are more of `TierSettings`."""
+    """Running servers by the name of their arm; `settings` are further fields of `TierSettings`."""
     blocks = longest_tokens // block_size + 2
     longest = min(blocks, tiers.blocks) * block_size
     sizes: dict[str, Any] = {"blocks": tiers.blocks, "block_size": block_size, "max_model_len": longest}
@@ -63,19 +62,19 @@ def pair_of_servers(
 
 async def measure(
     servers: Mapping[str, VLLMServer],
-    stream: Stream,
+    stream: PromptStream,
     *,
     warmup: int,
     segment: int,
     first: int = 0,
     advance: Callable[[], None] = lambda: None,
-) -> list[Turn]:
-    """Both arms on one stream, one request at a time, `segment` requests in a turn; `first` says who begins.
+) -> list[ArmRun]:
+    """Both arms on one stream, one request at a time, in turns of `segment` requests; an odd `first` lets tiers begin.
 
-    Device and host are empty at the start, and a cache salt of its own sees to it that nothing of an earlier stream is
-    found on the disk. Raises EngineError for a server that stops answering.
+    Device and host are empty at the start; a cache salt of each stream hides what earlier streams left on the disk.
+    Raises EngineError for a server that stops answering.
     """
-    turns = [Turn(arm) for arm in ARMS]
+    turns = [ArmRun(arm) for arm in ARMS]
     async with AsyncExitStack() as stack:
         engines = []
         for turn in turns:
@@ -104,14 +103,14 @@ async def measure(
 
 
 def _segments(requests: int, warmup: int, segment: int) -> Iterator[range]:
-    """Turns end with the warm-up, so that what follows can be counted on its own."""
+    """Turns end with the warm-up, so that the requests after it can be counted separately."""
     for start, end in ((0, warmup), (warmup, requests)):
         for first in range(start, end, segment):
             yield range(first, min(first + segment, end))
 
 
-async def _prepare(engine: OpenAIEngine, server: VLLMServer, stream: Stream, *, host: bool) -> None:
-    """First calls of every length are slow, and are not what is measured."""
+async def _prepare(engine: OpenAIEngine, server: VLLMServer, stream: PromptStream, *, host: bool) -> None:
+    """Warm-up calls of every length, which are slow the first time; then empty caches."""
     rng = random.Random(0)
     try:
         for tokens in _WARM_UP_TOKENS:
@@ -123,7 +122,7 @@ async def _prepare(engine: OpenAIEngine, server: VLLMServer, stream: Stream, *, 
     engine.reset()
 
 
-async def _serve(turn: Turn, engine: OpenAIEngine, prompt: Sequence[int]) -> None:
+async def _serve(turn: ArmRun, engine: OpenAIEngine, prompt: Sequence[int]) -> None:
     try:
         completion = await engine.complete(prompt)
     except RequestError as error:

@@ -19,8 +19,8 @@ _FACTS = ("blocks", "host_bytes", "working_set_tokens")
 
 
 class TieringRecord(Record):
-    """One arm (the prefix cache alone, or with tiers) in one cell with one seed, request by request; `sources` are the
-    prompt tokens after the warm-up by the place that their KV came from."""
+    """One arm (the prefix cache alone, or with tiers) in one cell with one seed. `sources` are the prompt tokens after
+    the warm-up by the source of their KV."""
 
     called: ClassVar[str] = "a measurement of tiers"
 
@@ -40,7 +40,6 @@ class TieringRecord(Record):
 
     @property
     def requests(self) -> int:
-        """How many were served after the warm-up."""
         return len(self.ttft_ms)
 
     @property

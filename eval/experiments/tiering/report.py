@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ragorder.adapters.observing.tier_stats import SOURCES, TIERS
-from ragorder.eval.experiments.tiering import ARMS, MOST_WORSE, REQUIRED, Verdict, judge
+from ragorder.eval.experiments.tiering import ARMS, MOST_WORSE, REQUIRED, TierVerdict, judge
 from ragorder.eval.experiments.tiering.record import TieringRecord
 from ragorder.eval.report.canvas import LINE, Picture, draw, style
 from ragorder.eval.report.groups import Group, group_runs
@@ -51,7 +51,7 @@ def _sides(group: _Group) -> list[list[Floats]]:
     return [[line.ttft_ms for line in _arm(group, arm)] for arm in ARMS]
 
 
-def _verdict(group: _Group) -> Verdict | None:
+def _verdict(group: _Group) -> TierVerdict | None:
     """None where nothing can be compared."""
     try:
         return judge(str(group.cell["tier"]), *_sides(group))
@@ -132,7 +132,7 @@ def _pictures(lines: Sequence[TieringRecord]) -> list[Picture]:
     return [draw(paint, title="What tiers save", alt=said, caption=caption, height=1.1 + 0.42 * len(names))]
 
 
-def _groups(lines: Sequence[TieringRecord]) -> list[tuple[_Group, Verdict]]:
+def _groups(lines: Sequence[TieringRecord]) -> list[tuple[_Group, TierVerdict]]:
     """In the order in which they were written, those of which there is something to say."""
     groups = group_runs([line for line in lines if line.policy in ARMS])
     return [(group, verdict) for group in groups if (verdict := _verdict(group)) is not None]
@@ -156,7 +156,7 @@ def _megabytes(size: int) -> str:
     return f"{figure(size / 1e6, 0)}{THIN}MB"
 
 
-def _ratio(verdict: Verdict) -> Entry:
+def _ratio(verdict: TierVerdict) -> Entry:
     if not verdict.known:
         return Entry(f"{figure(verdict.ratio, 2)} ×", "too few requests for an interval", "too few requests")
     word = "better" if verdict.low > 1 else "worse" if verdict.high < 1 else "no difference"

@@ -1,4 +1,4 @@
-"""Results of tiering runs: paired times to the first token, and verdicts against the goals."""
+"""Results of tiering runs: paired times to the first token, verdicts against the goals."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from ragorder.eval.report.statistics import Comparison, compare
+from ragorder.eval.report.statistics import PairedDifference, compare
 
 if TYPE_CHECKING:
     from ragorder.eval.report.statistics import Floats
 
-__all__ = ["ARMS", "MOST_WORSE", "REQUIRED", "Verdict", "judge"]
+__all__ = ["ARMS", "MOST_WORSE", "REQUIRED", "TierVerdict", "judge"]
 
 ARMS = ("apc", "tiers")
 """vLLM's own prefix cache alone, and with tiers behind it."""
@@ -27,10 +27,10 @@ Met = Literal["met", "not met", "not decided", ""]
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """Mean times to the first token in ms; `ratio` is how many times shorter tiers make it (below 1: longer), with its
-    confidence interval (0 to inf: there are too few requests for one). `met` says whether what is required holds ("":
-    nothing is): "not decided" if the ratio is on the right side and its interval is not."""
+class TierVerdict:
+    """Mean times to the first token in ms; `ratio` is the speed-up by tiers (below 1: slower) with its confidence
+    interval (0 to inf: too few requests). `met` says whether the goal is reached ("": there is none): "not decided" if
+    only the ratio reaches it, and not its interval."""
 
     apc_ms: float
     tiers_ms: float
@@ -42,17 +42,18 @@ class Verdict:
 
     @property
     def known(self) -> bool:
-        """Whether there were enough requests for an interval."""
         return self.low > 0 and math.isfinite(self.high)
 
 
-def judge(room: str, apc: Sequence[Sequence[float] | Floats], tiers: Sequence[Sequence[float] | Floats]) -> Verdict:
-    """Compare the times to the first token of both arms, one sequence a seed, paired request by request, where the
-    working set finds this room. Raises StatisticsError if they are not of the same seeds and requests."""
+def judge(room: str, apc: Sequence[Sequence[float] | Floats], tiers: Sequence[Sequence[float] | Floats]) -> TierVerdict:
+    """Compare both arms' times to the first token (a sequence a seed), paired request by request, where the working set
+    fits `room`. Raises StatisticsError for different seeds or requests."""
     found = compare(apc, tiers, relative=True, better="lower")
     low, high = _faster(found.high), _faster(found.low)
     by_seed = tuple(map(_faster, found.by_seed))
-    return Verdict(found.baseline, found.value, _faster(found.difference), low, high, _met(room, found, low), by_seed)
+    return TierVerdict(
+        found.baseline, found.value, _faster(found.difference), low, high, _met(room, found, low), by_seed
+    )
 
 
 def _faster(difference: float) -> float:
@@ -60,7 +61,7 @@ def _faster(difference: float) -> float:
     return math.inf if difference <= -1 else 1 / (1 + difference)
 
 
-def _met(room: str, found: Comparison, low: float) -> Met:
+def _met(room: str, found: PairedDifference, low: float) -> Met:
     least = {"host": REQUIRED, "device": 1 / (1 + MOST_WORSE)}.get(room)
     if least is None:
         return ""

@@ -1,4 +1,4 @@
-"""Tier sizes relative to the working set."""
+"""Streams of prompts, and tier sizes relative to their working set."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ragorder.eval.experiments.tiering.requests import Stream
+from ragorder.eval.data.trace import Trace
+from ragorder.eval.engines.prompts import Prompts
 
-__all__ = ["ROOMS", "TierSizes", "kv_bytes_per_token", "make_sizes"]
+__all__ = ["ROOMS", "PromptStream", "TierSizes", "kv_bytes_per_token", "make_sizes", "make_stream"]
 
 _ROOM = 1.25
 """What a tier that is to hold the whole working set has, as a multiple of it: the answers and the warm-up need some."""
@@ -24,8 +25,36 @@ ROOMS = tuple(_SHARES)
 
 
 @dataclass(frozen=True, slots=True)
+class PromptStream:
+    """Prompts in order of arrival. `working_set_tokens` is their reusable KV: whole blocks, each prefix once."""
+
+    prompts: Sequence[Sequence[int]]
+    working_set_tokens: int
+
+    @property
+    def longest_tokens(self) -> int:
+        return max(map(len, self.prompts))
+
+
+def make_stream(trace: Trace, prompts: Prompts, block_size: int) -> PromptStream:
+    """The requests of a trace, with documents in retrieval order."""
+    ids = [prompts.token_ids(row, request, request.documents) for row, request in enumerate(trace.requests)]
+    return PromptStream(ids, _working_set(ids, block_size))
+
+
+def _working_set(prompts: Sequence[Sequence[int]], block_size: int) -> int:
+    seen: set[int] = set()
+    for prompt in prompts:
+        prefix = 0
+        for start in range(0, len(prompt) - block_size + 1, block_size):
+            prefix = hash((prefix, tuple(prompt[start : start + block_size])))
+            seen.add(prefix)
+    return len(seen) * block_size
+
+
+@dataclass(frozen=True, slots=True)
 class TierSizes:
-    """Of all tiers, the device's in blocks, the others' in bytes; `disk_bytes` None: there is no disk."""
+    """The device's pool in blocks, the other tiers in bytes; `disk_bytes` None: there is no disk."""
 
     blocks: int
     host_bytes: int
@@ -33,11 +62,11 @@ class TierSizes:
     working_set_tokens: int
 
 
-def make_sizes(room: str, streams: Sequence[Stream], *, block_size: int, bytes_per_token: int) -> TierSizes:
-    """One of the `ROOMS` for streams (one a seed) that are served by the same servers.
+def make_sizes(room: str, streams: Sequence[PromptStream], *, block_size: int, bytes_per_token: int) -> TierSizes:
+    """One of the `ROOMS` for the streams (one a seed) of the same servers, by the largest working set.
 
-    Sizes follow the largest working set. The device's pool is never smaller than the longest prompt and its answer; the
-    disk is not emptied between the seeds, and has room for all of them.
+    The device's pool holds at least the longest prompt and its answer; the disk, which is not emptied between seeds,
+    holds all of them.
     """
     largest = max(stream.working_set_tokens for stream in streams)
     every = sum(stream.working_set_tokens for stream in streams)
@@ -52,7 +81,7 @@ def make_sizes(room: str, streams: Sequence[Stream], *, block_size: int, bytes_p
 
 
 def kv_bytes_per_token(config: Any, value_bytes: int) -> int:
-    """Of a model whose layers are all alike, from its configuration as transformers reads it."""
+    """For a model with uniform layers, from its transformers configuration."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return int(2 * config.num_hidden_layers * heads * size * value_bytes)

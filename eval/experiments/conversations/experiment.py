@@ -1,0 +1,194 @@
+"""Cached tokens of conversations, in retrieval order and through the proxy: the suites of kind "conversations"."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import TracebackType
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from pydantic import AfterValidator, Field
+
+from ragorder.eval.data.machine import load_average
+from ragorder.eval.data.names import unknown
+from ragorder.eval.engines.models import load_tokenizer
+from ragorder.eval.engines.server import VLLMServer
+from ragorder.eval.engines.tiny_model import make_model
+from ragorder.eval.experiments.conversations.layouts import LAYOUTS, TEMPLATE, Body, ChatTurn, conversations
+from ragorder.eval.running.cells import SuiteCell
+from ragorder.eval.running.experiment import Experiment, Job, Line
+from ragorder.eval.running.record import RunRecord
+
+if TYPE_CHECKING:
+    import httpx2
+
+    from ragorder.eval.experiments.conversations.server import SimulatedServer
+    from ragorder.eval.report.part import Part
+    from ragorder.eval.report.reading import Results
+    from ragorder.eval.report.suites import SuiteInfo
+    from ragorder.eval.running.suite import Suite
+
+    ChatServer = VLLMServer | SimulatedServer
+
+__all__ = ["ConversationCell", "ConversationRecord", "Conversations", "make_proxy", "send_conversations"]
+
+_CHAT = "/v1/chat/completions"
+_LONGEST_PROMPT = 8192
+_PREDICTED = "x-ragorder-predicted-cached-tokens"
+
+
+def _layout(name: str) -> str:
+    if name not in LAYOUTS:
+        raise ValueError(unknown("layout", name, LAYOUTS))
+    return name
+
+
+class ConversationCell(SuiteCell):
+    """`layout` is where the documents stand, `blocks` the size of the cache. With `tokenizer` the proxy has that of the
+    served model, and estimates no lengths."""
+
+    layout: Annotated[str, AfterValidator(_layout)]
+    conversations: int = Field(15, ge=1)
+    turns: int = Field(3, ge=1)
+    blocks: int = Field(511, ge=1)
+    max_tokens: int = Field(24, ge=1)
+    tokenizer: bool = False
+
+
+class ConversationRecord(RunRecord):
+    """Conversations in retrieval order or by the proxy, a row for each turn."""
+
+    type: Literal["conversations"] = "conversations"  # type: ignore[assignment]
+
+
+class Conversations(Experiment):
+    kind = "conversations"
+    record = ConversationRecord
+    cell = ConversationCell
+    policies: ClassVar[Any] = ("retrieval", "ragorder")
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._stack = ExitStack()
+        self._running: tuple[int, ChatServer] | None = None
+        self._model: Path | None = None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._stack.close()
+
+    def obstacle(self, suite: Suite, cell: ConversationCell, policy: str) -> str | None:
+        if self.options.engine not in ("sim", "openai") or self.options.base_url is not None:
+            return "a server is simulated or started: use --engine sim, or openai without --base-url"
+        if cell.tokenizer and self.options.engine == "sim":
+            return "the simulated server has no tokenizer: use --engine openai"
+        return None
+
+    def together(self, suite: Suite, policies: Sequence[str]) -> list[tuple[str, ...]]:
+        return [tuple(policies)] if policies else []
+
+    def requests(self, suite: Suite, cell: ConversationCell) -> int:
+        asked = cell.conversations * cell.turns
+        return max(cell.turns, min(asked, self.options.limit or asked) // cell.turns * cell.turns)
+
+    def measure(self, job: Job, advance: Callable[[], None]) -> Iterator[Line]:
+        cell: ConversationCell = job.cell
+        layout = LAYOUTS[cell.layout]
+        chats = conversations(job.requests // cell.turns, cell.turns, job.seed)
+        server = self._server(cell, chats)
+        tokenizer = load_tokenizer(str(self._model)) if cell.tokenizer else None
+        for policy in job.policies:
+            proxied = policy == "ragorder"
+            body = layout.proxied if proxied else layout.retrieval
+            proxy = make_proxy(server, tokenizer, **layout.options) if proxied else None
+            rows = asyncio.run(send_conversations(server, chats, body, cell.max_tokens, proxy, advance))
+            yield {
+                "policy": policy,
+                "engine": {
+                    "name": self.options.engine,
+                    "model": None if self._model is None else str(self.options.model or "random weights"),
+                    "block_size": server.block_size,
+                    "capacity_tokens": server.capacity_tokens,
+                },
+                "load_average": load_average(),
+                "rows": rows,
+            }
+
+    def _server(self, cell: ConversationCell, chats: Sequence[Sequence[ChatTurn]]) -> ChatServer:
+        if self._running is None or self._running[0] != cell.blocks:
+            self._stack.close()
+            self._running = None
+            self._running = cell.blocks, self._start(cell.blocks, chats)
+        return self._running[1]
+
+    def _start(self, blocks: int, chats: Sequence[Sequence[ChatTurn]]) -> ChatServer:
+        if self.options.engine == "sim":
+            from ragorder.eval.experiments.conversations.server import SimulatedServer
+
+            return SimulatedServer(blocks)
+        if self.options.model is None:
+            folder = Path(self._stack.enter_context(TemporaryDirectory()))
+            texts = [text for turns in chats for turn in turns for _, text in turn.documents]
+            shape = {"layers": 2, "hidden_size": 256, "vocab_size": 4096, "max_position_embeddings": _LONGEST_PROMPT}
+            self._model = make_model(folder / "model", texts=texts, **shape)
+        else:
+            self._model = self.options.model
+        return self._stack.enter_context(VLLMServer(self._model, blocks=blocks, max_model_len=_LONGEST_PROMPT))
+
+    @classmethod
+    def report(cls, suite: SuiteInfo, results: Results) -> Part:
+        from ragorder.eval.experiments.conversations.report import conversations_part
+
+        return conversations_part(suite, results)
+
+
+async def send_conversations(
+    server: ChatServer,
+    chats: Sequence[Sequence[ChatTurn]],
+    body: Body,
+    max_tokens: int,
+    proxy: Any = None,
+    advance: Callable[[], None] = lambda: None,
+) -> dict[str, list[int | None]]:
+    """The first turn of each conversation, then each second one, …, sent to an empty server or through `proxy`, an
+    application in front of it; returns the columns of a run. Answers are put into the turns."""
+    import httpx2
+
+    server.reset()
+    rows: dict[str, list[int | None]] = {"prompt_tokens": [], "cached_tokens": [], "predicted_tokens": []}
+    transport = _transport(server) if proxy is None else httpx2.ASGITransport(proxy)
+    common = {"model": server.model_name, "max_tokens": max_tokens, "temperature": 0.0, "ignore_eos": True}
+    async with httpx2.AsyncClient(base_url=server.base_url, timeout=600, trust_env=False, transport=transport) as http:
+        for number in range(len(chats[0])):
+            for turns in chats:
+                response = await http.post(_CHAT, json=body(turns[: number + 1]) | common)
+                response.raise_for_status()
+                answer = response.json()
+                turns[number].answer = answer["choices"][0]["message"]["content"]
+                usage, predicted = answer["usage"], response.headers.get(_PREDICTED)
+                rows["prompt_tokens"].append(usage["prompt_tokens"])
+                rows["cached_tokens"].append((usage["prompt_tokens_details"] or {}).get("cached_tokens") or 0)
+                rows["predicted_tokens"].append(None if predicted is None else int(predicted))
+                advance()
+    return rows
+
+
+def make_proxy(server: ChatServer, tokenizer: Any = None, **options: Any) -> Any:
+    """The proxy's application in front of a server, with the template of the layouts."""
+    from ragorder.adapters.proxy import DocumentTemplate, make_app
+    from ragorder.orderer import Orderer
+
+    orderer = Orderer(capacity_tokens=server.capacity_tokens, block_size=server.block_size)
+    transport = _transport(server)
+    if transport is not None:
+        options["make_transport"] = lambda: transport
+    return make_app(
+        orderer, upstream=server.base_url, template=DocumentTemplate(TEMPLATE), tokenizer=tokenizer, **options
+    )
+
+
+def _transport(server: ChatServer) -> httpx2.AsyncBaseTransport | None:
+    """Of a server in this process."""
+    return getattr(server, "transport", None)

@@ -1,0 +1,134 @@
+"""A cell of a suite about the embedded engine: a prompt by what of it is cached, or a workload by size of the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+
+from ragorder.eval.data.names import unknown
+from ragorder.eval.experiments.embedded.prompts import Layout
+from ragorder.eval.experiments.embedded.shapes import SHAPES
+from ragorder.eval.experiments.replacement import TierSize
+from ragorder.eval.running.cells import SuiteCell
+from ragorder.kernels.policies import POLICIES
+
+__all__ = ["NOTHING", "NO_CACHE", "PLAIN", "TIERS", "CacheSetup", "EmbeddedCell"]
+
+PLAIN, NOTHING, NO_CACHE = "transformers", "nothing", "no cache"
+TIERS = ("device", "host", "disk")
+
+_OF_SERVING = ("workload", "top_k", "requests", "warmup", "device", "host", "replacement", "order")
+_OF_PREFILL = ("documents", "document_tokens", "system_tokens", "question_tokens", "repeats")
+_LEAST_REQUESTS = 10
+
+
+def _shape(value: str) -> str:
+    if value not in SHAPES:
+        raise ValueError(unknown("shape", value, SHAPES))
+    return value
+
+
+def _policy(value: str) -> str:
+    if value not in POLICIES:
+        raise ValueError(unknown("replacement policy", value, POLICIES))
+    return value
+
+
+def _size(value: object) -> object:
+    if isinstance(value, str):
+        TierSize.parse(value)
+    return value
+
+
+_Size = Annotated[str, BeforeValidator(_size)]
+_Policy = Annotated[str, AfterValidator(_policy)]
+_Order = Literal["retrieval", "sorted", "greedy", "best", "auto"]
+_List = Field(strict=False)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSetup:
+    """Documents in this `order`, in a cache by this replacement `policy` with this `host` behind the device. Without a
+    policy nothing is cached."""
+
+    order: str = "retrieval"
+    policy: str | None = None
+    host: str | None = None
+
+    @property
+    def name(self) -> str:
+        if self.policy is None:
+            return NO_CACHE
+        place = "device" if self.host is None else f"device and {self.host}"
+        return f"{place}, {self.policy}" + ("" if self.order == "retrieval" else f", {self.order} order")
+
+
+class EmbeddedCell(SuiteCell):
+    """What one cell may say. `shape` is that of a model with random weights; those of 7B need a GPU. With one of the
+    `threads`, CPU time is a measure of time on a busy machine.
+
+    cached, overhead, tiers: the time to the first token of a prompt of so many `documents`, by how many of them are
+    cached; with nothing cached, against plain transformers; by where all of them are cached. `repeats` times a seed.
+    serving: the times of a `workload` without a cache, with the `device` alone, and with each size of `host` memory
+    behind it by each `replacement` policy, documents in each `order`. Sizes: "4GiB", or a share of the working set
+    ("5%"); the device holds the longest prompt in any case.
+    """
+
+    measure: Literal["cached", "overhead", "tiers", "serving"]
+    shape: Annotated[str, AfterValidator(_shape)] = "small"
+    block_size: int = Field(16, ge=1)
+    threads: int = Field(1, ge=1)
+    documents: int = Field(5, ge=1)
+    document_tokens: int = Field(200, ge=1)
+    system_tokens: int = Field(50, ge=1)
+    question_tokens: int = Field(30, ge=1)
+    repeats: int = Field(20, ge=2)
+    workload: str = "paper"
+    top_k: int | None = Field(None, ge=1)
+    requests: int = Field(600, ge=12)
+    warmup: int = Field(60, ge=0)
+    device: _Size = "4GiB"
+    host: Annotated[tuple[_Size, ...], _List] = ()
+    replacement: Annotated[tuple[_Policy, ...], _List] = ("pgdsf",)
+    order: Annotated[tuple[_Order, ...], _List] = ("retrieval",)
+
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        foreign = _OF_PREFILL if self.measure == "serving" else _OF_SERVING
+        wrong = next((name for name in foreign if name in self.model_fields_set), None)
+        if wrong:
+            raise ValueError(f'{wrong} does not go with measure = "{self.measure}"')
+        if self.warmup > self.requests - _LEAST_REQUESTS:
+            least = f"leaves less than {_LEAST_REQUESTS} of {self.requests} requests to measure"
+            raise ValueError(f"a warmup of {self.warmup} {least}")
+        return self
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        # Those of `setups` are in the policies' names.
+        return {name: value for name, value in super().fields.items() if name not in ("host", "replacement", "order")}
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(self.documents, self.document_tokens, self.system_tokens, self.question_tokens)
+
+    @property
+    def setups(self) -> Mapping[str, CacheSetup]:
+        """By name: no cache; the device alone by LRU, as prefix caching does it; the device and each host."""
+        alone = [CacheSetup(order, "lru") for order in self.order]
+        behind = [
+            CacheSetup(order, policy, host) for order in self.order for host in self.host for policy in self.replacement
+        ]
+        return {setup.name: setup for setup in (CacheSetup(), *alone, *behind)}
+
+    @property
+    def arms(self) -> tuple[str, ...]:
+        """What is compared: the policies of the suite that this cell has."""
+        if self.measure == "serving":
+            return tuple(self.setups)
+        if self.measure == "overhead":
+            return PLAIN, NOTHING
+        return NOTHING, *(TIERS if self.measure == "tiers" else map(str, range(self.documents + 1)))

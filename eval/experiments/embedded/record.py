@@ -1,0 +1,45 @@
+"""The record of the embedded engine."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal, Self
+
+from pydantic import model_validator
+
+from ragorder.eval.experiments.embedded.cells import EmbeddedCell
+from ragorder.eval.running.record import Record
+
+__all__ = ["EmbeddedRecord"]
+
+_COLUMNS = ("wall_ms", "cpu_ms", "device", "host", "disk")
+_SERVED = ("prompt_tokens", "hits", "retrieved")
+
+
+class EmbeddedRecord(Record):
+    """One arm of a cell: times by two clocks and cached tokens by tier, for each repetition or request."""
+
+    called: ClassVar[str] = "a measurement of the embedded engine"
+
+    type: Literal["embedded"] = "embedded"
+    cell: dict[str, Any]
+    rows: dict[str, list[float]]
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        columns = _COLUMNS + (_SERVED if self.setting.measure == "serving" else ())
+        if len({len(self.rows.get(name, ())) for name in columns}) != 1:
+            raise ValueError("columns of different lengths")
+        return self
+
+    @property
+    def setting(self) -> EmbeddedCell:
+        """The cell with its defaults."""
+        return EmbeddedCell.model_validate(self.cell)
+
+    @property
+    def requests(self) -> int:
+        return len(self.figures("wall_ms"))
+
+    def figures(self, name: str) -> list[float]:
+        """The figures after the warm-up."""
+        return self.rows[name][self.warmup :]

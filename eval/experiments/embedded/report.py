@@ -1,0 +1,172 @@
+"""Tables and pictures of the embedded engine by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+from ragorder.eval.experiments.embedded.cells import NO_CACHE, PLAIN, TIERS, EmbeddedCell
+from ragorder.eval.experiments.embedded.record import EmbeddedRecord
+from ragorder.eval.experiments.embedded.results import BASELINES, Clock, Speedup, judge, median, required, values_of
+from ragorder.eval.experiments.embedded.shapes import ONE_THREAD
+from ragorder.eval.report.canvas import Picture, draw, style
+from ragorder.eval.report.groups import Group, group_runs
+from ragorder.eval.report.part import Part
+from ragorder.eval.report.reading import Results
+from ragorder.eval.report.statistics import StatisticsError
+from ragorder.eval.report.suites import SuiteInfo
+from ragorder.eval.report.tables import Entry, Table
+from ragorder.eval.report.words import figure
+from ragorder.eval.running.measures import percentile
+
+__all__ = ["embedded_part"]
+
+_Group = Group[EmbeddedRecord]
+
+_TITLES = {
+    "cached": "Time to the first token, by how many documents are cached",
+    "overhead": "Time to the first token with nothing cached, and that of plain transformers",
+    "tiers": "Time to the first token, by where all documents are cached",
+}
+_CLOCKS = {"wall_ms": "wall ms", "cpu_ms": "CPU ms"}
+
+
+def embedded_part(suite: SuiteInfo, results: Results) -> Part:
+    groups = group_runs(results.of(EmbeddedRecord, suite.name))
+    return Part(
+        [_serving(each) if _cell(each).measure == "serving" else _prefill(each) for each in groups],
+        engine="; ".join(dict.fromkeys(_engine(each.engine) for each in groups)),
+        pictures=lambda: [_picture(each) for each in groups],
+    )
+
+
+def _cell(group: _Group) -> EmbeddedCell:
+    return group.runs()[0].setting
+
+
+def _engine(engine: Mapping[str, Any]) -> str:
+    return (
+        f"the embedded engine, shape {engine['model']}, {engine['hardware']}, blocks of {engine['block_size']} tokens"
+    )
+
+
+def _title(group: _Group) -> str:
+    cell = _cell(group)
+    return _TITLES.get(cell.measure) or f"Workload {cell.workload} by size of the cache"
+
+
+def _prefill(group: _Group) -> Table:
+    cell = _cell(group)
+    baseline = group.runs(BASELINES[cell.measure])
+    clocks: Sequence[Clock] = ("wall_ms", "cpu_ms") if group.engine["hardware"] == ONE_THREAD else ("wall_ms",)
+    headings = ["cached" if cell.measure != "overhead" else "served by", "tokens"]
+    headings += [heading for clock in clocks for heading in (_CLOCKS[clock], "times shorter")]
+    table = Table(_title(group), [*headings, "required"])
+    for arm in group.policies:
+        lines = group.runs(arm)
+        tokens = {sum(row) for line in lines for row in zip(*(line.figures(tier) for tier in TIERS), strict=True)}
+        row = [Entry(_arm(arm, cell)), Entry(", ".join(figure(each, 0) for each in sorted(tokens)))]
+        verdicts: list[str] = []
+        for clock in clocks:
+            middle, low, high = map(_ms, median(_values(lines, clock)))
+            speedup = _speedup(baseline, lines, clock)
+            row += [Entry(middle, f"[{low}, {high}]"), _ratio(speedup)]
+            verdicts += [speedup.met] if speedup is not None and speedup.met else []
+        least = required(cell, arm)
+        bound = "" if least is None else f"{figure(least, 2)} × or more"
+        table.rows.append([*row, Entry(" / ".join(dict.fromkeys(verdicts)) or "–", bound)])
+    table.note = (
+        f"{cell.documents} documents of {cell.document_tokens} tokens behind {cell.system_tokens}, a question of "
+        f"{cell.question_tokens}. Medians of {cell.repeats} turns × seeds {_seeds(group)}, with 95 % intervals."
+    )
+    return table
+
+
+def _serving(group: _Group) -> Table:
+    cell = _cell(group)
+    baselines = {name: group.runs(name) for name in (NO_CACHE, "device, lru") if name in group.policies}
+    headings = ["cache", "hits, %", "device, %", "host, %", "TTFT ms, p50", "p95", "mean"]
+    table = Table(_title(group), [*headings, *(f"times shorter than {name}" for name in baselines)])
+    for arm in group.policies:
+        lines = group.runs(arm)
+        times, prompt_tokens = _values(lines, "wall_ms"), sum(_values(lines, "prompt_tokens"))
+        shares = [(sum(_values(lines, "hits")), sum(_values(lines, "retrieved")))]
+        shares += [(sum(_values(lines, tier)), prompt_tokens) for tier in ("device", "host")]
+        row = [Entry(arm), *(Entry(figure(100 * part / max(1, whole))) for part, whole in shares)]
+        row += [Entry(figure(value)) for value in (percentile(times, 50), percentile(times, 95), fmean(times))]
+        row += [_ratio(_speedup(baseline, lines, "wall_ms", statistic="mean")) for baseline in baselines.values()]
+        table.rows.append(row)
+    top_k = "" if cell.top_k is None else f", top {cell.top_k}"
+    first = group.runs()[0]
+    table.note = (
+        f"{len(first.rows['wall_ms'])} requests × seeds {_seeds(group)}{top_k}, the first {first.warmup} left out, one "
+        f"at a time; device {cell.device}. Hits: of the documents; device and host: of the prompt tokens. Means "
+        "compared, with 95 % intervals."
+    )
+    return table
+
+
+def _arm(arm: str, cell: EmbeddedCell) -> str:
+    if cell.measure == "overhead":
+        return arm if arm == PLAIN else "the engine"
+    if not arm.isdigit():
+        return arm
+    return "the system prompt" if arm == "0" else f"and {arm} of {cell.documents} documents"
+
+
+def _values(lines: Sequence[EmbeddedRecord], name: str) -> list[float]:
+    return [value for of_seed in values_of(lines, name) for value in of_seed]
+
+
+def _speedup(
+    baseline: Sequence[EmbeddedRecord], lines: Sequence[EmbeddedRecord], clock: Clock, **options: Any
+) -> Speedup | None:
+    """None where there is nothing to compare with, as after an interruption."""
+    if baseline == lines:
+        return None
+    try:
+        return judge(baseline, lines, clock, **options)
+    except StatisticsError:
+        return None
+
+
+def _ms(value: float) -> str:
+    return figure(value, 0 if value >= 100 else 1)
+
+
+def _ratio(speedup: Speedup | None) -> Entry:
+    if speedup is None:
+        return Entry("–")
+    return Entry(f"{figure(speedup.ratio, 2)} ×", f"[{figure(speedup.low, 2)}, {figure(speedup.high, 2)}]")
+
+
+def _seeds(group: _Group) -> str:
+    return ", ".join(map(str, group.seeds))
+
+
+def _picture(group: _Group) -> Picture:
+    """The times of each arm: the median with its interval, or up to the 95th percentile of a workload's requests."""
+    cell = _cell(group)
+    serving = cell.measure == "serving"
+    rows = []
+    for arm in group.policies:
+        lines = group.runs(arm)
+        times = _values(lines, "wall_ms")
+        middle, low, high = median(times)
+        rows.append((_arm(arm, cell), middle, middle if serving else low, percentile(times, 95) if serving else high))
+
+    def paint(axes: Any) -> None:
+        looks = style("auto")
+        for place, (_, middle, low, high) in enumerate(reversed(rows)):
+            axes.plot([low, high], [place, place], color=looks.colour, linewidth=5, alpha=0.35)
+            axes.plot(middle, place, looks.marker, color=looks.colour, markersize=7)
+        axes.set_yticks(range(len(rows)), [name for name, *_ in reversed(rows)])
+        axes.set_ylim(-0.6, len(rows) - 0.4)
+        axes.set_xlim(left=0)
+        axes.grid(axis="y", visible=False)
+        axes.set_xlabel("time to the first token, ms")
+
+    alt = "; ".join(f"{name}: {_ms(middle)} ms" for name, middle, *_ in rows)
+    caption = "Medians; bars end at the 95th percentile." if serving else "Medians; bars are 95 % intervals."
+    return draw(paint, title=_title(group), alt=alt, caption=caption, height=1.1 + 0.3 * len(rows))

@@ -1,0 +1,119 @@
+"""Latency that the proxy adds, and many streams at a time: the suites of kind "proxy-load"."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from ragorder.eval.data.machine import load_average
+from ragorder.eval.experiments.proxy_load.load import allow_many_connections, measure_latency, run_streams, servers
+from ragorder.eval.running.cells import SuiteCell
+from ragorder.eval.running.experiment import Experiment, Job, Line
+from ragorder.eval.running.record import Record, as_column
+
+if TYPE_CHECKING:
+    from ragorder.eval.report.part import Part
+    from ragorder.eval.report.reading import Results
+    from ragorder.eval.report.suites import SuiteInfo
+    from ragorder.eval.running.suite import Suite
+
+__all__ = ["ProxyLoad", "ProxyLoadCell", "ProxyLoadRecord"]
+
+
+class ProxyLoadCell(SuiteCell):
+    """`rate` requests a second for so many `seconds`; then `streams` at a time, each of so many `events`, with `pause`
+    seconds between them."""
+
+    rate: float = Field(50.0, ge=1)
+    seconds: float = Field(20.0, ge=0)
+    streams: int = Field(1000, ge=0)
+    events: int = Field(20, ge=1)
+    pause: float = Field(0.25, ge=0)
+
+
+class ProxyLoadRecord(Record):
+    """One side, `direct` or `proxied`; the requests of both are pairs. `facts`: number of streams, how many came whole,
+    and the seconds that they took."""
+
+    type: Literal["proxy-load"] = "proxy-load"
+
+    @model_validator(mode="after")
+    def _paired(self) -> Self:
+        as_column(self.rows["latency_ms"])
+        if len(self.rows["tagged"]) != len(self.rows["latency_ms"]):
+            raise ValueError("columns of different lengths")
+        return self
+
+    @property
+    def requests(self) -> int:
+        return len(self.rows["latency_ms"])
+
+
+class ProxyLoad(Experiment):
+    kind = "proxy-load"
+    record = ProxyLoadRecord
+    cell = ProxyLoadCell
+    policies: ClassVar[Any] = ("direct", "proxied")
+    unit = "sides"
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._stack = ExitStack()
+        self._ports: tuple[int, int] | None = None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._stack.close()
+
+    def asked(self, suite: Suite) -> Sequence[str]:
+        """Both sides: they are compared pair by pair."""
+        return suite.policies
+
+    def together(self, suite: Suite, policies: Sequence[str]) -> list[tuple[str, ...]]:
+        return [tuple(policies)] if policies else []
+
+    def requests(self, suite: Suite, cell: ProxyLoadCell) -> int:
+        asked = round(cell.rate * cell.seconds)
+        return min(asked, self.options.limit or asked)
+
+    def steps(self, job: Job) -> int:
+        return len(job.policies)
+
+    def measure(self, job: Job, advance: Callable[[], None]) -> Iterator[Line]:
+        cell: ProxyLoadCell = job.cell
+        if self._ports is None:
+            allow_many_connections()
+            self._ports = self._stack.enter_context(servers())
+        load = load_average()
+        seconds = job.requests / cell.rate
+        pairs = asyncio.run(measure_latency(*self._ports, cell.rate, seconds, job.seed)) if seconds else []
+        for policy, port in zip(self.policies, self._ports, strict=True):
+            began = time.perf_counter()
+            whole = asyncio.run(run_streams(port, cell.streams, cell.events, cell.pause))
+            if policy in job.policies:
+                side = 2 if policy == "proxied" else 1
+                yield {
+                    "policy": policy,
+                    "load_average": load,
+                    "rows": {
+                        "tagged": [pair[0] for pair in pairs],
+                        "latency_ms": [round(pair[side], 4) for pair in pairs],
+                    },
+                    "facts": {
+                        "streams": len(whole),
+                        "whole": sum(whole),
+                        "streams_s": round(time.perf_counter() - began, 3),
+                    },
+                }
+            advance()
+
+    @classmethod
+    def report(cls, suite: SuiteInfo, results: Results) -> Part:
+        from ragorder.eval.experiments.proxy_load.report import proxy_load_part
+
+        return proxy_load_part(suite, results)

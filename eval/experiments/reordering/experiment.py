@@ -1,0 +1,154 @@
+"""Cache-aware reordering of a queue under overload (RAGCache 5.2, Figure 21): the suites of kind "reordering"."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from types import TracebackType
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field
+
+from ragorder.eval.data.arrivals import poisson_arrivals
+from ragorder.eval.data.machine import load_average
+from ragorder.eval.data.names import unknown
+from ragorder.eval.data.trace import Trace, trace_of_workload
+from ragorder.eval.data.workloads import WORKLOADS, make_workload
+from ragorder.eval.experiments.reordering.queueing import (
+    DISCIPLINES,
+    LiveQueues,
+    QueueServer,
+    SimulatedQueues,
+    own_server,
+)
+from ragorder.eval.running.cells import SuiteCell
+from ragorder.eval.running.experiment import Experiment, Job, Line
+from ragorder.eval.running.load import ServiceTimes
+from ragorder.eval.running.record import RunRecord
+
+if TYPE_CHECKING:
+    from ragorder.eval.report.part import Part
+    from ragorder.eval.report.reading import Results
+    from ragorder.eval.report.suites import SuiteInfo
+    from ragorder.eval.running.suite import Suite
+
+__all__ = ["Reordering", "ReorderingCell", "ReorderingRecord"]
+
+
+def _workload(name: str) -> str:
+    if name not in WORKLOADS:
+        raise ValueError(unknown("workload", name, WORKLOADS))
+    return name
+
+
+def _capacity(value: object) -> object:
+    return None if value == "unlimited" else value
+
+
+class ReorderingCell(SuiteCell):
+    """`load` is the arrival rate as a multiple of the rate at which a full queue is served first come, first served.
+
+    At most `max_in_flight` requests (the paper has 4) are at the engine; `capacity_tokens` is its cache. `window` is
+    the reordered queues'. `prefill_rate`, in tokens/s, is the simulated engine's.
+    """
+
+    workload: Annotated[str, BeforeValidator(_workload)]
+    capacity_tokens: Annotated[Annotated[int, Field(ge=1)] | None, BeforeValidator(_capacity)] = 16_000
+    load: float = Field(gt=0)
+    requests: int = Field(600, ge=1)
+    window: int = Field(32, ge=0)
+    max_in_flight: int = Field(4, ge=1)
+    output_tokens: int = Field(1, ge=1)
+    prefill_rate: float = Field(20_000.0, gt=0)
+
+
+class ReorderingRecord(RunRecord):
+    """A queue discipline on a trace. `facts`: the arrival rate, the whole time, the largest overtaking."""
+
+    type: Literal["reordering"] = "reordering"  # type: ignore[assignment]
+
+
+class Reordering(Experiment):
+    kind = "reordering"
+    record = ReorderingRecord
+    cell = ReorderingCell
+    policies: ClassVar[Any] = DISCIPLINES
+    unit = "queues"
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._stack = ExitStack()
+        self._live: tuple[object, LiveQueues] | None = None
+        self._rates: dict[object, float] = {}
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._stack.close()
+
+    def obstacle(self, suite: Suite, cell: ReorderingCell, policy: str) -> str | None:
+        if self.options.engine not in ("sim", "openai"):
+            return "queues are served by the simulated engine or a server: use --engine sim or openai"
+        if self.options.base_url is not None and len({each.capacity_tokens for each in suite.cells}) > 1:
+            return "a running server has one cache size: leave out --base-url, or --set capacity_tokens=unlimited"
+        return None
+
+    def together(self, suite: Suite, policies: Sequence[str]) -> list[tuple[str, ...]]:
+        return [tuple(policies)] if policies else []
+
+    def requests(self, suite: Suite, cell: ReorderingCell) -> int:
+        return min(cell.requests, self.options.limit or cell.requests)
+
+    def steps(self, job: Job) -> int:
+        return len(job.policies)
+
+    def measure(self, job: Job, advance: Callable[[], None]) -> Iterator[Line]:
+        cell: ReorderingCell = job.cell
+        trace = trace_of_workload(make_workload(cell.workload, job.seed, requests=job.requests), job.requests)
+        queues = self._queues(cell)
+        rate = cell.load * self._rate(cell, job, trace, queues)
+        at_s = [arrival.at_s for arrival in poisson_arrivals(rate, job.requests, job.seed)]
+        first = job.seed % len(job.policies)
+        for policy in [*job.policies[first:], *job.policies[:first]]:
+            served = queues.serve(trace, at_s, DISCIPLINES[policy].within(cell.window))
+            yield {
+                "policy": policy,
+                "engine": queues.engine,
+                "load_average": load_average(),
+                "rows": {
+                    "prompt_tokens": served.prompt_tokens,
+                    "cached_tokens": served.cached_tokens,
+                    "ttft_ms": [round(1e3 * seconds, 3) for seconds in served.ttft_s],
+                },
+                "facts": {
+                    "requests_per_s": rate,
+                    "total_s": served.total_s,
+                    "largest_overtaking": served.largest_overtaking,
+                },
+            }
+            advance()
+
+    def _rate(self, cell: ReorderingCell, job: Job, trace: Trace, queues: QueueServer) -> float:
+        """Requests/s of a full queue, first come, first served: measured once for all loads."""
+        key = (cell.model_copy(update={"load": 1.0}), job.seed, job.requests)
+        if key not in self._rates:
+            served = queues.serve(trace, [0.0] * job.requests, DISCIPLINES["fcfs"])
+            self._rates[key] = job.requests / served.total_s
+        return self._rates[key]
+
+    def _queues(self, cell: ReorderingCell) -> QueueServer:
+        """Raises EngineError for a server that cannot be measured."""
+        options, shape = self.options, (cell.max_in_flight, cell.output_tokens)
+        if options.engine == "sim":
+            return SimulatedQueues(cell.capacity_tokens, *shape, ServiceTimes(cell.prefill_rate))
+        key = (None if options.base_url else cell.capacity_tokens, *shape)
+        if self._live is None or self._live[0] != key:
+            self._stack.close()
+            self._live = None
+            url = options.base_url or self._stack.enter_context(own_server(options.model, key[0])).base_url
+            self._live = key, LiveQueues(url, *shape, options)
+        return self._live[1]
+
+    @classmethod
+    def report(cls, suite: SuiteInfo, results: Results) -> Part:
+        from ragorder.eval.experiments.reordering.report import reordering_part
+
+        return reordering_part(suite, results)

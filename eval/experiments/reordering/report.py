@@ -1,0 +1,43 @@
+"""Table of reordered queues: how many times shorter than first come, first served the mean time to first token is."""
+
+from __future__ import annotations
+
+from statistics import fmean
+
+from ragorder.eval.experiments.reordering.experiment import ReorderingRecord
+from ragorder.eval.report.groups import Group, group_runs
+from ragorder.eval.report.metrics import TTFT_MEAN
+from ragorder.eval.report.part import Part
+from ragorder.eval.report.reading import Results
+from ragorder.eval.report.suites import SuiteInfo
+from ragorder.eval.report.tables import Entry, Table
+from ragorder.eval.report.words import figure
+
+__all__ = ["reordering_part"]
+
+_BASELINE = "fcfs"
+_NOTE = (
+    "Mean time to first token in the order of arrival, divided by the queue's: mean of the seeds (range). Below it: by "
+    "how many later requests one was overtaken at most. +waiting: arranged for the next 8 waiting requests as well."
+)
+
+
+def reordering_part(suite: SuiteInfo, results: Results) -> Part:
+    groups = group_runs(results.of(ReorderingRecord, suite.name))
+    policies = list(dict.fromkeys(policy for group in groups for policy in group.policies if policy != _BASELINE))
+    table = Table("Mean TTFT, times shorter", ["", *policies], note=_NOTE)
+    for group in groups:
+        row = [_times_shorter(group, policy) for policy in policies]
+        table.rows.append([Entry(group.label), *row])
+    return Part([table] if groups else [])
+
+
+def _times_shorter(group: Group[ReorderingRecord], policy: str) -> Entry:
+    theirs, ours = (group.policies.get(each, {}) for each in (_BASELINE, policy))
+    pairs = [[TTFT_MEAN.value([side[seed]]) for side in (theirs, ours)] for seed in sorted(theirs.keys() & ours.keys())]
+    ratios = [plain / mean for plain, mean in pairs if plain and mean]
+    if not ratios:
+        return Entry("–")
+    overtaking = max(int(run.facts.get("largest_overtaking", 0)) for run in ours.values())
+    spread = f" ({figure(min(ratios), 2)} to {figure(max(ratios), 2)})" if len(ratios) > 1 else ""
+    return Entry(f"{figure(fmean(ratios), 2)}{spread}", f"overtaken by {overtaking}")

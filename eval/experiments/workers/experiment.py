@@ -1,0 +1,205 @@
+"""Several orderers in front of one vLLM server, as an application's workers are: the suites of kind "workers"."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from itertools import accumulate
+from time import perf_counter
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from ragorder import Orderer, PromptBuilder
+from ragorder.eval.data.cache import cache_folder
+from ragorder.eval.data.corpora import load_pydocs
+from ragorder.eval.data.machine import load_average
+from ragorder.eval.data.trace import Request
+from ragorder.eval.engines.models import load_tokenizer
+from ragorder.eval.engines.prompts import SYSTEM_PROMPT
+from ragorder.eval.engines.server import VLLMServer
+from ragorder.eval.engines.tiny_model import make_model
+from ragorder.eval.running.cells import SuiteCell
+from ragorder.eval.running.experiment import Experiment, Job, Line, Missing
+from ragorder.eval.running.record import RunRecord
+
+if TYPE_CHECKING:
+    from ragorder.eval.running.suite import Suite
+
+__all__ = ["Workers", "WorkersCell", "WorkersRecord", "questions_by_topic"]
+
+_TOPICS = 25
+_BLOCKS = 511
+_MEASURED_ONCE = "retrieval order is the same with any number of orderers"
+
+
+class WorkersCell(SuiteCell):
+    """`orderers` answer the questions in turn, `concurrency` of them at a time; `prompts` is how they are sent."""
+
+    orderers: int = Field(1, ge=1)
+    questions: int = Field(120, ge=1)
+    top_k: int = Field(5, ge=1)
+    prompts: Literal["token_ids", "messages"] = "token_ids"
+    concurrency: int = Field(1, ge=1)
+
+
+class WorkersRecord(RunRecord):
+    """Retrieval order, or orderers with the mirror or KV events. Without concurrency, predictions are known."""
+
+    type: Literal["workers"] = "workers"  # type: ignore[assignment]
+
+
+class _TimedOrderer(Orderer):
+    """Keeps the time and the prediction of each ordering."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.took_us: list[float] = []
+        self.predicted: list[int] = []
+
+    def order(self, *args: Any, **options: Any) -> Any:
+        start = perf_counter()
+        ordering = super().order(*args, **options)
+        self.took_us.append(round(1e6 * (perf_counter() - start), 1))
+        self.predicted.append(ordering.cached_tokens)
+        return ordering
+
+
+class Workers(Experiment):
+    kind = "workers"
+    record = WorkersRecord
+    cell = WorkersCell
+    policies: ClassVar[Any] = ("retrieval", "mirror", "events")
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._stack = ExitStack()
+        self._running: tuple[VLLMServer, PromptBuilder] | None = None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._stack.close()
+
+    def obstacle(self, suite: Suite, cell: WorkersCell, policy: str) -> str | None:
+        if self.options.engine != "openai" or self.options.base_url is not None:
+            return "a server is started: use --engine openai without --base-url"
+        if policy == "retrieval" and cell != suite.cells[0]:
+            return _MEASURED_ONCE
+        return None
+
+    def missing(self, suite: Suite, cell: WorkersCell, policy: str, reason: str) -> Missing | None:
+        return None if reason == _MEASURED_ONCE else super().missing(suite, cell, policy, reason)
+
+    def together(self, suite: Suite, policies: Sequence[str]) -> list[tuple[str, ...]]:
+        return [tuple(policies)] if policies else []
+
+    def requests(self, suite: Suite, cell: WorkersCell) -> int:
+        return min(cell.questions, self.options.limit or cell.questions)
+
+    def in_order(self, jobs: Sequence[Job]) -> list[Job]:
+        """Seed by seed: a machine that gets busier does so for all numbers of orderers."""
+        return sorted(jobs, key=lambda job: job.seed)
+
+    def measure(self, job: Job, advance: Callable[[], None]) -> Iterator[Line]:
+        cell: WorkersCell = job.cell
+        requests = questions_by_topic(job.requests, job.seed, cell.top_k)
+        server, builder = self._server()
+        first = job.seed % len(job.policies)
+        for policy in [*job.policies[first:], *job.policies[:first]]:
+            server.reset()
+            with ExitStack() as stack:
+                options = _options(policy, server, cell.top_k)
+                orderers = [
+                    stack.enter_context(_TimedOrderer.for_vllm(server.base_url, builder=builder, **options))
+                    for _ in range(cell.orderers)
+                ]
+                rows = _serve(cell, orderers, server, builder, requests, advance)
+            yield {
+                "policy": policy,
+                "engine": {
+                    "name": "openai",
+                    "model": str(self.options.model or "random weights"),
+                    "block_size": server.block_size,
+                    "capacity_tokens": server.capacity_tokens,
+                },
+                "load_average": load_average(),
+                "rows": rows,
+            }
+
+    def _server(self) -> tuple[VLLMServer, PromptBuilder]:
+        if self._running is None:
+            model = self.options.model
+            if model is None:
+                texts = [document.text for document in load_pydocs(cache=cache_folder()).documents]
+                model = make_model(cache_folder() / "random-2x256", texts=texts, layers=2, hidden_size=256)
+            builder = PromptBuilder(SYSTEM_PROMPT, tokenizer=load_tokenizer(model))
+            server = self._stack.enter_context(VLLMServer(model, blocks=_BLOCKS, max_model_len=8192))
+            self._running = server, builder
+        return self._running
+
+
+def questions_by_topic(count: int, seed: int, top_k: int) -> list[Request]:
+    """Questions about the standard library on 25 topics, some of them far more popular (1/rank)."""
+    corpus = load_pydocs(cache=cache_folder())
+    topics = defaultdict(list)
+    for question, ranking in zip(corpus.questions, corpus.rankings, strict=True):
+        documents = [corpus.documents[place] for place in ranking[:top_k]]
+        topics[question.id.partition("/")[0]].append(Request(question.text, documents))
+    rng = random.Random(seed)
+    asked = rng.sample(sorted(topics), _TOPICS)
+    popularity = list(accumulate(1 / rank for rank in range(1, _TOPICS + 1)))
+    return [rng.choice(topics[rng.choices(asked, cum_weights=popularity)[0]]) for _ in range(count)]
+
+
+def _options(policy: str, server: VLLMServer, top_k: int) -> dict[str, Any]:
+    options: dict[str, Any] = {"partial_blocks_first": True}
+    if policy == "events":
+        options |= {name: getattr(server, name) for name in ("events_endpoint", "replay_endpoint", "events_topic")}
+    if policy == "retrieval":
+        options["keep_first"] = top_k
+    return options
+
+
+def _serve(
+    cell: WorkersCell,
+    orderers: Sequence[_TimedOrderer],
+    server: VLLMServer,
+    builder: PromptBuilder,
+    requests: Sequence[Request],
+    advance: Callable[[], None],
+) -> dict[str, list[Any]]:
+    """The columns of a run."""
+    from openai import OpenAI
+
+    from ragorder.adapters.openai import Answer, OrderedClient
+
+    with OpenAI(base_url=f"{server.base_url}/v1", api_key="none") as openai:
+        clients = [
+            OrderedClient(openai, model=server.model_name, orderer=orderer, builder=builder, prompts=cell.prompts)
+            for orderer in orderers
+        ]
+
+        def generate(number: int) -> Answer:
+            request = requests[number]
+            answer = clients[number % len(clients)].generate(request.question, request.documents, max_tokens=2)
+            advance()
+            return answer
+
+        with ThreadPoolExecutor(cell.concurrency) as pool:
+            answers = list(pool.map(generate, range(len(requests))))
+
+    def of_orderers(name: str) -> list[Any]:
+        lists = [getattr(orderer, name) for orderer in orderers]
+        return [lists[number % len(lists)][number // len(lists)] for number in range(len(answers))]
+
+    rows: dict[str, list[Any]] = {
+        "prompt_tokens": [answer.prompt_tokens for answer in answers],
+        "cached_tokens": [answer.cached_tokens or 0 for answer in answers],
+        "order_us": of_orderers("took_us"),
+    }
+    if cell.concurrency == 1:
+        rows["predicted_tokens"] = of_orderers("predicted")
+    return rows
