@@ -4,9 +4,8 @@
     vllm serve MODEL --enable-prompt-tokens-details
     python examples/dspy_rag.py [http://127.0.0.1:8000/v1]
 
-The passages are the first field of the signature: what stands in front of them in the prompt is the same for each
-question. vLLM's CPU build is started by `python -m vllm.entrypoints.openai.api_server --block-size 32 --model MODEL …`
-instead.
+The passages are the first field of the signature: the prompt in front of them is the same for each question. vLLM's CPU
+build is started by `python -m vllm.entrypoints.openai.api_server --block-size 32 --model MODEL …` instead.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ QUESTIONS = [
 
 
 def search(question: str) -> list[str]:
-    """The three passages that have most words of the question; stands for `dspy.Embeddings` and the like."""
+    """The three passages with most words of the question; replace it by `dspy.Embeddings` or another retriever."""
     words = set(question.lower().strip("?").split())
     return sorted(TEXTS, key=lambda text: -len(words & set(text.lower().split())))[:3]
 

@@ -45,7 +45,7 @@ def build(base_url: str, model: str, orderer: Orderer) -> Pipeline:
     store.write_documents([Document(id=name, content=text) for name, text in TEXTS.items()])
     pipeline = Pipeline()
     pipeline.add_component("retriever", InMemoryBM25Retriever(store, top_k=3))
-    # Last in front of the prompt: what sorts documents behind it would undo it.
+    # The last component in front of the prompt: a later one that sorts documents would undo the order.
     pipeline.add_component("order", CacheOrderRanker(orderer))
     messages = [ChatMessage.from_system("Answer from the documents."), ChatMessage.from_user(PROMPT)]
     pipeline.add_component("prompt", ChatPromptBuilder(messages, required_variables="*"))

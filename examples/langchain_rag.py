@@ -1,4 +1,4 @@
-"""A LangChain RAG chain whose documents come in the order that the engine's prefix cache wants.
+"""A LangChain RAG chain with documents in the order that reuses most of the engine's prefix cache.
 
     pip install '.[langchain,live]' langchain-openai
     vllm serve MODEL --enable-prompt-tokens-details
@@ -6,8 +6,8 @@
 
 vLLM's CPU build is started by `python -m vllm.entrypoints.openai.api_server --block-size 32 --model MODEL …` instead.
 
-It asks the same questions twice, with the documents as they were retrieved and as ragorder orders them, and shows how
-many tokens of each prompt the engine had in its cache.
+It asks the same questions twice, with the documents in retrieval order and in ragorder's, and prints the cached tokens
+of each prompt.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ PROMPT = ChatPromptTemplate.from_messages(
 
 
 class WordEmbeddings(Embeddings):
-    """Which words a text has: stands for your embedding model, and needs no download."""
+    """The words of a text as a vector; replace it by your embedding model."""
 
     def embed_query(self, text: str) -> list[float]:
         vector = [0.0] * 512
@@ -66,13 +66,13 @@ class WordEmbeddings(Embeddings):
 
 
 def show(documents: list[Document]) -> str:
-    """The texts, one below the other. Numbers by position would do no harm; ranks of retrieval would end the reuse."""
+    """The texts, one below the other. Numbers by position would be harmless; retrieval ranks would end the reuse."""
     return "\n\n".join(document.page_content for document in documents)
 
 
 def ask(name: str, base_url: str, retriever: RetrieverLike, tenant: str) -> None:
     model = OpenAI(base_url=base_url, api_key="none").models.list().data[0].id
-    # The salt gives each of the two rounds a cache of its own, empty at first.
+    # The salt gives each of the two rounds its own cache, empty at first.
     salt = {"cache_salt": tenant}
     llm = ChatOpenAI(
         base_url=base_url, api_key="none", model=model, max_completion_tokens=32, temperature=0, extra_body=salt

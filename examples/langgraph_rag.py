@@ -45,7 +45,7 @@ class State(TypedDict):
 
 
 def search(question: str) -> list[Document]:
-    """The three documents that have most words of the question; stands for your vector store."""
+    """The three documents with most words of the question; replace it by your vector store."""
     words = set(re.findall(r"\w{4,}", question.lower()))
     found = [Document(f"{text} " * 2, id=name) for name, text in GARDEN.items()]
     return sorted(found, key=lambda each: -len(words & set(re.findall(r"\w+", each.page_content.lower()))))[:3]

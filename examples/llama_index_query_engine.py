@@ -4,7 +4,7 @@
     vllm serve MODEL --enable-prompt-tokens-details
     python examples/llama_index_query_engine.py [http://127.0.0.1:8000/v1]
 
-The server is any with OpenAI's API; vLLM reports cached tokens with --enable-prompt-tokens-details. vLLM's CPU build is
+Any server with OpenAI's API works; vLLM reports cached tokens with --enable-prompt-tokens-details. vLLM's CPU build is
 started by `python -m vllm.entrypoints.openai.api_server --block-size 32 --model MODEL …` instead.
 """
 
@@ -45,7 +45,7 @@ QUESTIONS = [
 
 
 class HashedWords(BaseEmbedding):
-    """Counts of words, hashed: good enough for six sentences, and nothing to download."""
+    """Hashed word counts: enough for six sentences, without a download."""
 
     def _get_text_embedding(self, text: str) -> list[float]:
         vector = [0.0] * 256
@@ -60,7 +60,7 @@ class HashedWords(BaseEmbedding):
 
 
 class CachedTokens(BaseEventHandler):
-    """Prints what the server reports of each answer."""
+    """Prints the usage that the server reports for each answer."""
 
     def handle(self, event: Any, **_: Any) -> None:
         usage = getattr(event.response.raw, "usage", None) if isinstance(event, LLMChatEndEvent) else None
@@ -81,8 +81,8 @@ def main(base_url: str = "http://127.0.0.1:8000/v1") -> None:
     )
     index = VectorStoreIndex([TextNode(text=text) for text in TEXTS], embed_model=HashedWords())
 
-    # This is all of the integration: an orderer that knows the server's cache, the postprocessor that uses it, and,
-    # if the server reports cached tokens, the feedback that keeps it right.
+    # The whole integration: an orderer with a model of the server's cache, the postprocessor that uses it, and, if the
+    # server reports cached tokens, the feedback that corrects it.
     orderer = Orderer.for_vllm(base_url)
     engine = index.as_query_engine(llm=llm, similarity_top_k=4, node_postprocessors=[CacheOrderPostprocessor(orderer)])
     get_dispatcher().add_span_handler(FeedbackHandler())

@@ -1,10 +1,10 @@
-"""Answer many questions offline with vLLM in this process, in the order that its prefix cache likes best.
+"""Answer many questions offline with vLLM in this process, in the order with most cache hits.
 
     pip install '.[vllm]'
     python examples/offline_batch.py MODEL
 
-`order_batch` orders the documents of each request and the requests as well, so that what shares documents is served in
-a row. The answers are put back in the order of the questions. Both orders are served, and what was cached is shown.
+`order_batch` orders the documents of each request and the requests as well: those that share documents are served one
+after another. The answers are put back in the order of the questions. Both orders are served, to compare cached tokens.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DOCUMENTS = {
         "salt": "Salt is won from the sea in shallow pans, where the sun takes the water away.",
     }.items()
 }
-# What a retriever found for each question, best first.
+# The documents that a retriever found for each question, best first.
 QUESTIONS = {
     "What needs yeast?": ["bread", "wine", "cheese"],
     "What is pressed?": ["oil", "wine"],
@@ -42,7 +42,7 @@ def main(model: str) -> None:
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     from vllm import LLM, SamplingParams
 
-    # A small cache and no compilation, so that the example starts quickly: leave both out for yours.
+    # A small cache and no compilation, for a quick start: omit both in your program.
     llm = LLM(model, enable_prefix_caching=True, block_size=32, kv_cache_memory_bytes=1 << 27, enforce_eager=True)
     cache = llm.llm_engine.vllm_config.cache_config
     builder = PromptBuilder("Answer the question from the documents below.", tokenizer=llm.get_tokenizer())
@@ -62,7 +62,7 @@ def main(model: str) -> None:
     retrieval = sum(output.num_cached_tokens or 0 for output in served)
     llm.reset_prefix_cache()
 
-    # The four lines: plan, build, serve, and put each answer where its question stands.
+    # The four lines: plan, build, serve, and put each answer in the place of its question.
     orderings = list(orderer.order_batch(requests))
     prompts = [builder.build(questions[ordering.index], ordering) for ordering in orderings]
     served = llm.generate([{"prompt_token_ids": prompt.token_ids} for prompt in prompts], sampling, use_tqdm=False)

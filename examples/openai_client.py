@@ -1,8 +1,8 @@
-"""Ask an OpenAI-compatible server questions on documents, in the order that its prefix cache likes best.
+"""Questions on documents to an OpenAI-compatible server, in the order with most cache hits.
 
     python examples/openai_client.py http://127.0.0.1:8000
 
-Needs `pip install '.[live]'`. On vLLM, --enable-prompt-tokens-details makes the server say what was cached.
+Needs `pip install '.[live]'`. vLLM reports cached tokens with --enable-prompt-tokens-details.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DOCUMENTS = {
         "salt": "Salt is won from the sea in shallow pans, where the sun takes the water away.",
     }.items()
 }
-# What a retriever found for each question, best first.
+# The documents that a retriever found for each question, best first.
 QUESTIONS = {
     "What needs yeast?": ["bread", "wine", "cheese"],
     "What goes well with wine?": ["wine", "cheese", "bread"],

@@ -1,8 +1,8 @@
-"""Answer while the search is still running: the prompt is computed on what has been found so far.
+"""Answers that begin while the search is still running, on the documents found so far.
 
     python examples/pipelined.py http://127.0.0.1:8000
 
-Needs `pip install '.[live]'`. On vLLM, --enable-prompt-tokens-details makes the server say what was cached.
+Needs `pip install '.[live]'`. vLLM reports cached tokens with --enable-prompt-tokens-details.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ QUESTIONS = ("What needs yeast?", "What is pressed?", "What is made of milk, and
 
 
 async def search(question: Question) -> AsyncGenerator[Provisional[Document], None]:
-    """The two documents that have most words of the question, of what has been searched so far."""
+    """The two documents with most words of the question, among those searched so far."""
     words = set(question.query.lower().strip("?").split())
     seen: list[Document] = []
     for number, shelf in enumerate(SHELVES, 1):

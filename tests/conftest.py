@@ -172,7 +172,7 @@ def vllm_engine(vllm_model: Path) -> Iterator[Any]:
 
 @pytest.fixture(scope="session")
 def vllm_server(vllm_model: Path) -> Iterator[Any]:
-    """One real vLLM server for the session, with KV events: 128 blocks of 32 tokens. Who kills it starts it again."""
+    """One real vLLM server for the session, with KV events: 128 blocks of 32 tokens. A test may kill and restart it."""
     from ragorder.eval.engines.server import VLLMServer
 
     with VLLMServer(vllm_model, blocks=128) as server:

@@ -35,17 +35,18 @@ _DELAY_S = 0.05
         multiple=True,
         metavar="NAME",
         help="Synthetic trace: paper (RAGCache++'s: neighbours share documents, in their places), paper-shuf (the "
-        "same, with shuffled ranks), ov0.0 to ov0.8 (neighbours share that part more), mix8 (eight streams at once), "
-        "zipf10 (ten documents by popularity), zipf10-X (popularity exponent X), geo (places near each other), "
-        "disjoint and unique (neighbours, or no two requests, share a document); or pydocs. Repeatable. "
-        "[default: paper-shuf]",
+        "same, with shuffled ranks), ov0.0 to ov0.8 (neighbours share this additional part), mix8 (eight streams at "
+        "once), zipf10 (ten documents by popularity), zipf10-X (popularity exponent X), geo (documents near a "
+        "moving place), disjoint and unique (no two neighbours, or no two requests, share a document); or pydocs. "
+        "Repeatable. [default: paper-shuf]",
     ),
     option(
         "--corpus",
         "corpora",
         multiple=True,
         metavar="DIR",
-        help="Folder with documents.jsonl (id, text, perhaps title), questions.jsonl (id, question) and run_NAME.jsonl "
+        help="Folder with documents.jsonl (id, text, optionally title), questions.jsonl (id, question) and "
+        "run_NAME.jsonl "
         "(id of a question, chunks: ids of documents, best first), each plain or .gz (docs/corpora.md); or pydocs. "
         "Repeatable.",
     ),
@@ -69,7 +70,7 @@ _DELAY_S = 0.05
         multiple=True,
         metavar="NAME",
         help="none (no prefix cache), retrieval, sorted, recency, random, greedy (the paper's), best, frequency, "
-        "queue, auto, events (auto, with the server's KV events), oracle, contextpilot (in an environment of its own). "
+        "queue, auto, events (auto, with the server's KV events), oracle, contextpilot (in its own environment). "
         "Repeatable. [default: retrieval, greedy, best, auto]",
     ),
     options_from(Bench, "waiting", "batch", "max_wait", max_wait={"metavar": "PLACES"}),
@@ -157,14 +158,14 @@ def bench(
 ) -> None:
     """Compare ordering policies on a trace of requests.
 
-    The policies take turns, request by request, each on a fresh engine, and what the prefix cache saved is compared.
-    Policy auto is ragorder's default.
+    The policies alternate, request by request, each on a fresh engine, and their cached tokens are compared. Policy
+    auto is ragorder's default.
 
-    The simulated engine counts cached tokens exactly and has no clock; the others measure time to first token as
-    well. With --concurrency or --arrivals a second table shows how the run went along, tenth by tenth.
+    The simulated engine counts cached tokens exactly and has no clock; the others measure time to first token as well.
+    With --concurrency or --arrivals a second table shows each tenth of the run.
 
-    In the table, "moved" is how far a document stands from its retrieval rank, in places, on average; "predicted" is
-    the share of requests of which the policy predicted the cached tokens to within one block.
+    In the table, "moved" is the mean distance of a document from its retrieval rank, in places; "predicted" is the
+    share of requests whose cached tokens were predicted to within one block.
     """
     from ragorder.eval.data.arrivals import Arrivals
     from ragorder.eval.data.corpora import PYDOCS, CorpusError

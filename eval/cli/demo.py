@@ -32,7 +32,7 @@ __all__ = ["demo"]
 def demo(engine: str, model: Path | None, limit: int, waiting: int | None) -> None:
     """Serve Python's documentation with and without ordering.
 
-    Each question about the standard library is served twice, on two equal engines that take turns in being first: with
+    Each question about the standard library is served on two equal engines, which alternate in being first: with
     documents in retrieval order, and in ragorder's order.
     """
     from ragorder.eval.engines.base import EngineError

@@ -71,12 +71,12 @@ def list_suites() -> None:
         type=click.Path(path_type=Path, file_okay=False),
         required=True,
         metavar="DIR",
-        help="Folder of results.jsonl. What it holds already is not run again.",
+        help="Folder of results.jsonl. Results that it holds already are not run again.",
     ),
     option(
         "--dry-run",
         is_flag=True,
-        help="List what would be served, and serve nothing; quality goes its whole way without a model.",
+        help="List the runs without serving anything; quality runs all but the model.",
     ),
 )
 @section(
@@ -132,8 +132,8 @@ def run(
 ) -> None:
     """Run suites and keep every request's figures.
 
-    A SUITE is a name, paper, ours, all, or a TOML file. Policies take turns, request by request, each on a fresh
-    engine. After an interruption the same command goes on where it stopped.
+    A SUITE is a name, paper, ours, all, or a TOML file. Policies alternate, request by request, each on a fresh engine.
+    After an interruption the same command resumes.
     """
     from ragorder.eval.data.corpora import CorpusError
     from ragorder.eval.data.corpora.loader import corpora_in

@@ -105,7 +105,7 @@ def profile(
     Times are measured by the number of cached tokens and of new tokens in the prompt; the replacement policy PGDSF
     weighs documents by them. For each cell a prefix of random tokens is sent first, so that it is cached, and then
     again with new tokens behind it; the server's answer says whether the prefix was cached. Times that fall although
-    tokens are added are noise: they are evened out, and the report says by how much. It takes minutes.
+    tokens are added are noise: they are smoothed, and the report shows by how much. It takes minutes.
     """
     from ragorder.eval.engines.base import EngineError
     from ragorder.eval.experiments.profiling.measuring import find_profiled, measure_profile, own_server, plan_grid

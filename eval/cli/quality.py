@@ -60,7 +60,8 @@ _FILE = {"type": click.Path(exists=True, dir_okay=False, path_type=Path), "metav
         "orders",
         multiple=True,
         metavar="NAME[+GUARD…]",
-        help="An order to ask in: none (no prefix cache), retrieval, sorted, recency, random, greedy, best, frequency, "
+        help="An order to compare: none (no prefix cache), retrieval, sorted, recency, random, greedy, best, "
+        "frequency, "
         "queue, auto, with +keep_first=N, +keep_last=N, +max_displacement=N, +keep_groups or +state_ranking. "
         "Repeatable. [default: retrieval, auto, greedy, sorted, auto+keep_first=2, auto+keep_last=2, "
         "auto+state_ranking]",
@@ -87,8 +88,8 @@ _FILE = {"type": click.Path(exists=True, dir_okay=False, path_type=Path), "metav
     option(
         "--dry-run",
         is_flag=True,
-        help="Ask no model: check data, orders, prompts and scores with the accepted answer (100) and with no answer "
-        "(0).",
+        help="Check data, orders, prompts and scores without a model, with the accepted answer (100) and with no "
+        "answer (0).",
     ),
     option(
         "-o",
@@ -96,7 +97,8 @@ _FILE = {"type": click.Path(exists=True, dir_okay=False, path_type=Path), "metav
         type=click.Path(file_okay=False, path_type=Path),
         required=True,
         metavar="DIR",
-        help="Folder of the results: DIR/results.jsonl is appended to, and what it holds already is not asked again.",
+        help="Folder of the results: DIR/results.jsonl is appended to, and questions that it has already are not "
+        "repeated.",
     ),
 )
 def quality(
@@ -109,10 +111,10 @@ def quality(
 ) -> None:
     """Measure whether the order of the documents changes the answers.
 
-    Every question of DATASET is asked once in every order and answered greedily; exact match and F1 are compared
-    question by question, scored as the official scripts do. The first line of the answer counts, without a label
-    ("Answer:") and without the thoughts of a reasoning model. Quality is not measured with a model that is not capable:
-    the result says so.
+    Each question of DATASET is answered greedily once in each order; exact match and F1, scored as in the official
+    scripts, are compared question by question. The first line of the answer counts, without a label ("Answer:") and
+    without the thoughts of a reasoning model. With a model that is not capable, the result says that quality was not
+    measured.
     """
     from ragorder.eval.data.corpora import CorpusError
     from ragorder.eval.data.machine import describe_environment

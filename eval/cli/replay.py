@@ -118,12 +118,12 @@ def replay(
     objects {"id", "tokens"}. Only these two must be there. "tokens" may also be one number for all documents; the same
     id with another length is another document. "tenant": tenants share the cache, but none of its blocks. Also known
     are "prefix_tokens", "suffix_tokens" and "output_tokens", as in the options below, and "prompt_tokens" in place of
-    "suffix_tokens". Other fields are passed over, and named once.
+    "suffix_tokens". Other fields are ignored, with one warning.
 
-    Requests are served one at a time, in order of time. With --prefill-rate or --decode-rate they come at their
-    recorded times to a model of an engine: prompts are prefilled one after another, answers are decoded side by side,
-    and what is in flight holds its blocks. Settings of the orderer in the environment hold here, too: with
-    RAGORDER_KEEP_FIRST=2 you see what that guard costs.
+    Requests are served one at a time, in order of time. With --prefill-rate or --decode-rate they arrive at their
+    recorded times at a simulated engine: prompts are prefilled one after another, answers are decoded concurrently, and
+    requests in flight hold their blocks. Settings of the orderer in the environment apply: RAGORDER_KEEP_FIRST=2 shows
+    the cost of that guard.
     """
     from ragorder.eval.engines.capacity import Capacity
     from ragorder.eval.replay import DEFAULT_POLICIES, SWEEP, LogError, ReplayError, read_log

@@ -99,7 +99,7 @@ class Bench:
         description="Tokens an answer; none: as the arrivals say, else 32 for sim, 1 for vllm, torch and openai.",
     )
     waiting: int = Field(default=0, ge=0, description="The next N requests already wait when one is ordered.")
-    batch: bool = Field(default=False, description="Plan the whole run at once: requests are reordered, too.")
+    batch: bool = Field(default=False, description="Plan the whole run at once, reordering requests as well.")
     max_wait: int | None = Field(
         default=None,
         ge=0,
@@ -114,8 +114,8 @@ class Bench:
     limit: int | None = Field(
         default=None,
         ge=1,
-        description="Only the first N requests; a synthetic workload goes on to N; none: all; as many as the trace of "
-        "--arrivals has.",
+        description="Only the first N requests; a synthetic workload is extended to N; none: all, or the length of the "
+        "trace of --arrivals.",
     )
     settings: SkipValidation[Mapping[str, Any]] = Field(default_factory=dict)
     time_builds: bool = False

@@ -27,7 +27,7 @@ _MARKS = {"good": ("✓", "green"), "warning": ("!", "yellow"), "bad": ("✗", "
 @click.argument("url")
 @section(
     "Server",
-    option("--model", metavar="NAME", help="Model to ask. [default: the first that the server lists]"),
+    option("--model", metavar="NAME", help="Model for the requests. [default: the first that the server lists]"),
     api_key(),
     option(
         "--timeout",
@@ -48,13 +48,13 @@ _MARKS = {"good": ("✓", "green"), "warning": ("!", "yellow"), "bad": ("✗", "
         type=click.Path(exists=True, dir_okay=False, path_type=Path),
         multiple=True,
         metavar="FILE",
-        help="A prompt as your application sends it: text, or a JSON list of chat messages. Give two of different "
-        "requests, preferably of different users and days.",
+        help="A prompt as your application sends it: text, or a JSON list of chat messages. Give this option twice, "
+        "with prompts of different requests, preferably of different users and days.",
     ),
     option(
         "--document-marker",
         metavar="TEXT",
-        help="Text in front of the first document in both prompts, to tell the documents from what precedes them.",
+        help="Text in front of the first document in both prompts; the documents begin after it.",
     ),
 )
 @option("--json", "as_json", is_flag=True, help="Write the findings as JSON.")

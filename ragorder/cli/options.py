@@ -231,7 +231,7 @@ def kv_events(*, environment: bool = False) -> Decorator:
 
     return together(
         address("--events-endpoint", "ENDPOINT", "Where the server publishes KV events, such as tcp://HOST:5557."),
-        address("--replay-endpoint", "ENDPOINT", "Where it repeats them, such as tcp://HOST:5657."),
+        address("--replay-endpoint", "ENDPOINT", "Where it replays them, such as tcp://HOST:5657."),
         address("--events-topic", "TOPIC", "Their topic. [default: any]"),
     )
 

@@ -67,7 +67,7 @@ class _OrderRequest:
         default=256,
         show_default=True,
         metavar="TOKENS",
-        help="Length of a document that comes with neither text nor tokens.",
+        help="Length of a document without text and tokens.",
     ),
 )
 @section(
@@ -101,7 +101,7 @@ class _OrderRequest:
         help="With --batch: a request is served at most this many places late. [default: any number]",
     ),
 )
-@option("-o", "--output", type=StreamFile("w", encoding="utf-8"), default="-", help="File of the orders. [default: -]")
+@option("-o", "--output", type=StreamFile("w", encoding="utf-8"), default="-", help="Output file. [default: -]")
 def order(
     requests: IO[bytes],
     output: IO[str],
@@ -116,8 +116,8 @@ def order(
     REQUESTS is that file, plain or gzipped, or - for standard input. A request is {"documents": [{"id", "text",
     "tokens", "metadata"}, …], "scope"}, best document first; only ids are needed, a bare string stands for one, and
     other fields are passed through. An order repeats those fields and gives "documents" (ids, in the order of the
-    prompt), "permutation" (their retrieval ranks, from 0), "index" (the number of the request), "prefix_documents" and
-    "cached_tokens" (what the engine is expected to hold of it).
+    prompt), "permutation" (their retrieval ranks, from 0), "index" (the number of the request), and the cached
+    "prefix_documents" and "cached_tokens" that are predicted.
 
     Every order counts as served.
     """

@@ -46,15 +46,15 @@ def serve(
 ) -> None:
     """Order documents in front of an OpenAI-compatible server.
 
-    Documents are tagged in the body of a request to /v1/chat/completions or /v1/completions, {"ragorder":
-    {"documents": [{"id", "text", "title", "tokens"}, …], "query", "scope"}}, best document first, which an OpenAI
-    client sends as extra_body; or they stand in a message by --template. Everything else is passed on as it is, and
-    answers are, byte by byte as they come. What the server had in its cache is read from the usage in an answer, which
-    a stream has only if its client asks for it (stream_options.include_usage). GET /ragorder/openapi.json gives the
-    schema; GET /ragorder/health is for probes, and GET /ragorder/ready asks the server as well. What was saved
-    is at /ragorder (a page), /ragorder/stats (JSON, see `ragorder stats`) and /metrics.
+    Documents are tagged in the body of a request to /v1/chat/completions or /v1/completions, {"ragorder": {"documents":
+    [{"id", "text", "title", "tokens"}, …], "query", "scope"}}, best document first, which an OpenAI client sends as
+    extra_body; or they are found in a message by --template. All other requests, and all answers, are forwarded byte
+    by byte. Cached tokens are read from the usage in an answer, which a stream has only if its client requests it
+    (stream_options.include_usage). GET /ragorder/openapi.json gives the schema; GET /ragorder/health is for probes, and
+    GET /ragorder/ready checks the server as well. The saving is shown at /ragorder (a page), /ragorder/stats (JSON, see
+    `ragorder stats`) and /metrics.
 
-    With --engine torch there is no other server: the model runs in this process, and keeps documents' KV on the device,
+    With --engine torch the model runs in this process, without another server, and keeps documents' KV on the device,
     in host memory and on disk (see `ragorder tiers stats`).
     """
     engine_settings = {name: options.pop(name) for name in ENGINE_OPTIONS}
@@ -87,7 +87,7 @@ def serve(
     except TemplateError as error:
         raise click.UsageError(f"--template: {error}") from None
     if number_by_place and found is not None and not found.shows_id:
-        raise click.UsageError("--number-by-place: --template shows no {id} that could be numbered")
+        raise click.UsageError("--number-by-place: --template has no {id} to replace")
     metrics = Metrics()
     admission = None
     if limits.max_in_flight is not None:
@@ -182,12 +182,12 @@ def _settings_of_server(settings: Settings, upstream: str, api_key: str | None) 
         raise
     except (ServerError, ImportError) as error:
         options = " and ".join(f"--{name.replace('_', '-')}" for name in sorted(unknown, reverse=True))
-        _warn(f"the size of the server's cache is not known, give {options} ({error})")
+        _warn(f"the size of the server's cache is unknown: give {options} ({error})")
         return settings, _ASSUMED
     if cache.prefix_caching is False:
-        _warn("the server reuses nothing: start it with --enable-prefix-caching")
+        _warn("the server's prefix cache is off: start it with --enable-prefix-caching")
     if cache.engines > 1:
-        _warn(f"the server has {cache.engines} engines with a cache each: route a tenant to one of them")
+        _warn(f"the server has {cache.engines} engines, each with its own cache: route each tenant to one of them")
     return settings.model_copy(update={name: getattr(cache, name) for name in unknown}), "from the server's /metrics"
 
 
@@ -200,7 +200,7 @@ def _announce(url: str, settings: Settings, asked: Settings, source: str, *, sha
     tokens = "unlimited tokens" if capacity is None else f"{capacity:,} tokens"
     blocks = f"blocks of {settings.block_size} ({origin('block_size')})"
     click.echo(f"Cache: {tokens} ({origin('capacity_tokens')}), {blocks}", err=True)
-    mode = "shadow, documents stay in retrieval order" if shadow else "documents are put in cache order"
+    mode = "shadow: documents stay in retrieval order" if shadow else "documents are ordered for the cache"
     click.echo(f"Mode: {mode}", err=True)
     click.echo(f"Page: {url}/ragorder", err=True)
 

@@ -48,8 +48,8 @@ engine_options = together(
     option(
         "--model",
         metavar="FOLDER|NAME|random",
-        help="The causal language model, by folder or name on the Hub, safetensors and tokenizer; random: one with "
-        "random weights, made on the spot, to try the server without a download.",
+        help="A causal language model (safetensors and tokenizer), by folder or name on the Hub; random: generated, "
+        "with random weights, to try the server without a download.",
     ),
     options_from(
         EngineSettings,

@@ -31,8 +31,8 @@ class ServeLimits(BaseModel):
     max_in_flight: int | None = Field(
         default=None,
         ge=1,
-        description="Send at most N requests at a time to the server; waiting requests with the largest cached share "
-        "go first; none: all at once.",
+        description="Send at most N requests at a time to the server; the waiting request with the largest cached share "
+        "is next; none: all at once.",
     )
     reorder_window: int | None = Field(
         default=None,
@@ -54,7 +54,7 @@ class ServeLimits(BaseModel):
     client_timeout_s: float = Field(
         default=30.0,
         gt=0,
-        description="Longest time for a client to send its headers, to send 256 KiB of a body, and to take a piece of "
+        description="Longest time for a client to send its headers, to send 256 KiB of a body, and to read a piece of "
         "the answer.",
     )
     body_limit: int = Field(default=32 << 20, ge=1, description="Longest body of a request; a plain number is in MiB.")
@@ -66,7 +66,7 @@ class ServeLimits(BaseModel):
     max_connections: int = Field(
         default=1024,
         ge=1,
-        description="Most connections of clients at a time; a new one takes the place of an idle one.",
+        description="Most client connections at a time; a new one replaces an idle one.",
     )
     grace_s: float = Field(
         default=30.0,
@@ -127,8 +127,8 @@ serve_options = together(
         option(
             "--engine",
             type=Choice(["upstream", "torch"]),
-            help="What answers: the server at --upstream, or --model in this process. [default: upstream if that is "
-            "given]",
+            help="upstream: the server at --upstream; torch: --model in this process. [default: upstream if "
+            "--upstream is given]",
         ),
         engine_options,
     ),
@@ -145,7 +145,7 @@ serve_options = together(
             "--number-by-place",
             is_flag=True,
             help="Replace a document's {id} by its place in the prompt, from 1: for ids that are ranks, which would "
-            "never be found in the cache. The answer's header x-ragorder-permutation says which document that is.",
+            "defeat the cache. The answer's header x-ragorder-permutation maps places to documents.",
         ),
         option(
             "--document-template",
@@ -174,7 +174,7 @@ serve_options = together(
         option(
             "--shadow",
             is_flag=True,
-            help="Serve documents in retrieval order; compute and score ragorder's order, to see what it would save.",
+            help="Serve documents in retrieval order, and compute what ragorder's order would save.",
         ),
     ),
     section(

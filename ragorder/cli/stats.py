@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 __all__ = ["stats"]
 
 _PASSED = {
-    "no_documents": "in which no documents were found: does --template match the prompts?",
+    "no_documents": "without documents: does --template match the prompts?",
     "one_document": "with one document, which has no other order",
-    "other_route": "of routes whose bodies are not read",
-    "unreadable": "whose body is none that can be read",
+    "other_route": "to routes whose bodies are not parsed",
+    "unreadable": "with an unreadable body",
 }
 
 
@@ -33,20 +33,20 @@ _PASSED = {
     metavar="KEY",
     envvar="RAGORDER_PROXY_API_KEY",
     show_envvar=True,
-    help="The proxy's key; other users of this machine can see it unless it comes from the environment.",
+    help="The proxy's key. Other users of this machine can see it unless it comes from the environment.",
 )
 @option(
     "--prefill-rate",
     type=Rate(),
     metavar="TOKENS/S",
-    help="Prompt tokens that your engine computes a second, to show the saving in seconds as well.",
+    help="Prompt tokens that your engine computes per second, to show the saving in seconds as well.",
 )
 @watch_options
 def stats(url: str, api_key: str | None, prefill_rate: float | None, interval_s: float | None, as_json: bool) -> None:
     """Show what ordering saved at a running proxy or application.
 
     URL is that of `ragorder serve`, or of an application that publishes ragorder's metrics. In shadow mode documents
-    are served in retrieval order, and the figures say what ragorder's order would have saved.
+    are served in retrieval order, and the figures show what ragorder's order would have saved.
     """
     from ragorder.adapters.observing.stats import fetch_stats
     from ragorder.adapters.vllm.cache_config import ServerError
@@ -95,9 +95,9 @@ def _table(read: Stats, prefill_rate: float | None) -> Group:
         table.add_row(f"cached, {other}", share, "predicted for the same requests, corrected by the reports")
     elif read.predicted_other_share is not None and read.served and not read.reports:
         share = f"{100 * read.predicted_other_share:.1f} %"
-        table.add_row(f"cached, {other}", share, "predicted for the same requests: nothing bears it out")
+        table.add_row(f"cached, {other}", share, "predicted for the same requests, without reports")
     elif read.predicted_other_share is not None and read.served:
-        table.add_row(f"cached, {other}", "–", "cannot be said")
+        table.add_row(f"cached, {other}", "–", "unknown")
     if read.prediction_error_tokens is not None:
         bias = f"bias {read.prediction_bias_tokens:+,.1f}"
         table.add_row("predictions off by", f"{read.prediction_error_tokens:,.1f}", f"tokens a request, {bias}")
@@ -112,7 +112,9 @@ def _table(read: Stats, prefill_rate: float | None) -> Group:
 
 def _verdict(read: Stats, prefill_rate: float | None) -> Text:
     if not read.served and read.passed:
-        return Text(f"Nothing was ordered: {sum(read.passed.values()):,} requests passed as they came.", "bold yellow")
+        return Text(
+            f"Nothing was ordered: {sum(read.passed.values()):,} requests were forwarded unchanged.", "bold yellow"
+        )
     if read.saved_tokens is None or read.saved_share is None:
         said = read.cannot_compare or ""
         hint = "" if not read.served or read.reports else " (vLLM: --enable-prompt-tokens-details)"

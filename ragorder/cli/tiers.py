@@ -35,7 +35,7 @@ def tiers() -> None:
 def config(pretty: bool, **options: Any) -> None:
     """Print the value of vLLM's --kv-transfer-config.
 
-    It is one line without a single quote: paste it between two of them, or write
+    It is one line without single quotes: put it between single quotes, or write
 
     \b
         vllm serve MODEL \\

@@ -46,7 +46,7 @@ _SOURCES = {
 def stats(
     base_url: str | None, disk: Path | None, api_key: str | None, interval_s: float | None, as_json: bool
 ) -> None:
-    """Show what each tier holds, where hits came from, and what was evicted and refused.
+    """Show the content of each tier, its hits, evictions and refused chunks.
 
     A server's gauges are those of its last step: they do not change while it is idle.
     """
@@ -99,7 +99,7 @@ def _look_into(folder: Path) -> Survey:
 
 
 def _tiers_table(tiers: Sequence[TierFigures]) -> Table:
-    table = Table(title="What is where")
+    table = Table(title="Tiers")
     table.add_column("tier", style="bold", no_wrap=True)
     for heading in ("chunks", "bytes", "of capacity", "oldest", "stored", "evicted", "failed\ncopies", "refused"):
         table.add_column(heading, justify="right")
@@ -121,7 +121,7 @@ def _tiers_table(tiers: Sequence[TierFigures]) -> Table:
 
 
 def _hits_table(hits: Hits) -> Table:
-    table = Table(title="Where the KV of prompts came from")
+    table = Table(title="Prompt tokens by the source of their KV")
     table.add_column("source", style="bold", no_wrap=True)
     table.add_column("tokens", justify="right")
     table.add_column("share", justify="right")
@@ -132,19 +132,19 @@ def _hits_table(hits: Hits) -> Table:
 
 
 def _facts(stats: TierStats) -> Text:
-    text = Text(f"{stats.with_facts:,} requests said where their {stats.documents:,} documents end")
+    text = Text(f"{stats.with_facts:,} requests gave the ends of their {stats.documents:,} documents")
     text.append(f", {stats.without_facts:,} did not")
     if stats.tenants:
         text.append(f"; {stats.tenants:,} tenants")
     if stats.device_order is False:
-        text.append("; the device has left the order of the policy after an error, which its log tells", "red")
+        text.append("; after an error, which is in its log, the device no longer evicts by the policy", "red")
     if stats.unreadable_facts:
-        text.append(f"; {stats.unreadable_facts:,} said something that was not understood", "red")
+        text.append(f"; {stats.unreadable_facts:,} had malformed facts", "red")
     return text
 
 
 def _folder_table(folder: Survey) -> Table:
-    table = Table(title="What lies in the folder", show_header=False)
+    table = Table(title="Content of the folder", show_header=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(justify="right", overflow="fold")
     table.add_row("chunks", f"{folder.chunks:,}")

@@ -236,7 +236,7 @@ class TestSaving:
             assert world.saved_points == 0
             assert "cannot compare" in (world.stats.cannot_compare or "")
 
-    def test_d2_of_a_prefix_that_was_not_told_both_orders_hear(self) -> None:
+    def test_d2_both_orders_learn_a_prefix_that_was_not_given(self) -> None:
         """Its 700 tokens were unknown in the first requests, to both orders."""
         world = World(replace(SETUPS["long prefix unknown"], requests=250), 1).run()
         stats = world.stats
@@ -263,7 +263,7 @@ class TestLearning:
         [Setup(), Setup(prefix=700), Setup(block=32), Setup(prefix=30, told_prefix=200), Setup(shadow=True)],
         ids=["unknown", "long", "blocks of 32", "told too long", "shadow"],
     )
-    def test_d2_a_prefix_that_was_told_wrong_is_learnt_to_the_block(self, setup: Setup) -> None:
+    def test_d2_a_wrong_prefix_is_corrected_to_the_block(self, setup: Setup) -> None:
         # A cache that holds everything: what is wrong about it is the prefix.
         world = World(replace(setup, capacity=400_000), 3).run()
         early, late = world.recorder.errors[1:4], world.recorder.errors[30:]
@@ -271,7 +271,7 @@ class TestLearning:
         assert all(abs(error) <= setup.block for error in late)
         assert sum(map(abs, late)) / len(late) < setup.block / 2
 
-    def test_d2_a_prefix_that_was_told_right_is_left_alone(self) -> None:
+    def test_d2_a_right_prefix_is_not_changed(self) -> None:
         world = World(Setup(told_prefix=100, capacity=400_000), 3).run()
         assert set(world.recorder.errors) == {0}
         assert world.orderer._own._lengths.of(None).prefix_tokens is None

@@ -160,7 +160,7 @@ class Device:
 
 
 class TestWhatGoesFirst:
-    def test_is_what_is_worth_least_however_long_ago_it_was_used(self) -> None:
+    def test_the_lowest_priority_goes_first_whenever_it_was_used(self) -> None:
         device = Device(8, tier())
         for _ in range(5):
             device.serve("ab")
@@ -168,7 +168,7 @@ class TestWhatGoesFirst:
             device.serve(letter)
         assert device.holds("ab") == 2
 
-    def test_without_the_order_it_would_be_what_was_used_longest_ago(self) -> None:
+    def test_without_the_order_the_least_recently_used_goes_first(self) -> None:
         device = Device(8)
         for _ in range(5):
             device.serve("ab")
@@ -176,7 +176,7 @@ class TestWhatGoesFirst:
             device.serve(letter)
         assert device.holds("ab") == 0
 
-    def test_is_in_the_end_what_nobody_asks_for_any_longer(self) -> None:
+    def test_content_that_is_not_used_any_more_goes_first_in_the_end(self) -> None:
         device = Device(8, tier())
         for _ in range(5):
             device.serve("ab")
@@ -184,14 +184,14 @@ class TestWhatGoesFirst:
             device.serve(chr(1000 + number))
         assert device.holds("ab") == 0
 
-    def test_is_what_a_token_costs_less_to_compute(self) -> None:
+    def test_cheaper_tokens_go_first(self) -> None:
         device = Device(4, tier())
         device.serve("a", cost=3.0)
         for letter in "bcdefg":
             device.serve(letter, cost=1.0)
         assert device.holds("a") == 1
 
-    def test_is_what_has_no_content(self) -> None:
+    def test_blocks_without_content_go_first(self) -> None:
         device = Device(8, tier())
         device.serve("abc")
         assert device.order.evicted == 0
@@ -199,7 +199,7 @@ class TestWhatGoesFirst:
         assert device.contents() and device.order.evicted == 0
         assert (device.holds("abc"), device.holds("de")) == (3, 2)
 
-    def test_is_the_end_of_a_path(self) -> None:
+    def test_the_end_of_a_path_goes_first(self) -> None:
         device = Device(6, tier())
         device.serve("abcd")
         device.serve("xy")
@@ -207,7 +207,7 @@ class TestWhatGoesFirst:
         device.serve("xyz")
         assert device.holds("abcd") == 2
 
-    def test_is_the_spare_one_of_two_blocks_with_the_same_content(self) -> None:
+    def test_the_spare_of_two_blocks_with_the_same_content_goes_first(self) -> None:
         device = Device(8, tier())
         one, other = device.begin(prompt("ab")), device.begin(prompt("ab"))
         assert one is not None and other is not None
@@ -218,7 +218,7 @@ class TestWhatGoesFirst:
         device.serve("ef")
         assert [device.holds(documents) for documents in ("ab", "cd", "ef")] == [2, 2, 2]
 
-    def test_is_not_what_is_in_use(self) -> None:
+    def test_blocks_in_use_stay(self) -> None:
         device = Device(6, tier())
         device.serve("a", cost=1.0)
         device.serve("b", cost=5.0)
@@ -230,7 +230,7 @@ class TestWhatGoesFirst:
         device.check()
 
     @pytest.mark.parametrize(("documents_end", "stays"), [(2 * BLOCK, 1), (None, 0)])
-    def test_is_the_question_where_a_request_says_where_its_documents_end(
+    def test_the_question_goes_first_if_a_request_gives_document_ends(
         self, documents_end: int | None, stays: int
     ) -> None:
         device = Device(8, tier())
@@ -243,7 +243,7 @@ class TestWhatGoesFirst:
             device.serve(documents)
         assert (device.holds("x"), device.holds("ab")) == (stays, 2)
 
-    def test_is_by_lru_what_vllm_itself_would_give_up(self) -> None:
+    def test_lru_evicts_as_vllm_does(self) -> None:
         @settings(max_examples=examples(60))
         @given(st.lists(st.text("abcdef", min_size=1, max_size=5), max_size=40), st.integers(7, 12))
         def same(requests: list[str], blocks: int) -> None:
@@ -558,7 +558,7 @@ class TestTheConnector:
 
     @pytest.fixture
     def connector(self, told: list[Any]) -> Any:
-        """One without an engine: the host has 8 tokens for everybody, and a new token costs 1 s per cached one."""
+        """One without an engine: the host has 8 tokens for each request, and a new token costs 1 s per cached one."""
         vllm()
         from ragorder.adapters.vllm_tiers.device import DeviceOrderConnector
 
@@ -577,7 +577,7 @@ class TestTheConnector:
         usual = {"num_preemptions": 0, "skip_reading_prefix_cache": False, "kv_transfer_params": None}
         return SimpleNamespace(**{"request_id": "1", "num_prompt_tokens": 40, **usual, **fields})
 
-    def test_is_what_was_cached_here_and_in_the_host_and_what_the_rest_has_cost(
+    def test_cached_tokens_are_those_of_device_and_host_and_the_cost_that_of_the_rest(
         self, connector: Any, told: list[Any]
     ) -> None:
         request = self.request()
@@ -586,7 +586,7 @@ class TestTheConnector:
         assert told == [([1, 2, 3], 24, 24.0, None)]
         assert connector._cached_tokens == {}
 
-    def test_is_what_it_found_when_it_came_and_not_after_a_preemption(self, connector: Any, told: list[Any]) -> None:
+    def test_cached_tokens_are_those_found_before_a_preemption(self, connector: Any, told: list[Any]) -> None:
         request = self.request()
         connector.get_num_new_matched_tokens(request, 0)
         request.num_preemptions = 1
@@ -594,7 +594,7 @@ class TestTheConnector:
         connector.request_finished(request, [1])
         assert told == [([1], 8, 8.0, None)]
 
-    def test_is_nothing_cached_for_who_does_not_read_the_cache(self, connector: Any, told: list[Any]) -> None:
+    def test_nothing_is_cached_for_a_request_that_skips_the_cache(self, connector: Any, told: list[Any]) -> None:
         request = self.request(skip_reading_prefix_cache=True)
         connector.get_num_new_matched_tokens(request, 0)
         connector.request_finished(request, [1])
@@ -610,7 +610,7 @@ class TestTheConnector:
         ],
         ids=ascii,
     )
-    def test_is_what_the_request_says_if_it_says_anything(
+    def test_the_cost_given_by_a_request_counts(
         self, connector: Any, told: list[Any], facts: Any, expected: tuple[float, int | None]
     ) -> None:
         connector.request_finished(self.request(kv_transfer_params={"ragorder": facts}), [1])

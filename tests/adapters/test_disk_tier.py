@@ -254,7 +254,7 @@ class TestWhatLeavesHostMemoryComesBackFromDisk:
         assert second.serve("cd") == []
         assert sorted(path.name for path in (tmp_path / "disk").iterdir()) == ["dp0", "dp1", "weights.json"]
 
-    def test_events_tell_what_came_and_went_if_they_are_wanted(self, engine: Callable[..., Engine]) -> None:
+    def test_events_report_stored_and_removed_chunks_if_enabled(self, engine: Callable[..., Engine]) -> None:
         served = engine(events=True, disk_bytes=3 * ON_DISK)
         for prompt in ("ab", "xy"):
             served.serve(prompt)
@@ -347,9 +347,7 @@ class TestWithoutAStore:
         monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
         monkeypatch.setattr(logging.getLogger("vllm.ragorder.disk"), "disabled", False)
 
-    def test_if_another_engine_has_the_folder(
-        self, engine: Callable[..., Engine], caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_a_folder_in_use_is_refused(self, engine: Callable[..., Engine], caplog: pytest.LogCaptureFixture) -> None:
         first = engine()
         self.check(engine(), "locked", caplog)
         first.serve("ab")
@@ -357,7 +355,7 @@ class TestWithoutAStore:
         assert first.serve("ab") == [DISK] * 2
 
     @pytest.mark.parametrize("change", [{"dtype": "float16"}, {"block_tokens": 16}])
-    def test_if_the_folder_is_of_another_setup(
+    def test_a_folder_of_another_setup_is_refused(
         self, engine: Callable[..., Engine], caplog: pytest.LogCaptureFixture, change: dict[str, Any]
     ) -> None:
         first = engine()
@@ -365,7 +363,7 @@ class TestWithoutAStore:
         first.close()
         self.check(engine(**change), "identity", caplog)
 
-    def test_if_the_folder_is_of_other_weights(
+    def test_a_folder_of_other_weights_is_refused(
         self, engine: Callable[..., Engine], model: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
         first = engine()
@@ -394,13 +392,15 @@ class TestWithoutAStore:
         path.write_bytes(data)
         assert engine().serve("abcd") == [DISK] * 4
 
-    def test_if_the_folder_cannot_be_one(
+    def test_a_path_that_cannot_be_a_folder_is_refused(
         self, engine: Callable[..., Engine], tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
         (tmp_path / "disk").write_text("a file")
         self.check(engine(), "unusable", caplog)
 
-    def test_if_nobody_can_tell_the_weights(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def test_weights_that_cannot_be_identified_leave_no_store(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
         served = Engine(Path("somebody/some-model"), tmp_path / "disk")
         self.check(served, "unknown-weights", caplog)
         served.close()
@@ -408,7 +408,7 @@ class TestWithoutAStore:
 
 
 class TestTheEndOfAnEngine:
-    def test_threads_lock_and_host_memory_are_let_go(self, engine: Callable[..., Engine]) -> None:
+    def test_threads_lock_and_host_memory_are_released(self, engine: Callable[..., Engine]) -> None:
         before = threading.active_count()
         served = engine()
         served.serve("ab")
@@ -420,7 +420,9 @@ class TestTheEndOfAnEngine:
             view.tobytes()
         assert served.disk.lookup(chunks("ab")[0], vllm().ReqContext(req_id="late")) is vllm().LookupResult.MISS
 
-    def test_what_waits_to_be_written_is(self, engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_waiting_stores_are_written_at_the_end(
+        self, engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         served = engine()
         write = os.writev
 
@@ -469,7 +471,7 @@ class TestIdentity:
         monkeypatch.setenv("PYTHONHASHSEED", "2")
         assert disk_identity(spec, CHUNK_BYTES) != one
 
-    def test_a_connector_tells_what_a_spec_is_not_told(self, engine: Callable[..., Engine]) -> None:
+    def test_a_connector_adds_what_a_spec_does_not_get(self, engine: Callable[..., Engine]) -> None:
         found = []
         offloading = replace(engine().config, model=vllm().OffloadingModelConfig("org/name", "bfloat16"))
         for changes in (
@@ -506,7 +508,7 @@ class TestIdentity:
             found.append(disk_identity(SimpleNamespace(config=config), CHUNK_BYTES))
         assert len(set(found)) == len(found)
 
-    def test_h4_configurations_that_cannot_be_told_are_like_no_other(self) -> None:
+    def test_h4_unserialisable_configurations_equal_no_other(self) -> None:
         found = []
         for _ in range(2):
             extra: dict[str, Any] = {}

@@ -341,7 +341,7 @@ class TestAServerThatDoesNotSay:
         assert "\n" not in str(caught.value)
         return str(caught.value)
 
-    def test_because_nobody_is_there(self, fake: FakeServer) -> None:
+    def test_a_server_that_cannot_be_reached(self, fake: FakeServer) -> None:
         fake.close()
         assert "check host and port" in self.complaint(fake)
 
@@ -368,7 +368,7 @@ class TestAServerThatDoesNotSay:
                 read_cache_config(f"http://127.0.0.1:{listener.getsockname()[1]}", timeout_s=0.3)
 
     @pytest.mark.parametrize("status", [401, 403])
-    def test_because_it_wants_a_key(self, fake: FakeServer, status: int) -> None:
+    def test_a_metrics_page_that_requires_a_key(self, fake: FakeServer, status: int) -> None:
         fake.status["/metrics"] = status
         assert "RAGORDER_API_KEY" in self.complaint(fake)
 
@@ -380,7 +380,7 @@ class TestAServerThatDoesNotSay:
         fake.metrics = None
         assert "capacity_tokens" in self.complaint(fake)
 
-    def test_because_it_was_told_not_to(self, fake: FakeServer) -> None:
+    def test_a_metrics_page_without_vllms_metrics(self, fake: FakeServer) -> None:
         fake.metrics = "python_info 1.0\n"
         assert "--disable-log-stats" in self.complaint(fake)
 
@@ -394,7 +394,7 @@ class TestAServerThatDoesNotSay:
 
     @pytest.mark.parametrize("value", ["None", "", "0", "-1", "1e9", "9" * 5000, None])
     @pytest.mark.parametrize("label", ["num_gpu_blocks", "block_size"])
-    def test_because_it_does_not_know_yet(self, fake: FakeServer, label: str, value: str | None) -> None:
+    def test_a_block_size_that_is_not_set_yet(self, fake: FakeServer, label: str, value: str | None) -> None:
         fake.metrics = page(gauge(**{"effective_attention_block_size": "None", label: value}))
         assert label in self.complaint(fake)
 
@@ -552,7 +552,7 @@ class TestPrefixCaching:
         fake.reporting = False
         assert verdicts(fake)["prefix caching"] == "good"
 
-    def test_is_unknown_where_nothing_tells(self, fake: FakeServer) -> None:
+    def test_is_unknown_without_evidence(self, fake: FakeServer) -> None:
         fake.metrics, fake.reporting = None, False
         assert verdicts(fake)["prefix caching"] == "unknown"
 
@@ -683,7 +683,9 @@ class TestKVEvents:
         found = verdicts(fake, events=events)
         assert found["KV events"] == found["event replay"] == "good"
 
-    def test_are_told_from_what_else_is_published(self, fake: FakeServer, publish: Callable[..., Publisher]) -> None:
+    def test_kv_events_are_distinguished_from_other_messages(
+        self, fake: FakeServer, publish: Callable[..., Publisher]
+    ) -> None:
         publisher = publish()
 
         def tell(token_ids: list[int]) -> None:

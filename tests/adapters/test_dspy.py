@@ -407,7 +407,7 @@ class TestCopiesAndFiles:
 
 
 class TestConcurrency:
-    """64 at a time over one module: everybody gets their own passages, each with its own score."""
+    """64 at a time over one module: each call gets its own passages, each with its own score."""
 
     QUERIES = tuple(
         " ".join(["abcdefgh"[n % 8], *(chr(200 + 5 * n + place) for place in range(5)), "z"]) for n in range(64)

@@ -435,7 +435,7 @@ class TestDocuments:
         [7, "text", {"ragorder": 7}, {"ragorder": {"documents": "abc"}}, {"ragorder": {"documents": [5, 3]}}],
         ids=ascii,
     )
-    async def test_what_nobody_understands_is_counted_and_refuses_nobody(
+    async def test_malformed_facts_are_counted_and_refuse_no_request(
         self, said: Any, client: httpx2.AsyncClient
     ) -> None:
         plain = await complete(client)
@@ -696,7 +696,7 @@ class TestWorker:
         ticking.cancel()
         assert ticks > 3 * len(steps)
 
-    async def test_who_leaves_is_aborted(self, worker: EngineWorker) -> None:
+    async def test_a_disconnect_aborts_the_request(self, worker: EngineWorker) -> None:
         before = worker.stats().finished.get("abort", 0)
         async with worker.submit([LONG, LONG]) as updates:
             await anext(updates)
@@ -704,7 +704,7 @@ class TestWorker:
         stats = worker.stats()
         assert (stats.running, stats.waiting, stats.finished["abort"] - before) == (0, 0, 2)
 
-    async def test_who_is_cancelled_before_it_is_accepted_is_never_computed(
+    async def test_a_request_cancelled_before_it_is_accepted_is_never_computed(
         self, worker: EngineWorker, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         stepping, go_on, added = threading.Event(), threading.Event(), []
@@ -731,7 +731,9 @@ class TestWorker:
             await anext(updates)
         assert added == [LONG]
 
-    async def test_so_many_may_wait(self, load: Callable[..., EngineWorker], monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test_max_waiting_requests_may_wait(
+        self, load: Callable[..., EngineWorker], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         worker = load(max_unfinished=3)
         async with worker.submit([LONG, LONG]):
             with pytest.raises(TooManyWaitingError):
@@ -756,7 +758,7 @@ class TestWorker:
             response = await client.post(COMPLETIONS, json={"prompt": ["a"] * 3, "max_tokens": 1})
             assert response.status_code == 200 and len(response.json()["choices"]) == 3
 
-    async def test_too_many_get_a_503(self, load: Callable[..., EngineWorker]) -> None:
+    async def test_too_many_requests_get_a_503(self, load: Callable[..., EngineWorker]) -> None:
         worker = load(max_unfinished=1)
         async with reaching(make_engine_app(worker)) as client, worker.submit([LONG]):
             response = await client.post(COMPLETIONS, json={"prompt": "a"})
@@ -823,7 +825,7 @@ class TestWorker:
             assert await complete(client)
         assert WORD not in error["message"] + caplog.text
 
-    async def test_an_end_refuses_who_comes_later(self, load: Callable[..., EngineWorker]) -> None:
+    async def test_requests_after_the_end_are_refused(self, load: Callable[..., EngineWorker]) -> None:
         worker = load()
         async with worker.submit([LONG]) as updates:
             await anext(updates)
@@ -912,7 +914,7 @@ class TestTransport:
             assert len(await response.aread()) == 1000
 
     @pytest.mark.parametrize("begun", [False, True])
-    async def test_who_leaves_cancels_the_application(self, begun: bool) -> None:
+    async def test_a_disconnect_cancels_the_application(self, begun: bool) -> None:
         cancelled = asyncio.Event()
 
         async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -996,7 +998,7 @@ class TestBehindTheProxy:
                 assert (await client.get(path)).status_code == 401
             assert (await client.get("/v1/models", headers={"authorization": "Bearer key"})).status_code == 200
 
-    async def test_probes_are_told_of_a_failed_engine(
+    async def test_probes_report_a_failed_engine(
         self, load: Callable[..., EngineWorker], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         worker = load()
@@ -1006,7 +1008,7 @@ class TestBehindTheProxy:
             for path in ("/health", "/ragorder/health"):
                 assert (await client.get(path)).status_code == 503
 
-    async def test_who_leaves_frees_the_engine(self, worker: EngineWorker) -> None:
+    async def test_a_disconnect_frees_the_engine(self, worker: EngineWorker) -> None:
         async with reaching(self.proxy(worker)) as client:
             body = {"prompt": "a", "max_tokens": 1900, "ignore_eos": True, "stream": True}
             async with client.stream("POST", COMPLETIONS, json=body) as response:
@@ -1206,7 +1208,7 @@ class TestServer:
                 )
         assert last.usage.prompt_tokens_details.cached_tokens > last.usage.prompt_tokens * 0.8
 
-    def test_who_leaves_frees_the_engine(self, served: Served) -> None:
+    def test_a_disconnect_frees_the_engine(self, served: Served) -> None:
         assert served.metric("ragorder_engine_running_requests") == 0
         with served.openai() as client:
             stream = client.completions.create(
@@ -1309,7 +1311,7 @@ class TestEnd:
         assert served.popen.returncode == 128 + signal.SIGTERM
 
     @pytest.mark.slow
-    def test_those_that_do_not_are_broken_off_and_nothing_of_them_is_told(
+    def test_longer_streams_are_cut_off_without_a_trace_in_the_log(
         self, launch: Callable[..., Served], tmp_path: Path
     ) -> None:
         served = launch("--grace", "1", "--disk", str(tmp_path / "kv"), "--dtype", "float32")
@@ -1396,13 +1398,13 @@ class TestOptions:
 
         return serving
 
-    def test_without_any_the_engine_has_its_own(self, serving: Callable[..., Command]) -> None:
+    def test_without_options_the_engine_has_its_defaults(self, serving: Callable[..., Command]) -> None:
         command = serving()
         assert command.result.exit_code == 0, command.result.output
         assert command.settings == EngineSettings()
         assert command.waiting == 1000
 
-    def test_all_reach_the_engine(self, serving: Callable[..., Command], tmp_path: Path) -> None:
+    def test_all_options_reach_the_engine(self, serving: Callable[..., Command], tmp_path: Path) -> None:
         profile = tmp_path / "profile.json"
         PrefillProfile((0, 100), (100, 200), ((1.0, 2.0), (1.5, 3.0))).to_file(profile)
         options = {
@@ -1483,7 +1485,7 @@ class TestOptions:
         assert command.result.exit_code != 0
         assert said in re.sub(r"\s+", " ", command.result.stderr)
 
-    def test_row10_a_name_without_an_organisation_is_not_asked_of_the_hub(
+    def test_row10_a_name_without_an_organisation_is_not_looked_up_on_the_hub(
         self, serving: Callable[..., Command], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         asked: list[str] = []

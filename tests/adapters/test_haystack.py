@@ -177,7 +177,7 @@ class TestTheOrderer:
         with pytest.raises(ValueError, match="either an orderer or settings"):
             CacheOrderRanker(orderer, settings={})
 
-    def test_has_no_other_settings_than_the_orderer_knows(self) -> None:
+    def test_settings_are_those_of_the_orderer(self) -> None:
         with pytest.raises(ValidationError, match="blocksize"):
             CacheOrderRanker(settings={"blocksize": 8})
 
@@ -311,7 +311,7 @@ class TestInAPipeline:
 
 
 class TestConcurrency:
-    """64 at a time over one ranker: everybody gets their own documents, each once."""
+    """64 at a time over one ranker: each call gets its own documents, each once."""
 
     REQUESTS = tuple(["abcdefgh"[n % 8], *(f"n{n}x{place}" for place in range(5)), "z"] for n in range(64))
 

@@ -283,7 +283,7 @@ def troubles(events: KVEventSubscriber) -> set[str]:
 
 
 class TestTheTableIsWhatTheEngineHolds:
-    """However late one subscribes, whatever is lost, whoever the engine is."""
+    """For any delay of the subscription, any loss, any engine."""
 
     @pytest.mark.parametrize("batches", [0, 1, 40])
     def test_at_once_after_a_late_start(self, server: Server, subscribe: Subscribe, batches: int) -> None:
@@ -403,7 +403,7 @@ class TestTheTableIsWhatTheEngineHolds:
         assert troubles(events) <= {"cleared"}
 
     @pytest.mark.parametrize("dialect", ["vLLM", "older vLLM", "SGLang"])
-    def test_whoever_publishes(self, serve: Callable[..., Server], subscribe: Subscribe, dialect: str) -> None:
+    def test_events_of_any_publisher(self, serve: Callable[..., Server], subscribe: Subscribe, dialect: str) -> None:
         server = serve(dialect=dialect)
         server.store(blocks=2)
         events = subscribe(server)
@@ -483,9 +483,7 @@ class TestStartingOver:
         eventually(lambda: agrees(events, server))
         assert events.counters.replays == replays, "the hole is behind us"
 
-    def test_as_long_as_nothing_is_lost_nobody_need_look_at_each_block(
-        self, server: Server, subscribe: Subscribe
-    ) -> None:
+    def test_without_losses_blocks_are_not_scanned(self, server: Server, subscribe: Subscribe) -> None:
         events = subscribe(server, check_interval_s=0.02)
         generation = events.blocks.generation
         for blocks in (0, 3):
@@ -520,7 +518,7 @@ class TestStartingOver:
 class TestWithoutAReplayEndpoint:
     """What is missed is missed: the table is emptied, and goes on."""
 
-    def test_a_late_start_knows_what_comes_from_then_on(self, server: Server, subscribe: Subscribe) -> None:
+    def test_a_late_start_follows_later_events(self, server: Server, subscribe: Subscribe) -> None:
         (early,) = server.store()
         events = subscribe(server, replay=False)
         assert not events.synchronised
@@ -906,7 +904,7 @@ class TestWrongSizes:
 
 
 class TestAServerThatIsNotThere:
-    """It is waited for, on a thread of its own, and nobody else has to."""
+    """Waiting for it happens on a thread of its own."""
 
     def test_a_server_that_comes_up_later_is_followed_then(
         self, serve: Callable[..., Server], subscribe: Subscribe
@@ -1195,7 +1193,7 @@ class TestEngineBlocks:
         assert blocks.generation == generation + 1
         assert blocks.epoch == epoch + (not same_engine)
 
-    def test_the_last_watcher_is_told_until_it_ends_its_watch(self) -> None:
+    def test_the_last_watcher_gets_changes_until_it_stops(self) -> None:
         blocks = EngineBlocks(BLOCK)
         (content,) = contents(TOKENS)
         first, last = Recorder(), Recorder()
@@ -1265,7 +1263,7 @@ class TestEngineBlocks:
         assert max(cost(1 << 13) for _ in range(12)) < 6 * first
         assert len(table._contents) == 1 << 16
 
-    def test_h1_no_call_of_an_orderer_waits_for_whoever_writes(self) -> None:
+    def test_h1_no_call_of_an_orderer_waits_for_a_writer(self) -> None:
         """A finaliser may run within `store` on the same thread, and finish, order or close an orderer there."""
         table = EngineBlocks(BLOCK)
         orderer = Orderer(
@@ -1343,7 +1341,7 @@ SECRET = "sk-0123456789"  # noqa: S105
 
 @pytest.fixture
 def metrics() -> Iterator[str]:
-    """The address of a server that publishes its metrics to whoever has the key."""
+    """The address of a server that publishes its metrics to clients with the key."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -1440,7 +1438,7 @@ class TestOrdererForVLLM:
 
     @pytest.mark.parametrize(
         ("label", "value", "reason"),
-        [("enable_prefix_caching", "False", "reuses nothing"), ("engine", None, "2 engines")],
+        [("enable_prefix_caching", "False", "prefix cache is off"), ("engine", None, "2 engines")],
     )
     def test_d4_what_the_server_lacks_is_in_degraded(
         self, metrics: str, monkeypatch: pytest.MonkeyPatch, label: str, value: str | None, reason: str

@@ -536,7 +536,7 @@ class TestTheWrappedRetriever:
         assert [metadata["tenant"] for *_, metadata in events.starts] == ["a", "a", "b", "b"]
 
     async def test_sees_what_the_caller_configures(self, orderer: Recorder) -> None:
-        """A tenant's filter must not get lost because somebody wrapped the retriever."""
+        """A tenant's filter must not get lost when the retriever is wrapped."""
         retriever = CacheOrderRetriever(retriever=self.inner(), orderer=orderer)
         chosen: RunnableConfig = {
             "configurable": {"search_kwargs": {"k": 3, "filter": lambda document: document.metadata["tenant"] == "b"}}
@@ -546,7 +546,7 @@ class TestTheWrappedRetriever:
         assert {document.page_content for document in (retriever | (lambda found: found)).invoke("?", chosen)} == {"b"}
         assert len(retriever.invoke("?")) == 4
 
-    async def test_may_fail_as_it_likes(self, orderer: Recorder) -> None:
+    async def test_any_error_of_the_retriever_is_passed_on(self, orderer: Recorder) -> None:
         retriever = CacheOrderRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
         with pytest.raises(KeyError, match="'x'"):
             retriever.invoke("x: ?")
@@ -560,7 +560,7 @@ class TestTheWrappedRetriever:
 
 
 class TestScope:
-    def test_is_nobodys_unless_given(self, orderer: Recorder) -> None:
+    def test_there_is_no_tenant_unless_given(self, orderer: Recorder) -> None:
         CacheOrderTransformer(orderer).invoke(DOCUMENTS)
         CacheOrderTransformer(orderer, scope="salt").invoke(DOCUMENTS)
         assert [request.scope for request in orderer.requests] == [None, "salt"]
@@ -587,7 +587,7 @@ class TestScope:
         assert names(reorder.invoke(DOCUMENTS[::-1], {"metadata": {"tenant": "b"}})) == "hgfedcba"
         assert names(reorder.invoke(DOCUMENTS[::-1], {"metadata": {"tenant": "a"}})) == "abcdefgh"
 
-    def test_that_cannot_be_told_is_not_taken_for_none(self) -> None:
+    def test_a_scope_function_that_fails_is_not_taken_for_no_tenant(self) -> None:
         orderer = Orderer(block_size=4)
         CacheOrderTransformer(orderer).invoke(DOCUMENTS)
         reorder = CacheOrderTransformer(orderer, scope=operator.itemgetter("tenant"))
@@ -604,7 +604,7 @@ class TestTheStep:
         assert list(map(names, await chain.abatch(["bca: ?", "cab: ?"]))) == ["abc", "abc"]
         assert [names(found) for found in chain.stream("cab: ?")] == ["abc"]
 
-    def test_takes_none_one_and_the_same_again(self, orderer: Recorder) -> None:
+    def test_empty_single_and_repeated_inputs(self, orderer: Recorder) -> None:
         reorder = CacheOrderTransformer(orderer, rank_key="ragorder")
         assert reorder.invoke([]) == []
         assert names(reorder.invoke(DOCUMENTS[:1])) == "a"
@@ -623,7 +623,7 @@ class TestWithoutAHandler:
         rag(orderer, Model()).invoke("ab: #7")
         assert orderer.finished == [NO_NUMBERS, NO_NUMBERS]
 
-    def test_and_with_one_at_the_model_alone(self, orderer: Recorder) -> None:
+    def test_a_chain_with_callbacks_at_the_model_alone(self, orderer: Recorder) -> None:
         handler = FeedbackHandler()
         rag(orderer, Model(callbacks=[handler])).invoke("ab: #7")
         assert orderer.finished == [NO_NUMBERS]
@@ -702,7 +702,9 @@ class TestReportedTokens:
         assert names(orderer.requests[1].ordering.documents) == "abcd"
         assert orderer.finished == [usage(0)] * 3
 
-    def test_are_nobodys_if_langchain_had_the_answer_itself(self, orderer: Recorder, handler: FeedbackHandler) -> None:
+    def test_cached_answers_of_langchain_belong_to_no_ordering(
+        self, orderer: Recorder, handler: FeedbackHandler
+    ) -> None:
         chain = rag(orderer, Model(cache=InMemoryCache()))
         chain.invoke("ab: #7", watched(handler))
         chain.invoke("ab: #7", watched(handler))
@@ -781,7 +783,9 @@ class TestTheDialectsOfUsage:
         await chain.ainvoke("ba: #7", watched(handler))
         assert orderer.finished == [RequestOutcome(True, 7, 1003, 1000)] * 2
 
-    def test_what_a_text_model_sums_up_is_nobodys(self, orderer: Recorder, handler: FeedbackHandler) -> None:
+    def test_a_total_over_several_prompts_belongs_to_no_ordering(
+        self, orderer: Recorder, handler: FeedbackHandler
+    ) -> None:
         rag(orderer, TextModel()).batch(["ab: #7", "cd: #8"], watched(handler))
         rag(orderer, TextModel(of_each=True)).batch(["ab: #7", "cd: #8"], watched(handler))
         assert orderer.finished == [NO_NUMBERS] * 2 + [RequestOutcome(True, 7, 1003, 1000)] * 2
@@ -957,7 +961,7 @@ class TestWhichCallAnOrderingBelongsTo:
     def test_none_if_one_of_several_is_the_only_one_of_another(
         self, orderer: Recorder, handler: FeedbackHandler
     ) -> None:
-        """Nobody's documents can be recognised. The second was retrieved while the first one's call was under way."""
+        """No documents can be recognised. The second were retrieved during the first one's call."""
         retriever = CacheOrderRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
         slow = Slow(started=threading.Event())
 
@@ -970,7 +974,7 @@ class TestWhichCallAnOrderingBelongsTo:
         (retriever | shouted | calls).invoke("ab: ?", watched(handler))
         assert orderer.finished == [NO_NUMBERS, usage(2)]
 
-    def test_an_agent_retrieves_and_asks_again_and_again(self, orderer: Recorder, handler: FeedbackHandler) -> None:
+    def test_an_agent_retrieves_and_generates_repeatedly(self, orderer: Recorder, handler: FeedbackHandler) -> None:
         """Each prompt has all that was retrieved before; a tool retrieves."""
         retriever = CacheOrderRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
 
@@ -988,7 +992,9 @@ class TestWhichCallAnOrderingBelongsTo:
         RunnableLambda(agent).invoke("go", watched(handler))
         assert orderer.finished == [usage(0), usage(1), usage(2)]
 
-    def test_a_model_outside_of_any_run_is_nobodys(self, orderer: Recorder, handler: FeedbackHandler) -> None:
+    def test_a_model_outside_of_any_run_belongs_to_no_ordering(
+        self, orderer: Recorder, handler: FeedbackHandler
+    ) -> None:
         retriever = CacheOrderRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
         found = retriever.invoke("ab: ?", watched(handler))
         Model().invoke(f"{plain(found)} #7", watched(handler))
@@ -1076,9 +1082,7 @@ class TestErrors:
         await chain.ainvoke("ba: #8", watched(handler))
         assert orderer.finished == [usage(7), usage(8)]
 
-    def test_of_a_model_whose_fallback_knows_no_documents_discard(
-        self, orderer: Recorder, handler: FeedbackHandler
-    ) -> None:
+    def test_a_fallback_model_without_documents_discards(self, orderer: Recorder, handler: FeedbackHandler) -> None:
         apology = RunnableLambda(lambda _: "Say that you are sorry. #99") | Model()
         rag(orderer, Model(errors=[BoomError()]).with_fallbacks([apology])).invoke("ab: #7", watched(handler))
         assert orderer.finished == [DISCARDED]
@@ -1362,7 +1366,7 @@ class TestCancellation:
     async def test_of_the_retrieval_leaves_nothing(
         self, orderer: Recorder, handler: FeedbackHandler, alone: bool
     ) -> None:
-        """LangChain tells nobody of a retriever that is cancelled."""
+        """LangChain reports no end of a cancelled retriever."""
         started = asyncio.Event()
 
         async def slow(question: str) -> list[Document]:
@@ -1395,7 +1399,7 @@ class TestCancellation:
 
 class TestBounds:
     def test_runs_that_never_end_are_given_up(self, orderer: Recorder) -> None:
-        """A retriever of somebody else's that was cancelled: nobody tells of its end."""
+        """A cancelled retriever of another kind: its end is not reported."""
         handler = FeedbackHandler(max_runs=10)
         retriever = CacheOrderRetriever(retriever=RunnableLambda(retrieve), orderer=orderer)
         streams = []
@@ -1593,7 +1597,7 @@ class TestLangGraph:
 
 
 class Others(AsyncCallbackHandler):
-    """Somebody else's handler."""
+    """A handler of another kind."""
 
     def __init__(self) -> None:
         self.heard: list[str] = []

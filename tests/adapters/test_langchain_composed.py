@@ -293,7 +293,7 @@ class TestD10AHistoryAwareRetriever:
         assert (await chain.ainvoke(asked))["answer"] == "bc"
         assert orderer.requests == ["bc", "cb", "cb"]
 
-    def test_d10_keeps_what_a_retriever_is_told(self, orderer: Recorder) -> None:
+    def test_d10_options_of_a_retriever_are_kept(self, orderer: Recorder) -> None:
         ordered: Any = CacheOrderRetriever(
             retriever=history_aware(Finder()), orderer=orderer, k=1, rank_key="rank", tags=["mine"]
         )

@@ -281,7 +281,7 @@ class TestTheRetrieverWrapsAnother:
     @pytest.mark.parametrize(
         "query", ["c b a", QueryBundle("c b a", custom_embedding_strs=["x"])], ids=["str", "bundle"]
     )
-    async def test_it_asks_what_it_is_asked_and_puts_the_answer_in_order(self, orderer: Orderer, query: Any) -> None:
+    async def test_the_query_is_passed_on_and_its_result_ordered(self, orderer: Orderer, query: Any) -> None:
         inner = Fixed()
         retriever = CacheOrderRetriever(inner, orderer)
         assert names(retriever.retrieve("a b c")) == ["a", "b", "c"]
@@ -754,7 +754,7 @@ class TestD8StreamedAnswers:
         ask()
         assert recorder.finished == [(True, 32, 57, 50)]
 
-    def test_d8_of_models_that_ask_their_base_count_once(
+    def test_d8_models_that_call_their_base_count_once(
         self, recorder: RecordingOrderer, feedback: FeedbackHandler
     ) -> None:
         class Chatting(Streaming):
@@ -792,7 +792,7 @@ class TestD8StreamedAnswers:
 
 
 class TestConcurrency:
-    """64 at a time over one adapter: everybody gets their own nodes, each once."""
+    """64 at a time over one adapter: each call gets its own nodes, each once."""
 
     QUERIES = tuple(["abcdefgh"[n % 8], *(f"n{n}x{place}" for place in range(5)), "z"] for n in range(64))
 

@@ -379,9 +379,7 @@ class TestRequest:
         with pytest.raises(ValueError, match="n must be 1"):
             connect().generate(QUERY, DOCUMENTS, **options)
 
-    def test_an_option_that_the_openai_client_does_not_know_discards(
-        self, connect: Connect, orderer: WatchedOrderer
-    ) -> None:
+    def test_an_unknown_option_of_the_openai_client_discards(self, connect: Connect, orderer: WatchedOrderer) -> None:
         with pytest.raises(TypeError, match="no_such_option"):
             connect().generate(QUERY, DOCUMENTS, no_such_option=1)
         assert orderer.finished == [DISCARDED]
@@ -441,7 +439,7 @@ class TestScope:
         assert server.requests[0]["cache_salt"] == scope
 
     @pytest.mark.parametrize("scope", ["tenant", *NO_SALTS], ids=ascii)
-    def test_servers_that_know_no_salt_are_sent_none(
+    def test_servers_without_salts_get_none(
         self, connect: Connect, server: ScriptedServer, orderer: WatchedOrderer, scope: str
     ) -> None:
         connect(send_salt=False).generate(QUERY, DOCUMENTS, scope=scope)
@@ -902,7 +900,7 @@ class TestStream:
         _, pieces = connect().stream(QUERY, DOCUMENTS, take=1)
         assert pieces == ["Hel"]
 
-    def test_closed_after_a_piece_it_counts_as_served_and_the_server_knows(
+    def test_closed_after_a_piece_a_stream_is_served_and_cancelled_upstream(
         self, connect: Connect, server: ScriptedServer, orderer: WatchedOrderer
     ) -> None:
         server.plays(Response([ROLE, chat("Hel")], "hold"))
@@ -911,7 +909,7 @@ class TestStream:
         assert server.hung_up.wait(10)
         assert stream.answer is None
 
-    def test_closed_before_a_piece_it_is_discarded_and_the_server_knows(
+    def test_closed_before_a_piece_a_stream_is_discarded_and_cancelled_upstream(
         self, connect: Connect, server: ScriptedServer, orderer: WatchedOrderer
     ) -> None:
         server.plays(Response([ROLE], "hold"))
@@ -937,7 +935,7 @@ class TestStream:
         assert orderer.finished == [CONFIRMED]
         assert server.hung_up.wait(10)
 
-    def test_a_stream_that_nobody_reads_is_discarded(self, server: ScriptedServer, orderer: WatchedOrderer) -> None:
+    def test_an_unread_stream_is_discarded(self, server: ScriptedServer, orderer: WatchedOrderer) -> None:
         Connect(Sync, server.url, orderer)().client.stream(QUERY, DOCUMENTS)
         assert orderer.finished == [DISCARDED]
 
@@ -955,9 +953,7 @@ class TestStream:
         asyncio.run(leave())
         assert [record.message for record in caplog.records if record.name == "asyncio"] == []
 
-    def test_an_asynchronous_stream_that_nobody_reads_is_never_sent(
-        self, server: ScriptedServer, orderer: WatchedOrderer
-    ) -> None:
+    def test_an_unread_asynchronous_stream_is_never_sent(self, server: ScriptedServer, orderer: WatchedOrderer) -> None:
         async def drop() -> None:
             client = async_client(server, orderer)
             client.stream(QUERY, DOCUMENTS)
@@ -1129,7 +1125,7 @@ class TestOtherClients:
 
 
 class TestSecrecy:
-    def test_logs_and_errors_of_ours_tell_nothing(
+    def test_logs_and_errors_quote_no_prompt(
         self, connect: Connect, server: ScriptedServer, caplog: pytest.LogCaptureFixture
     ) -> None:
         caplog.set_level(logging.DEBUG, "ragorder")

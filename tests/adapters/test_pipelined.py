@@ -370,7 +370,7 @@ class TestWarmUp:
             await becomes(False)
             assert (await one.answer("What is kept?", max_tokens=2)).trace.warmed_up
 
-    async def test_is_sent_once_for_all_that_ask_at_once_and_once_for_each_tenant(
+    async def test_one_warm_up_at_a_time_for_each_tenant(
         self, client: Client, vllm_server: Any, ledger: Ledger, builder: PromptBuilder
     ) -> None:
         one = client(played(lambda: ledger.has_finished(2), [0]), warm_up=True)

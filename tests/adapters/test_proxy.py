@@ -393,7 +393,7 @@ class TestTaggedChat:
         with pytest.raises(ValueError, match="system prompt"):
             make_app(orderer, upstream="http://127.0.0.1:1", builder=PromptBuilder("Be kind."))
 
-    def test_lengths_that_the_client_knows_count(self, proxy: Proxy, orderer: RecordingOrderer) -> None:
+    def test_lengths_given_by_the_client_count(self, proxy: Proxy, orderer: RecordingOrderer) -> None:
         tag = {"documents": [document("a", tokens=77.0), document("b", tokens=None), document("c")], "query": "?"}
         proxy.post({"ragorder": tag})
         known, *others = orderer.calls[0]["documents"]
@@ -528,7 +528,7 @@ class TestTheField:
         proxy.post(json.dumps(tagged("ab")).replace('"ragorder"', '"\\u0072agorder"').encode())
         assert names_in(far_end.last.json["messages"][-1]["content"]) == "ab"
 
-    def test_elsewhere_it_means_nothing(self, proxy: Proxy, far_end: FarEnd) -> None:
+    def test_the_field_is_ignored_in_nested_objects(self, proxy: Proxy, far_end: FarEnd) -> None:
         for body in (b'{"messages": [{"content": "ragorder", "ragorder": 1}]}', b'["ragorder"]', b'"ragorder"'):
             assert proxy.post(body).status_code == 200
             assert far_end.last.body == body
@@ -958,7 +958,9 @@ class TestPassingOn:
         connection.close()
         assert far_end.last.target == target
 
-    def test_below_the_path_of_the_upstream_address(self, start: Start, upstream: str, far_end: FarEnd) -> None:
+    def test_targets_are_below_the_path_of_the_upstream_address(
+        self, start: Start, upstream: str, far_end: FarEnd
+    ) -> None:
         start(upstream=f"{upstream}/base/v1/").client.get("/v1/models?x=1")
         assert far_end.last.target == "/base/v1/models?x=1"
 
@@ -1135,7 +1137,7 @@ class TestOutcomes:
         proxy.post(tagged("ab", stream=True))
         assert orderer.outcome() == SERVED
 
-    def test_a_stream_is_confirmed_before_its_client_can_ask_again(
+    def test_a_stream_is_confirmed_before_its_clients_next_request(
         self, proxy: Proxy, far_end: FarEnd, orderer: RecordingOrderer
     ) -> None:
         far_end.events(TOKEN, LAST, threading.Event())
@@ -1493,7 +1495,7 @@ class TestKeys:
         proxy.client.get("/x", headers=self.bearer(self.KEY))
         assert far_end.last.header("authorization") == []
 
-    def test_the_clients_own_goes_on_if_the_proxy_asks_for_none(self, start: Start, far_end: FarEnd) -> None:
+    def test_the_clients_key_is_forwarded_if_the_proxy_requires_none(self, start: Start, far_end: FarEnd) -> None:
         start().client.get("/x", headers=self.bearer("client"))
         assert far_end.last.header("authorization") == ["Bearer client"]
 
@@ -1642,7 +1644,7 @@ def launch(upstream: str) -> Iterator[Callable[..., Process]]:
 
 
 class TestServe:
-    def test_it_serves_until_it_is_told_to_stop(self, launch: Callable[..., Process], far_end: FarEnd) -> None:
+    def test_it_serves_until_sigterm(self, launch: Callable[..., Process], far_end: FarEnd) -> None:
         process = launch()
         for names in ("abc", "cba"):
             assert httpx2.post(f"{process.url}{CHAT}", json=tagged(names), verify=CERTIFICATES).content == WHOLE
@@ -1679,7 +1681,7 @@ class TestServe:
             return True
         return False
 
-    def test_those_that_do_not_are_broken_off(self, launch: Callable[..., Process], far_end: FarEnd) -> None:
+    def test_streams_longer_than_the_grace_are_cut_off(self, launch: Callable[..., Process], far_end: FarEnd) -> None:
         process = launch("--grace", "1")
         far_end.events(TOKEN, threading.Event())
         with httpx2.stream("POST", f"{process.url}{CHAT}", json=tagged("ab"), verify=CERTIFICATES) as response:
@@ -1786,14 +1788,14 @@ class TestServeOptions:
         assert far_end.last.header("authorization") == ["Bearer up"]
         assert "Warning" not in served.result.stderr
 
-    def test_what_is_given_counts_more(self, serving: Callable[..., Served], far_end: FarEnd) -> None:
+    def test_given_sizes_replace_the_servers(self, serving: Callable[..., Served], far_end: FarEnd) -> None:
         far_end.chunks = [self.METRICS % b"True"]
         settings = serving("--block-size", "64").orderer.settings
         assert (settings.block_size, settings.capacity_tokens) == (64, 4096)
         settings = serving("--capacity-tokens", "unlimited", RAGORDER_BLOCK_SIZE="128").orderer.settings
         assert (settings.block_size, settings.capacity_tokens) == (128, None)
 
-    def test_what_nobody_says_is_warned_of(self, serving: Callable[..., Served], far_end: FarEnd) -> None:
+    def test_unknown_sizes_are_warned_of(self, serving: Callable[..., Served], far_end: FarEnd) -> None:
         assert "give --capacity-tokens and --block-size" in serving().result.stderr.replace("\n", " ")
         assert "give --block-size" in serving("--capacity-tokens", "9").result.stderr
         assert "Warning" not in serving("--capacity-tokens", "9", "--block-size", "9").result.stderr
@@ -1865,10 +1867,10 @@ class TestServeOptions:
         assert "8100" in serving("--help").result.output
 
     @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
-    def test_on_which_it_needs_no_key(self, host: str, serving: Callable[..., Served]) -> None:
+    def test_no_key_is_needed_on_loopback(self, host: str, serving: Callable[..., Served]) -> None:
         assert "--api-key" not in serving("--host", host, "--block-size", "16").result.stderr
 
-    def test_elsewhere_it_warns_without_one(self, serving: Callable[..., Served]) -> None:
+    def test_other_addresses_without_a_key_are_warned_of(self, serving: Callable[..., Served]) -> None:
         assert "give --api-key" in serving("--host", "0.0.0.0").result.stderr  # noqa: S104
         assert "give --api-key" not in serving("--host", "0.0.0.0", "--api-key", "k").result.stderr  # noqa: S104
 

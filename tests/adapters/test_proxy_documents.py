@@ -115,7 +115,7 @@ class TestBehindTheDocuments:
     def test_d1_parts_of_later_messages_count(self) -> None:
         assert self.behind(self.DOCUMENTS, user([part("x" * 398), {"type": "image_url"}, part("y" * 398)])) == 202
 
-    def test_d1_with_a_tokenizer_too(self, tokenizers: dict[str, Any]) -> None:
+    def test_d1_later_messages_count_with_a_tokenizer(self, tokenizers: dict[str, Any]) -> None:
         tokenizer = tokenizers["chatml"]
         alone = self.behind(self.DOCUMENTS, tokenizer=tokenizer)
         assert alone == len(tokenizer.encode("\nWhich?", add_special_tokens=False))
@@ -124,7 +124,7 @@ class TestBehindTheDocuments:
     def test_d1_what_cannot_be_read_counts_nothing(self) -> None:
         assert self.behind(self.DOCUMENTS, 3, None, [], {"content": 3}, {"content": [3, {}]}, {"content": {}}) == 2
 
-    def test_d1_the_orderer_is_told(self) -> None:
+    def test_d1_the_mirror_makes_room_for_the_history(self) -> None:
         """The mirror holds what the engine holds: long histories leave room for few conversations."""
         orderer = Orderer(block_size=16, capacity_tokens=4096, strict=True)
         bodies = WatchedBodies(orderer=orderer)
@@ -196,7 +196,7 @@ class TestDocumentsInParts:
         parts = [part(document("a") + "and"), part(document("b"))]
         assert WatchedBodies().parse("chat", json.dumps({"messages": [user(parts)]}).encode()) is None
 
-    def test_d10_a_document_over_two_parts_is_none(self) -> None:
+    def test_d10_a_document_over_two_parts_is_not_recognised(self) -> None:
         one = document("a")
         parts = [part(one[:30]), part(one[30:]), part(document("b")), part(document("c"))]
         read = WatchedBodies().found({"messages": [user(parts)]})
@@ -248,12 +248,12 @@ class TestWithoutDocuments:
             ([], "unreadable"),
         ],
     )
-    def test_d5_each_is_counted_with_its_reason(self, body: Any, reason: str) -> None:
+    def test_d5_each_request_without_documents_is_counted_with_its_reason(self, body: Any, reason: str) -> None:
         bodies = WatchedBodies()
         assert bodies.parse("chat", json.dumps(body).encode()) is None
         assert bodies.reasons == [reason]
 
-    def test_d5_those_with_documents_are_not(self) -> None:
+    def test_d5_requests_with_documents_are_not_counted(self) -> None:
         bodies = WatchedBodies()
         bodies.served({"messages": [user(written("ab"))]})
         bodies.served(tagged("a"))
@@ -287,7 +287,7 @@ class TestWithoutDocuments:
         assert "secret" not in complaint
         assert bodies.reasons == ["no_documents"] * 59
 
-    def test_d5_one_that_matched_once_is_right(
+    def test_d5_a_template_that_matched_once_is_not_warned_of(
         self, caplog: pytest.LogCaptureFixture, recwarn: pytest.WarningsRecorder
     ) -> None:
         bodies = WatchedBodies()
@@ -316,7 +316,7 @@ class TestIdsThatAreRanks:
 
     @pytest.mark.parametrize("mode", ["tagged", "template"])
     @pytest.mark.parametrize("ranks", [True, False], ids=["ranks", "names"])
-    def test_d7_they_are_noticed_and_said_once(
+    def test_d7_ids_that_are_ranks_are_warned_of_once(
         self, mode: str, ranks: bool, caplog: pytest.LogCaptureFixture, recwarn: pytest.WarningsRecorder
     ) -> None:
         bodies = WatchedBodies()
@@ -339,7 +339,7 @@ class TestIdsThatAreRanks:
         assert complaints(caplog, recwarn) == []
 
     @pytest.mark.parametrize("mode", ["tagged", "template"])
-    def test_d7_numbers_by_place_begin_as_those_before(self, mode: str) -> None:
+    def test_d7_prompts_numbered_by_place_share_their_beginning(self, mode: str) -> None:
         bodies = WatchedBodies(number_by_place=True)
 
         def prompt(names: str, ids: str) -> str:
@@ -353,7 +353,7 @@ class TestIdsThatAreRanks:
         ids = [first.index(f'id="{place}"' if mode == "template" else f"[{place}]") for place in (1, 2, 3)]
         assert ids == sorted(ids)
 
-    def test_d7_without_that_each_keeps_its_own(self) -> None:
+    def test_d7_without_the_option_each_document_keeps_its_id(self) -> None:
         bodies = WatchedBodies()
         for names, ids in RANKS:
             body = {"messages": [user(written(names, ids))]}
@@ -449,14 +449,14 @@ class TestOtherRoutes:
         assert CHAT in error["message"]
         assert "document about" not in response.text
 
-    def test_d6_so_is_one_that_only_others_can_read(self, post: Post) -> None:
+    def test_d6_a_tagged_body_that_is_not_json_is_refused(self, post: Post) -> None:
         body = json.dumps(tagged("ab") | {"temperature": float("nan")}).encode()
         assert post(body, "/v1/responses").status_code == 400
 
     @pytest.mark.parametrize(
         "body", [b'{"input": "ragorder"}', b"{", b"", b"[1]", b'{"input": {"ragorder": 1}, "x": 1.50}'], ids=repr
     )
-    def test_d6_all_others_go_on_byte_for_byte(self, body: bytes, post: Post) -> None:
+    def test_d6_untagged_bodies_are_forwarded_byte_for_byte(self, body: bytes, post: Post) -> None:
         response = post(body, "/v1/responses")
         assert (response.status_code, response.content) == (200, body)
 
@@ -478,16 +478,16 @@ class TestTheOrderThatWasServed:
             (content[content.index(f"[{name}]") :] for name in "abc"), key=len, reverse=True
         )
 
-    def test_in_a_message_too(self, post: Post) -> None:
+    def test_the_header_is_sent_for_documents_in_a_message(self, post: Post) -> None:
         for names in ("abc", "bca"):
             response = post({"messages": [user(written(names))]})
         assert response.headers["x-ragorder-permutation"] == "2,0,1"
 
     @pytest.mark.parametrize("body", [{"messages": [user("Hello")]}, tagged("")], ids=["untagged", "empty"])
-    def test_without_documents_nothing_is_said(self, body: Any, post: Post) -> None:
+    def test_there_are_no_headers_without_documents(self, body: Any, post: Post) -> None:
         assert not any(name.startswith("x-ragorder") for name in post(body).headers)
 
-    def test_a_long_one_is_left_out(self, post: Post) -> None:
+    def test_a_long_permutation_header_is_left_out(self, post: Post) -> None:
         documents = [{"id": str(number), "text": "x"} for number in range(500)]
         headers = post({"messages": [], "ragorder": {"documents": documents, "query": ""}}).headers
         assert "x-ragorder-permutation" not in headers

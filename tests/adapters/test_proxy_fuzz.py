@@ -1,4 +1,4 @@
-"""The proxy under hostile bodies: no error of its own making, no crash, and nobody gets another client's documents."""
+"""The proxy under hostile bodies: no internal error, no crash, and no client gets another one's documents."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ class TestAnswersOfTheServer:
         [(b"ok", "GET"), (b"x" * (1 << 16), "GET"), (b"x" * ((1 << 16) - 42), "GET"), (b"", "HEAD")],
         ids=["short", "long", "64 KiB on the wire", "HEAD"],
     )
-    def test_m7_what_is_sent_behind_an_answer_reaches_nobody(
+    def test_m7_bytes_after_an_answer_reach_no_client(
         self, body: bytes, method: str, start: Callable[..., httpx2.Client], server: RawServer
     ) -> None:
         smuggled = answer(body) + answer(b"SMUGGLED") * 3
@@ -148,7 +148,9 @@ class TestAnswersOfTheServer:
         assert client.get("/v1/models").text == "end"
         assert len(set(server.connections)) == 5
 
-    def test_m7_a_body_after_head_reaches_nobody(self, start: Callable[..., httpx2.Client], server: RawServer) -> None:
+    def test_m7_a_body_after_head_reaches_no_client(
+        self, start: Callable[..., httpx2.Client], server: RawServer
+    ) -> None:
         server.answers = [answer(b"body"), answer(b"next")]
         client = start()
         assert client.head("/v1/models").status_code == 200
@@ -188,7 +190,7 @@ class TestPaths:
             "/v1/..;x=1/admin",
         ],
     )
-    def test_l4_none_leads_out_of_the_address(
+    def test_l4_no_path_leads_out_of_the_upstream_address(
         self, path: str, start: Callable[..., httpx2.Client], server: RawServer
     ) -> None:
         client = start(upstream=f"{server.url}/tenant1/v1", upstream_api_key="operator")
@@ -198,7 +200,7 @@ class TestPaths:
         assert server.requests == []
 
     @pytest.mark.parametrize("path", ["/v1/..models", "/v1/a...", "/v1/models?x=../y", "/v1/.well-known", "/metrics2"])
-    def test_l4_others_go_on_as_they_are(
+    def test_l4_other_paths_are_forwarded_unchanged(
         self, path: str, start: Callable[..., httpx2.Client], server: RawServer
     ) -> None:
         assert start(upstream=f"{server.url}/tenant1/v1").get(path).text == "ok"
@@ -210,21 +212,21 @@ class TestHosts:
         response = client.post(CHAT, content=b"{}", headers={"content-type": "text/plain", **headers})
         return None if response.status_code == 200 else code_of(response)
 
-    def test_l5_the_names_of_this_machine_are_taken(self, start: Callable[..., httpx2.Client]) -> None:
+    def test_l5_names_of_this_machine_are_accepted(self, start: Callable[..., httpx2.Client]) -> None:
         client = start(hosts=THIS_MACHINE)
         assert self.refused(client) is None
         for host in ("localhost", "LOCALHOST:8100", "127.0.0.1:1", "[::1]:8100"):
             assert self.refused(client, host=host) is None
         assert self.refused(client, host="localhost", origin="http://localhost:3000") is None
 
-    def test_l5_others_are_not(self, start: Callable[..., httpx2.Client], server: RawServer) -> None:
+    def test_l5_other_hosts_are_refused(self, start: Callable[..., httpx2.Client], server: RawServer) -> None:
         client = start(hosts=THIS_MACHINE)
         for host in ("evil.example", "127.0.0.1.evil.example", "localhost.", "evil@localhost:x", "[::1", ""):
             assert self.refused(client, host=host) == "foreign_host"
         assert client.get("/ragorder/openapi.json", headers={"host": "evil.example"}).status_code == 403
         assert server.requests == []
 
-    def test_l5_one_that_is_missing_or_there_twice_is_not(
+    def test_l5_a_missing_or_repeated_host_is_refused(
         self, start: Callable[..., httpx2.Client], server: RawServer
     ) -> None:
         url = start(hosts=THIS_MACHINE).base_url
@@ -234,18 +236,20 @@ class TestHosts:
                 assert connection.recv(10).startswith((b"HTTP/1.1 4",))
         assert server.requests == []
 
-    def test_l5_web_pages_of_others_are_not(self, start: Callable[..., httpx2.Client], server: RawServer) -> None:
+    def test_l5_web_pages_of_other_hosts_are_refused(
+        self, start: Callable[..., httpx2.Client], server: RawServer
+    ) -> None:
         client = start(hosts=THIS_MACHINE)
         for origin in ("https://evil.example", "null", "http://localhost.evil.example", ""):
             assert self.refused(client, origin=origin) == "foreign_origin"
         assert server.requests == []
 
-    def test_l5_probes_come_from_anywhere(self, start: Callable[..., httpx2.Client]) -> None:
+    def test_l5_probes_are_answered_for_any_host(self, start: Callable[..., httpx2.Client]) -> None:
         client = start(hosts=THIS_MACHINE)
         for path in ("/ragorder/health", "/ragorder/ready"):
             assert client.get(path, headers={"host": "10.0.0.7"}).status_code == 200
 
-    def test_l5_with_a_key_and_elsewhere_all_are_taken(self, start: Callable[..., httpx2.Client]) -> None:
+    def test_l5_with_a_key_or_another_address_all_hosts_are_accepted(self, start: Callable[..., httpx2.Client]) -> None:
         client = start(hosts=THIS_MACHINE, api_key="k")
         key = {"authorization": "Bearer k"}
         assert self.refused(client, host="proxy.example", origin="https://app.example", **key) is None
@@ -253,31 +257,31 @@ class TestHosts:
 
 
 class TestReadiness:
-    def test_one_that_answers_is_ready(self, start: Callable[..., httpx2.Client], server: RawServer) -> None:
+    def test_a_server_that_answers_is_ready(self, start: Callable[..., httpx2.Client], server: RawServer) -> None:
         client = start(api_key="k", upstream_api_key="up")
         for _ in range(5):
             assert client.get("/ragorder/ready").status_code == 200
         assert server.paths in (["/health"], ["/health"] * 2), "at most once a second"
         assert b"authorization: Bearer up" in server.requests[0][1]
 
-    def test_one_without_the_first_path_is_asked_for_the_second(
+    def test_readiness_falls_back_to_the_second_path(
         self, start: Callable[..., httpx2.Client], server: RawServer
     ) -> None:
         server.answers = [answer(b"", status=b"404 Not Found"), answer(b"{}")]
         assert start().get("/ragorder/ready").status_code == 200
         assert server.paths == ["/health", "/v1/models"]
 
-    def test_one_that_is_not_well_is_not(self, start: Callable[..., httpx2.Client], server: RawServer) -> None:
+    def test_a_server_with_errors_is_not_ready(self, start: Callable[..., httpx2.Client], server: RawServer) -> None:
         server.answers = [answer(b"", status=b"503 Starting")]
         client = start()
         response = client.get("/ragorder/ready")
         assert (response.status_code, code_of(response)) == (503, "upstream_not_ready")
         assert client.get("/ragorder/health").status_code == 200
 
-    def test_one_that_is_not_there_is_not(self, start: Callable[..., httpx2.Client]) -> None:
+    def test_an_unreachable_server_is_not_ready(self, start: Callable[..., httpx2.Client]) -> None:
         assert start(upstream="http://127.0.0.1:9").get("/ragorder/ready").status_code == 503
 
-    def test_one_that_is_silent_is_not(
+    def test_a_silent_server_is_not_ready(
         self, start: Callable[..., httpx2.Client], server: RawServer, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setitem(_Readiness._answers.__globals__, "_READY_TIMEOUT_S", 0.2)
@@ -288,13 +292,15 @@ class TestReadiness:
 class TestServer:
     """What the proxy itself asks a server for."""
 
-    def test_l7_it_is_asked_directly(self, server: RawServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_l7_metrics_are_read_without_an_http_proxy(
+        self, server: RawServer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
             monkeypatch.setenv(name, "http://127.0.0.1:9")
         with Server(server.url, timeout_s=10, api_key="secret") as asked:
             assert asked.get("/metrics") == "ok"
 
-    def test_l8_an_answer_without_end_is_given_up(self) -> None:
+    def test_l8_endless_metrics_are_not_read(self) -> None:
         sent = 0
 
         class Endless(http.server.BaseHTTPRequestHandler):
@@ -322,14 +328,14 @@ class TestServer:
         endless.shutdown()
         assert sent < 1 << 27
 
-    def test_l8_what_is_compressed_is_not_unpacked(self, server: RawServer) -> None:
+    def test_l8_compressed_metrics_are_not_read(self, server: RawServer) -> None:
         server.answers = [answer(gzip.compress(bytes(1 << 20)), b"content-encoding: gzip")]
         with Server(server.url, timeout_s=10) as asked, pytest.raises(ServerError, match="compressed"):
             asked.get("/metrics")
         assert b"accept-encoding: identity" in server.requests[0][1].lower()
 
     @pytest.mark.parametrize("address", ["localhost:8000", "127.0.0.1:8000/v1", "gpu-1.lan"])
-    def test_an_address_without_http_is_told_with_it(self, address: str) -> None:
+    def test_an_address_without_http_is_suggested_with_it(self, address: str) -> None:
         with pytest.raises(AddressError) as caught:
             Server(address, timeout_s=1)
         assert str(caught.value).endswith(f"write http://{address}")
@@ -403,7 +409,7 @@ class TestCommand:
         assert client.get("/v1/models", headers={"authorization": "Bearer k"}).status_code == 200
         assert client.get("/v1/models", headers={"authorization": "Bearer"}).status_code == 401
 
-    def test_l5_this_machine_is_asked_for_on_loopback(self, serve: Callable[..., Command]) -> None:
+    def test_l5_hosts_are_checked_on_loopback(self, serve: Callable[..., Command]) -> None:
         assert serve().app["hosts"] == THIS_MACHINE
         assert serve("--host", "0.0.0.0").app["hosts"] is None  # noqa: S104
         hosts = serve("--allow-host", "proxy.example", "--allow-host", "b").app["hosts"]
@@ -413,7 +419,7 @@ class TestCommand:
     def test_it_says_what_it_serves(self, serve: Callable[..., Command]) -> None:
         said = serve().said
         assert "Cache: 4,096 tokens (given), blocks of 16 (given)" in said
-        assert "Mode: documents are put in cache order" in said
+        assert "Mode: documents are ordered for the cache" in said
         assert "Page: http://127.0.0.1:" in said
         assert "Mode: shadow" in serve("--shadow").said
         assert "unlimited tokens (given)" in serve("--capacity-tokens", "unlimited").said
@@ -428,7 +434,7 @@ class TestCommand:
         server.answers = [answer(b"", status=b"404 Not Found")]
         assert "262,144 tokens (assumed), blocks of 16 (assumed)" in serve(sizes=()).said
 
-    def test_an_upstream_without_http_is_told_with_it(self, serve: Callable[..., Command]) -> None:
+    def test_an_upstream_without_http_is_suggested_with_it(self, serve: Callable[..., Command]) -> None:
         assert "write http://localhost:8000" in serve("--upstream", "localhost:8000").said
 
 

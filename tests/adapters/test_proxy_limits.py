@@ -198,7 +198,7 @@ class TestHeaders:
     @pytest.mark.parametrize(
         "begin", [b"GET / HTTP/1.1\r\nx: ", b"GET /", b"GET / HTTP/1.1\r\n"], ids=["one header", "address", "many"]
     )
-    def test_m2_without_end_they_are_cut_off(self, begin: bytes, site: Site) -> None:
+    def test_m2_endless_headers_are_cut_off(self, begin: bytes, site: Site) -> None:
         connection = site.start().connect(begin)
         line = b"a: b\r\n" if begin.endswith(b"\n") else b"abcdef"
         sent = 0
@@ -208,7 +208,7 @@ class TestHeaders:
                 sent += 10_000 * len(line)
         assert sent < 1 << 26, "64 MiB were taken"
 
-    def test_m2_those_that_are_long_and_end_pass(self, site: Site) -> None:
+    def test_m2_long_headers_pass(self, site: Site) -> None:
         value = b"x" * (HEAD_LIMIT - 500)
         connection = site.start().connect(b"GET /v1/models HTTP/1.1\r\nHost: x\r\nx: " + value + b"\r\n\r\n")
         assert connection.recv(15) == b"HTTP/1.1 200 OK"
@@ -220,7 +220,7 @@ class TestHeaders:
         assert config.h11_max_incomplete_event_size == HEAD_LIMIT
 
     @pytest.mark.parametrize("sent", [b"", b"GET / HT", b"GET / HTTP/1.1\r\nHost: x\r\n"], ids=repr)
-    def test_m3_half_of_them_is_waited_for_so_long(self, sent: bytes, site: Site) -> None:
+    def test_m3_incomplete_headers_time_out(self, sent: bytes, site: Site) -> None:
         said = rest(site.start(client_s=0.3).connect(sent))
         assert said.startswith(b"HTTP/1.1 408") if sent else said == b""
 
@@ -245,7 +245,7 @@ class TestHeaders:
 
 class TestBodies:
     @pytest.mark.parametrize("path", [CHAT, "/v1/files"])
-    def test_m3_one_that_does_not_come_is_408(self, path: str, site: Site) -> None:
+    def test_m3_a_body_that_does_not_arrive_is_408(self, path: str, site: Site) -> None:
         said = rest(site.start(client_s=0.3).connect(head(path, 100) + b"{"))
         assert said.startswith(b"HTTP/1.1 408")
         assert b"body_too_slow" in said
@@ -263,12 +263,12 @@ class TestBodies:
         with pytest.raises(HTTPError, match="256 KiB may take"):
             await RequestBody([], receive, 1 << 30, client_s=1.5).read()
 
-    def test_m3_the_rest_of_one_that_was_answered_is_waited_for_so_long(self, site: Site) -> None:
+    def test_m3_the_rest_of_an_answered_body_times_out(self, site: Site) -> None:
         served = site.start(client_s=0.3, api_key="k")
         said = rest(served.connect(head(CHAT, 100) + b"{"))
         assert said.startswith(b"HTTP/1.1 401")
 
-    def test_m3_all_together_have_a_bound(self, site: Site) -> None:
+    def test_m3_all_bodies_together_are_bounded(self, site: Site) -> None:
         served = site.start(bodies_limit=1000)
         body = b"x" * 900
         first = served.connect(head(CHAT, 900) + body[:600])
@@ -283,7 +283,7 @@ class TestBodies:
         assert answered(served.connect(head(CHAT, 900) + body))
         assert site.far_end.bodies == [body, body]
 
-    def test_m3_one_alone_always_has_room(self, site: Site) -> None:
+    def test_m3_a_single_body_always_has_room(self, site: Site) -> None:
         served = site.start(bodies_limit=10)
         assert answered(served.connect(head(CHAT, 900) + b"x" * 900))
 
@@ -329,14 +329,14 @@ class TestBodies:
 
 
 class TestAnswers:
-    def test_m3_a_client_that_does_not_read_gives_its_turn_back(self, site: Site) -> None:
+    def test_m3_a_client_that_does_not_read_frees_its_slot(self, site: Site) -> None:
         served = site.start(client_s=0.5, admission=AdmissionQueue(2))
         unread = [served.connect(head("/v1/endless", 2) + b"{}", small=True) for _ in range(2)]
         assert answered(served.connect(head(CHAT, 2) + b"{}"))
         assert site.far_end.left >= 1
         assert len(unread) == 2
 
-    def test_m3_one_that_reads_slowly_keeps_it(self, site: Site) -> None:
+    def test_m3_a_slow_reader_keeps_its_slot(self, site: Site) -> None:
         connection = site.start(client_s=2).connect(head("/v1/endless", 2) + b"{}")
         deadline = time.monotonic() + 4
         while time.monotonic() < deadline:
@@ -353,7 +353,7 @@ class TestAnswers:
 
 
 class TestConnections:
-    def test_m3_the_one_that_is_idle_longest_makes_room(self, site: Site) -> None:
+    def test_m3_the_longest_idle_connection_makes_room(self, site: Site) -> None:
         served = site.start(connections=3)
         idle = [served.connect(b"GET ") for _ in range(3)]
         time.sleep(0.2)
@@ -363,7 +363,7 @@ class TestConnections:
         assert answered(idle[2])
 
     @pytest.mark.slow
-    def test_m3_one_with_a_request_is_never_closed_for_another(self, site: Site) -> None:
+    def test_m3_a_connection_with_a_request_is_never_replaced(self, site: Site) -> None:
         served = site.start(connections=2)
         busy = [served.connect(head("/v1/held", 2) + b"{}") for _ in range(2)]
         assert all(hears(connection, b"begun") for connection in busy)
@@ -394,7 +394,7 @@ class TestWorkers:
         release.set()
         assert await long
 
-    async def test_m1_who_leaves_waits_no_longer_and_what_has_not_begun_is_dropped(self) -> None:
+    async def test_m1_a_disconnect_ends_the_wait_and_drops_work_not_begun(self) -> None:
         workers, release, ended, did = Workers(), threading.Event(), threading.Event(), []
         running = asyncio.create_task(workers.run(release.wait, 1 << 24, abandoned=lambda _: ended.set()))
         waiting = asyncio.create_task(workers.run(lambda: did.append(1), 1 << 24))

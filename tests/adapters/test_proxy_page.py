@@ -223,7 +223,7 @@ class TestPage:
             assert "reported by the engine" not in page.tab.text_content("#figures")
             for _ in range(3):
                 proxy.metrics.passed("no_documents")
-            page.wait_for("#verdict", "nothing was ordered: 3 requests passed as they came")
+            page.wait_for("#verdict", "nothing was ordered: 3 requests were forwarded unchanged")
             assert "no documents found" in page.tab.text_content("#figures")
             assert page.problems == []
 

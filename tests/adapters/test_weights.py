@@ -21,7 +21,7 @@ def model(tmp_path: Path) -> Path:
 
 
 class TestWhichFilesCount:
-    def test_a_folder_of_weights_is_told_by_its_files(self, model: Path) -> None:
+    def test_a_folder_of_weights_is_identified_by_its_files(self, model: Path) -> None:
         before = WeightDigests().of(str(model))
         assert WeightDigests().of(str(model)) == before
         (model / "tokenizer.json").write_text("{}")
@@ -32,7 +32,7 @@ class TestWhichFilesCount:
         (model / "config.json").write_text('{"hidden_size": 64}')
         assert WeightDigests().of(str(model)) == before
 
-    def test_a_folder_without_weights_tells_none_unless_they_are_dummies(self, model: Path) -> None:
+    def test_a_folder_without_weights_is_refused_unless_they_are_dummies(self, model: Path) -> None:
         (model / "model.safetensors").unlink()
         with pytest.raises(UnknownWeightsError, match="the folder has none"):
             WeightDigests().of(str(model))
@@ -45,7 +45,7 @@ class TestWhichFilesCount:
         (model / "consolidated.00.weights").write_bytes(b"WEIGHTS")
         assert WeightDigests().of(str(model)) != before
 
-    def test_a_single_file_is_told_by_itself(self, model: Path) -> None:
+    def test_a_single_file_is_identified_by_its_content(self, model: Path) -> None:
         before = WeightDigests().of(str(model / "model.safetensors"))
         (model / "config.json").unlink()
         assert WeightDigests().of(str(model / "model.safetensors")) == before

@@ -920,7 +920,7 @@ class TestBenchOnACorpus:
 
 
 class TestMissingExtras:
-    """Who lacks an extra is told which `pip install` brings it."""
+    """A missing extra is reported with the `pip install` that adds it."""
 
     @pytest.mark.parametrize(
         ("arguments", "blocked", "extra"),

@@ -197,7 +197,7 @@ class TestConfig:
         assert all(f"{minor}.x" in said for minor in SUPPORTED_VLLM)
         assert "PYTHONHASHSEED" not in said
 
-    def test_says_what_a_disk_asks_for(self) -> None:
+    def test_notes_about_the_disk(self) -> None:
         said = config("--host-bytes", "1GiB", "--disk-path", "kv", "--disk-bytes", "1GB").stderr
         assert "--prefix-caching-hash-algo" in said
         assert "PYTHONHASHSEED" in said
@@ -224,7 +224,15 @@ class TestServerStats:
 
     def test_as_a_table(self, serve: Serve) -> None:
         shown = stats("--base-url", serve(TIERS)).output
-        for text in ("75.0 %", "6.0 KiB", "1.5 min", "2 checksum, 1 truncated", "35.0 %", "30.0 %", "left the order"):
+        for text in (
+            "75.0 %",
+            "6.0 KiB",
+            "1.5 min",
+            "2 checksum, 1 truncated",
+            "35.0 %",
+            "30.0 %",
+            "no longer evicts by the policy",
+        ):
             assert text in shown
 
     def test_as_json(self, serve: Serve) -> None:
@@ -234,7 +242,7 @@ class TestServerStats:
     def test_watching_ends_with_a_server_that_is_gone(
         self, python: Callable[..., subprocess.CompletedProcess[str]]
     ) -> None:
-        """What is read is shown until nobody answers any more."""
+        """Figures are shown until the server stops answering."""
         code = (
             "import sys, threading\n"
             "from http.server import BaseHTTPRequestHandler, HTTPServer\n"
@@ -268,11 +276,11 @@ class TestServerStats:
             ("", "not that of a vLLM server"),
         ],
     )
-    def test_other_servers_are_told_apart(self, serve: Serve, page: str, said: str) -> None:
+    def test_servers_without_tiers_are_reported(self, serve: Serve, page: str, said: str) -> None:
         with pytest.raises(ServerError, match=said):
             fetch_tier_stats(serve(page))
 
-    def test_nobody_there(self) -> None:
+    def test_an_unreachable_server(self) -> None:
         done = stats("--base-url", "http://127.0.0.1:9")
         assert done.exit_code == 1
         assert "cannot be reached" in done.output
@@ -302,7 +310,7 @@ class TestFolderStats:
         assert "chunks" in shown
         assert found["identity"] in shown
 
-    def test_and_who_has_it(self, folder: Path) -> None:
+    def test_the_process_that_uses_the_folder(self, folder: Path) -> None:
         store = ChunkStore(folder, 1 << 20, "somebody")
         assert json.loads(stats("--disk", folder, "--json").output)["folder"]["locked_by"]
         store.close()

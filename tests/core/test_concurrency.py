@@ -169,7 +169,7 @@ def talk(blocks: EngineBlocks, documents: Sequence[Document], stop: threading.Ev
 
 
 def test_ten_thousand_orders_a_second(documents: list[Document]) -> None:
-    """In the processor's time: the wall's depends on who else is there."""
+    """In processor time: wall time depends on the machine's load."""
     load = Load(make_orderer("lru", documents)[0], documents)
     assert ORDERS / load.run() >= 10_000
     load.check()

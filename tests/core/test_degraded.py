@@ -43,7 +43,7 @@ class TestD4NoDocuments:
             CALLS[call](wrap(), NO_DOCUMENTS[kind])
         assert "SECRET" not in str(caught.value)
 
-    def test_d4_pairs_are_told_to_leave_the_scores_out(self) -> None:
+    def test_d4_pairs_with_scores_are_refused_with_the_remedy(self) -> None:
         with pytest.raises(TypeError, match="leave the scores out"):
             Orderer().order(NO_DOCUMENTS["tuple"])
 
@@ -95,7 +95,7 @@ class TestD4Warned:
             orderer.degrade("no server")
         assert orderer.degraded[1:] == ("no server",)
 
-    def test_d4_a_reason_is_told_once(self) -> None:
+    def test_d4_a_reason_is_reported_once(self) -> None:
         orderer = ObservedOrderer(Orderer())
         with pytest.warns(DegradedWarning) as caught:
             for reason in ("one", "two", "one"):

@@ -51,7 +51,7 @@ class TestFields:
 
 class TestValidation:
     @pytest.mark.parametrize(("id", "kind"), [(1, "int"), (None, "NoneType"), (b"a", "bytes"), (["a"], "list")])
-    def test_an_id_that_is_no_string_is_refused_and_told_how_to_become_one(self, id: Any, kind: str) -> None:
+    def test_an_id_that_is_not_a_string_is_refused_with_the_remedy(self, id: Any, kind: str) -> None:
         with pytest.raises(TypeError, match=rf"Document\.id must be a string, got {kind}: pass str\(id\)"):
             Document(id, "text")
 

@@ -284,7 +284,7 @@ class TestOrdering:
         ],
         ids=str,
     )
-    def test_guards_are_kept_and_their_cost_is_told(self, options: dict[str, Any], expected: str, cost: int) -> None:
+    def test_guards_hold_and_their_cost_is_reported(self, options: dict[str, Any], expected: str, cost: int) -> None:
         """`abc` is cached and rank order is `dcba`."""
         orderer = strict(tail="rank", **options)
         orderer.order([])
@@ -410,7 +410,7 @@ class TestHoldsPrefix:
         orderer.order([], scope="a").confirm()
         assert orderer.holds_prefix(scope="a") and not orderer.holds_prefix(scope="b")
 
-    def test_a_prefix_without_a_whole_block_cannot_be_held_and_asks_for_nothing(self) -> None:
+    def test_a_prefix_shorter_than_a_block_is_never_held(self) -> None:
         assert strict(prefix_tokens=15, block_size=16).holds_prefix()
 
     def test_order_never_raises(self) -> None:
@@ -978,7 +978,7 @@ class TestBatch:
             taken.confirm()
             ordered.confirm()
 
-    def test_d3_a_window_knows_what_the_one_before_left(self) -> None:
+    def test_d3_a_window_is_planned_on_the_cache_left_by_the_one_before(self) -> None:
         """Each set comes twice, in different windows."""
         requests = ["abcd", "efgh", "dcba", "hgfe", "badc", "ghef"]
         for max_wait in (None, *range(6)):
@@ -994,7 +994,7 @@ class TestBatch:
         ("name", "max_wait"), grid(list(product(["paper-shuf", "mix8", "zipf10"], [None, 100, 50, 20, 5, 1])), 7)
     )
     def test_d3_a_wait_saves_on_workloads(self, name: str, max_wait: int | None) -> None:
-        """On the engine itself, and by more than the property asks for: who may wait is worth something."""
+        """On the engine itself, and by more than the property requires: waiting gains something."""
         workload = make_workload(name, 0, requests=200)
         stream = [[workload.documents[number] for number in ranking] for ranking in workload.rankings[:200]]
         totals = []
@@ -1064,7 +1064,7 @@ class TestBatch:
 
     @pytest.mark.parametrize("capacity_tokens", [6_000, 40_000])
     def test_a_warm_cache_is_used(self, capacity_tokens: int) -> None:
-        """The same batch on the same warm engine, planned by who knows the engine and by who does not."""
+        """The same batch on the same warm engine, planned with and without knowledge of its cache."""
         workload = make_workload("paper-shuf", 0, requests=200)
         stream = [[workload.documents[number] for number in ranking] for ranking in workload.rankings]
         cached = []

@@ -167,12 +167,12 @@ class TestL2Fork:
             holder.join()
         assert orderer.order(DOCUMENTS[:3]).cached_tokens == 288, "the parent goes on as before"
 
-    def test_l2_while_nothing_is_changed_the_child_knows_what_the_parent_does(self) -> None:
+    def test_l2_a_child_starts_with_the_parents_state(self) -> None:
         orderer = Orderer()
         orderer.order(DOCUMENTS[:3]).confirm()
         assert in_child(lambda: orderer.order(DOCUMENTS[:3]).cached_tokens == 288)
 
-    def test_l2_a_child_hears_no_events_and_says_so(self) -> None:
+    def test_l2_a_child_without_events_warns(self) -> None:
         orderer = Orderer(token_ids=lambda document: range(100), blocks=EngineBlocks(16), capacity_tokens=8_000)
 
         def work() -> bool:
@@ -220,7 +220,7 @@ NUMBERS = [10**400, -(10**400), float("nan"), float("inf"), -float("inf"), "5", 
 class TestL9Numbers:
     @pytest.mark.parametrize("number", NUMBERS, ids=lambda number: type(number).__name__ + str(number)[:4])
     @pytest.mark.parametrize("estimated", [True, False])
-    def test_l9_what_is_no_length_raises_nothing_and_observers_are_told(self, number: Any, estimated: bool) -> None:
+    def test_l9_an_invalid_length_raises_nothing_and_reaches_observers(self, number: Any, estimated: bool) -> None:
         documents = [Document(str(place), "x" * 400, None if estimated else 100) for place in range(3)]
         for report in ({"cached_tokens": number}, {"total_tokens": number}, {"prompt_tokens": number}):
             orderer, told = Orderer(), list[RequestOutcome]()
@@ -231,7 +231,7 @@ class TestL9Numbers:
             check(orderer)
             assert orderer._scopes[None].tree.root.leases == 0, "the request has ended"
 
-    def test_l9_in_strict_mode_it_raises_and_observers_are_told_all_the_same(self) -> None:
+    def test_l9_in_strict_mode_it_raises_and_still_reaches_observers(self) -> None:
         orderer, told = Orderer(strict=True), list[RequestOutcome]()
         ordering = orderer.order([Document("a", "text")])
         ordering.add_done_callback(told.append)
@@ -307,7 +307,7 @@ class TestL10Names:
         assert any("ReentryError" in reason for reason in orderer.degraded)
         check(orderer)
 
-    def test_d4_a_scope_without_a_salt_is_told_where_events_are_followed(self) -> None:
+    def test_d4_a_scope_without_a_salt_warns_with_events(self) -> None:
         orderer = Orderer(token_ids=lambda document: range(100), blocks=EngineBlocks(16))
         for scope in ("tenant", None):
             orderer.order(DOCUMENTS[:3], scope=scope)

@@ -55,7 +55,7 @@ def problem(**options: Any) -> str:
 
 
 class TestSources:
-    def test_this_file_knows_every_field(self) -> None:
+    def test_every_field_is_tested_here(self) -> None:
         assert set(FIELDS) == set(Settings.model_fields)
 
     def test_every_field_is_described(self) -> None:

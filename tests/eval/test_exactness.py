@@ -284,10 +284,10 @@ class TestAgainstVLLM:
             ("whole-blocks", {"blocks": 63}),
         ],
     )
-    def test_another_engine_would_have_been_told_apart(self, name: str, other: dict[str, Any], served: Any) -> None:
+    def test_another_engine_is_detected(self, name: str, other: dict[str, Any], served: Any) -> None:
         assert self.compared(served(name), **other).identical_share < 0.97
 
-    def test_an_engine_without_duplicates_would_have_been_told_apart(self, served: Any) -> None:
+    def test_an_engine_without_duplicates_is_detected(self, served: Any) -> None:
         class Deduplicating(SimEngine):
             def reset(self) -> None:
                 self._keeps_duplicates = False

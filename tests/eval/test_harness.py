@@ -197,7 +197,7 @@ class TestSuites:
         with pytest.raises(SuiteError, match=said):
             read_suite("mine", QUALITY.replace(old, new), "mine.toml")
 
-    def test_table_2_asks_in_guarded_orders_as_well(self) -> None:
+    def test_table_2_has_guarded_orders(self) -> None:
         guarded = {policy for policy in load_suites()["table-2"].policies if "+" in policy}
         assert guarded == {"auto+keep_first=2", "auto+keep_last=2", "auto+state_ranking"}
 
@@ -404,7 +404,7 @@ class TestARun:
         assert outcome == Outcome(runs=8)
         return folder
 
-    def test_begins_with_who_asked_for_what_and_where(self, folder: Path) -> None:
+    def test_results_begin_with_the_session_and_its_environment(self, folder: Path) -> None:
         session = lines(folder)[0]
         assert (session["type"], session["schema"]) == ("session", 1)
         assert session["arguments"]["seeds"] == [0, 1]
@@ -516,7 +516,7 @@ class TestResuming:
             run(tmp_path, suite(), seeds=(0,), **changed)
 
     def test_in_a_folder_of_another_simulated_engine_is_refused(self, tmp_path: Path) -> None:
-        """Before it reused blocks as vLLM does, it was like nobody said which."""
+        """Earlier versions evicted by LRU, and did not record which engine they simulated."""
         run(tmp_path, suite(), seeds=(0,), policies=("retrieval",))
         path = tmp_path / "results.jsonl"
         path.write_text(path.read_text("utf-8").replace('"like":"vllm-0.32",', ""), "utf-8")
@@ -621,7 +621,7 @@ class TestWhatCannotBeHad:
         run(tmp_path / "out", *asked, seeds=(0,), dry_run=True)
         assert "hotpotqa" not in {line["cell"]["dataset"] for line in lines(tmp_path / "out", "unavailable")}
 
-    def test_questions_that_nobody_gave_come_from_the_hub_or_are_said_to_be_missing(
+    def test_questions_come_from_the_hub_or_are_reported_missing(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setitem(sys.modules, "datasets", None)
@@ -659,9 +659,7 @@ class TestWhatCannotBeHad:
         assert (outcome.runs, outcome.unavailable) == (2, 2)
         assert {line["cell"]["workload"] for line in lines(tmp_path, "unavailable")} == {"paper-shuf"}
 
-    def test_a_peer_that_breaks_down_takes_nobody_with_it(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_failing_peer_affects_no_other_policy(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         def broken(name: str) -> Any:
             raise PeerError("the peer's process ended")
 
@@ -721,7 +719,7 @@ class TestCells:
         assert batch[1]["rows"]["prompt_tokens"] == one[1]["rows"]["prompt_tokens"]
         assert self.cached(batch)["auto"] > self.cached(one)["auto"]
 
-    def test_builds_are_timed_where_the_report_asks_for_them(self, tmp_path: Path) -> None:
+    def test_builds_are_timed_if_the_report_needs_them(self, tmp_path: Path) -> None:
         text = SUITE.replace('figure = "strategies"', 'figure = "breakdown"\nmetrics = ["build_us"]')
         run(tmp_path, suite(text), seeds=(0,))
         assert all(min(line["rows"]["build_us"]) > 0 for line in lines(tmp_path, "run"))

@@ -272,7 +272,7 @@ class TestInterruptions:
         self.check(rag, asked)
 
     @pytest.mark.slow
-    def test_a_subscriber_that_starts_late_knows_what_it_missed(
+    def test_a_late_subscriber_gets_missed_events(
         self,
         make_orderer: Callable[..., Orderer],
         client: Callable[[Orderer], OrderedClient],

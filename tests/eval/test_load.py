@@ -1,4 +1,4 @@
-"""Load: when requests arrive, who sends them, what an engine under load holds, and servers that are measured from
+"""Load: arrivals, clients, what an engine under load holds, and servers that are measured from
 outside."""
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ class TestTraces:
             load_arrivals(path)
         assert str(path) in str(error.value)
 
-    def test_another_table_is_told_the_columns(self, tmp_path: Path) -> None:
+    def test_a_table_with_other_columns_is_refused_with_the_expected_ones(self, tmp_path: Path) -> None:
         path = written(tmp_path, "time,length\n1,2\n")
         with pytest.raises(ArrivalsError, match=":1: expected the columns TIMESTAMP,ContextTokens,GeneratedTokens"):
             load_arrivals(path)
@@ -397,7 +397,7 @@ class TestOnTheVirtualClock:
         assert drive(Load(2))[1].lengths == [None] * 200
 
     def test_a_request_without_room_waits_until_others_end(self) -> None:
-        """Room for two prompts and a bit; `Counting.admit` sees to it that nobody is thrown out."""
+        """Room for two prompts and a bit; `Counting.admit` checks that no request is evicted."""
         result, engine = drive(Load(8), policy="retrieval", trace=trace_of("ov0.0"), capacity_tokens=2_500)
         assert engine.most <= 3
         assert result.deciles is not None
@@ -469,7 +469,7 @@ class TestAdmission:
         st.integers(1, 12),
         st.randoms(use_true_random=False),
     )
-    def test_has_room_says_whether_nobody_has_to_end(
+    def test_has_room_is_true_if_no_request_must_end(
         self, drawn: list[tuple[list[int], int]], blocks: int, rng: Any
     ) -> None:
         class Ending(SimEngine):
@@ -1022,7 +1022,9 @@ class TestChecks:
             ({"fault": lambda number: "cut"}, "does not serve a prompt of token ids"),
         ],
     )
-    def test_a_server_that_cannot_be_measured_is_told_why(self, options: dict[str, Any], said: str) -> None:
+    def test_a_server_that_cannot_be_measured_is_refused_with_the_reason(
+        self, options: dict[str, Any], said: str
+    ) -> None:
         with pytest.raises(EngineError, match=said):
             self.check(FarServer(**options))
 
@@ -1034,7 +1036,7 @@ class TestFindingTheModel:
     def test_another_can_be_named(self, far: FarServer) -> None:
         assert find_model(far.base_url, "other").root == "other"
 
-    def test_one_that_is_not_there_is_told_the_choices(self, far: FarServer) -> None:
+    def test_an_unknown_name_is_refused_with_the_choices(self, far: FarServer) -> None:
         with pytest.raises(EngineError, match="no model 'nearer': give --served-model far or other"):
             find_model(far.base_url, "nearer")
 
@@ -1293,7 +1295,7 @@ class TestBenchOnAServer:
         assert "the server takes 300: lower --top-k or --output-tokens" in said
         assert far.bodies == []
 
-    def test_a_server_that_reports_no_cached_tokens_is_told_the_flag(self, far: FarServer) -> None:
+    def test_a_server_without_reported_cached_tokens_is_refused_with_the_flag(self, far: FarServer) -> None:
         far.reports = "never"
         assert "--enable-prompt-tokens-details" in refusal(*self.options(far))
 

@@ -90,7 +90,7 @@ def test_the_suite_shows_latencies_and_streams(tmp_path: Path) -> None:
         max_size=12,
     )
 )
-def test_garbage_on_the_wire_harms_nobody_else(ports: tuple[int, int], pieces: list[bytes]) -> None:
+def test_garbage_on_the_wire_harms_no_other_client(ports: tuple[int, int], pieces: list[bytes]) -> None:
     came = b""
     with socket.create_connection(("127.0.0.1", ports[1]), timeout=60) as connection, suppress(ConnectionError):
         for piece in pieces:

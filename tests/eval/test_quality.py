@@ -1236,7 +1236,9 @@ class TestServer:
             ({"capacity_tokens": Capacity.parse("unlimited")}, (16, None)),
         ],
     )
-    def test_its_cache_is_as_told_or_as_usual(self, ask: Callable[..., list[JSON]], options: JSON, engine: Any) -> None:
+    def test_the_size_of_the_cache_is_given_or_the_default(
+        self, ask: Callable[..., list[JSON]], options: JSON, engine: Any
+    ) -> None:
         told = by_order(ask("auto", **options))["auto"]["engine"]
         assert (told["block_size"], told["capacity_tokens"]) == engine
         assert (told["name"], told["model"]) == ("openai", "Served-7B-Instruct")
@@ -1454,7 +1456,7 @@ class TestModels:
         assert model_facts(name).parameters == parameters
         assert model_facts("alias", name).parameters == parameters
 
-    def test_weights_that_cannot_be_read_tell_nothing(self, tmp_path: Path) -> None:
+    def test_unreadable_weights_are_no_evidence(self, tmp_path: Path) -> None:
         (tmp_path / "model.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0oops")
         assert model_facts("m", tmp_path).parameters is None
 

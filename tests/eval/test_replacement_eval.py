@@ -375,7 +375,7 @@ class TestASkewedStream:
         with pytest.raises(WorkloadError, match="lower top-k"):
             skewed_stream("mmlu-like", 0, top_k=21, requests=1)
 
-    def test_of_a_trace_knows_documents_by_content_and_none_twice(self) -> None:
+    def test_documents_of_a_trace_are_identified_by_content(self) -> None:
         trace = trace_of_workload(make_workload("paper-shuf", 0), 50)
         stream = stream_of_trace(trace)
         assert [len(request) for request in stream.requests] == [5] * 50

@@ -152,12 +152,12 @@ class TestALog:
         assert log.prompt_tokens(0) == 7 + 200 + 8
         assert log.longest_tokens == 7 + 200 + 8 + 9
 
-    def test_may_tell_every_length_itself(self) -> None:
+    def test_a_log_may_give_every_length(self) -> None:
         log = read(line("ab", tokens=50, prefix_tokens=10, suffix_tokens=5, output_tokens=3))
         assert log.prompt_tokens(0) == 10 + 100 + 5
         assert log.longest_tokens == 10 + 100 + 5 + 3
 
-    def test_may_tell_the_length_of_the_whole_prompt(self) -> None:
+    def test_a_log_may_give_the_length_of_the_whole_prompt(self) -> None:
         log = read(line("ab", tokens=[50, 60], prefix_tokens=10, prompt_tokens=140))
         assert list(log.suffix_tokens) == [20]
         assert log.prompt_tokens(0) == 140
@@ -180,7 +180,7 @@ class TestALog:
         assert rankings(log) == [[0], [1], [0], [1], [2]]
         assert list(log.document_tokens) == [10, 20, 30]
 
-    def test_a_tenants_document_is_nobody_elses(self) -> None:
+    def test_tenants_share_no_document(self) -> None:
         log = read(line("a", tenant="x"), line("a", tenant="y"), line("a"), line("a", tenant="x"), line("a", tenant=""))
         assert rankings(log) == [[0], [1], [2], [0], [3]]
         assert log.tenants == 4
@@ -741,7 +741,7 @@ class TestPolicies:
         less = replay(log, capacities=["unlimited"], sweep=(), policies=["auto"])
         assert less.figures[1].cached_tokens > ordered.cached_tokens
 
-    def test_a_log_knows_no_groups(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_log_has_no_groups(self, monkeypatch: pytest.MonkeyPatch) -> None:
         log = exported(make_workload("paper-shuf", 0), limit=50)
         free = replay(log, policies=["auto"]).figures
         monkeypatch.setenv("RAGORDER_KEEP_GROUPS", "1")
@@ -844,7 +844,7 @@ class TestTheSaving:
         assert {saving.verdict for saving in report.savings} == {"helps"}
         assert all(0.25 < saving.share_of_prefill < 0.45 for saving in report.savings)
 
-    def test_along_the_log_is_told_by_its_tenths(self) -> None:
+    def test_figures_along_the_log_are_by_tenths(self) -> None:
         busy = [line("abcde", number, tokens=100) for number in range(50)]
         fresh = [line([f"{number} {rank}" for rank in range(5)], number, tokens=100) for number in range(50, 100)]
         report = replay(read(*busy, *fresh), capacities=["unlimited"], sweep=())
@@ -888,7 +888,9 @@ class TestProcesses:
         with pytest.raises(ReplayError, match="a process of the replay died: if for want of memory, lower --processes"):
             replay(exported(make_workload("zipf10", 0)), progress=progress, processes=2)
 
-    def test_stop_at_the_next_step_when_nobody_wants_their_figures(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_workers_stop_at_the_next_step_once_their_results_are_not_needed(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         told, stop = array("q", [0]), SimpleNamespace(value=1)
         monkeypatch.setattr(jobs, "_shared", (random_log(0), Setup(), told, stop), raising=False)
         with pytest.raises(jobs._StoppedError):

@@ -517,7 +517,7 @@ class TestQuality:
         assert [row[2].text for row in report.sections[0].tables[0].rows] == ["5.0", "5.0"]
         assert "exact match is 0 in every order" in report.sections[0].tables[0].note
 
-    def test_answers_that_nobody_compared_are_shown_and_said_to_be_so(self, tmp_path: Path) -> None:
+    def test_answers_that_were_not_compared_are_marked(self, tmp_path: Path) -> None:
         lines = [answered("retrieval"), answered("auto", 0.1)]
         for checks in ([], summarise(lines[:1])):
             report = self.found(tmp_path, *lines, *checks)
@@ -559,7 +559,7 @@ class TestMarkdown:
 
 
 class TestPage:
-    def test_is_one_file_that_asks_for_nothing(self, page: Path) -> None:
+    def test_the_page_is_one_file_without_requests(self, page: Path) -> None:
         text = page.read_text("utf-8")
         assert "<script" not in text
         assert not re.findall(r'(?:src|href)="(?!#|data:)[^"]*"', text.replace(XLINK, ""))
@@ -618,7 +618,9 @@ class TestInABrowser:
 
     @pytest.mark.parametrize("width", [390, 768, 1280])
     @pytest.mark.parametrize("scheme", ["light", "dark"])
-    def test_fits_the_screen_and_asks_for_nothing(self, browser: Any, page: Path, width: int, scheme: str) -> None:
+    def test_the_page_fits_the_screen_and_makes_no_requests(
+        self, browser: Any, page: Path, width: int, scheme: str
+    ) -> None:
         context = browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme)
         tab = context.new_page()
         asked: list[str] = []

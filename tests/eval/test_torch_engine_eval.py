@@ -79,7 +79,7 @@ def cached(engine: TorchEngine, *prompts: Sequence[int]) -> list[int]:
 
 
 class TestPromptIds:
-    def test_are_a_list_that_knows_where_documents_end(self) -> None:
+    def test_token_lists_have_the_ends_of_documents(self) -> None:
         ids = prompt("a", "b")
         assert ids == list(ids)
         assert len(ids) == 270

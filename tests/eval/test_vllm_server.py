@@ -74,7 +74,7 @@ class TestAnOwnFolder:
     def temporary(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
-    def test_is_for_its_user_alone_and_goes_when_it_is_told_to(self, tmp_path: Path) -> None:
+    def test_the_folder_is_private_and_removed_on_request(self, tmp_path: Path) -> None:
         folder = OwnFolder("mine-")
         assert not folder.path.exists()
         for _ in range(2):

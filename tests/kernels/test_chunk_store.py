@@ -305,7 +305,7 @@ class TestWhatGoesFirst:
         assert not put(store, OTHER, size=2 * BLOCK)
         assert KEY in store
 
-    def test_whoever_wants_to_know_is_told_what_left(self, folder: Path) -> None:
+    def test_removals_are_reported_to_the_callback(self, folder: Path) -> None:
         gone: list[bytes] = []
         store = open_store(folder, 2 * BLOCK, removed=gone.extend)
         put(store, KEY)
@@ -384,7 +384,7 @@ class TestAnotherProcessFindsItAll:
         put(store, OTHER)
         assert store.oldest_written == 1e9
 
-    def test_a_survey_tells_what_is_there_whoever_has_it(self, folder: Path, tmp_path: Path) -> None:
+    def test_a_survey_reads_a_folder_in_use(self, folder: Path, tmp_path: Path) -> None:
         with pytest.raises(FileNotFoundError):
             survey(folder)
         assert survey(tmp_path) is None
@@ -577,7 +577,7 @@ class TestWrongBytesAreNeverGivenBack:
         cost=st.floats(0, 1e6),
         digests=st.tuples(st.binary(min_size=16, max_size=16), st.binary(min_size=16, max_size=16)),
     )
-    def test_a_header_says_what_it_was_told(
+    def test_a_header_keeps_its_fields(
         self, key: bytes, parent: bytes | None, size: int, cost: float, digests: tuple[bytes, bytes]
     ) -> None:
         header = Header(key, parent, size, cost, *digests)

@@ -296,7 +296,7 @@ def test_a_model_that_cannot_be_served_exactly_is_refused_by_name(
         ("a_name_of_tomorrow", lambda: 3),
     ],
 )
-def test_what_a_layer_asks_of_its_attention_is_done_or_refused(effect: str, given: Any) -> None:
+def test_attention_options_of_a_layer_are_applied_or_refused(effect: str, given: Any) -> None:
     """The function itself, with all that a model may pass to it."""
     from ragorder.kernels.engine.attention import IMPLEMENTATION, STEP, register
 
@@ -327,7 +327,7 @@ def test_a_window_that_the_configuration_has_but_a_layer_does_not_is_refused() -
         TieredEngine(model, settings=SETTINGS)
 
 
-def test_a_model_with_an_effect_that_nobody_names_is_refused_by_its_logits() -> None:
+def test_a_model_with_an_undeclared_effect_is_refused_by_its_logits() -> None:
     model = make_model("Llama")
     forward = type(model.model.layers[0].self_attn).forward
 

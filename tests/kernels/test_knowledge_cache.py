@@ -50,7 +50,7 @@ def kv_of(tokens: Sequence[int], salt: str | None = None) -> Any:
 
 
 class HeldTransfers:
-    """Copies that are made when the test says so, or somebody waits: whatever reuses blocks too early is caught."""
+    """Copies made on request of the test, or when one is waited for: blocks reused too early are detected."""
 
     def __init__(self) -> None:
         self.waiting: deque[HeldTransfer] = deque()
@@ -104,7 +104,7 @@ class HeldTransfer:
 
 
 class HeldExecutor(Executor):
-    """Jobs that are done when the test says so, or somebody wants their results."""
+    """Jobs that are done on request of the test, or when their results are read."""
 
     def __init__(self) -> None:
         self.waiting: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
@@ -241,7 +241,7 @@ PATH = st.sampled_from(PATHS)
 
 
 def references(cache: KnowledgeCache) -> tuple[Counter[int], Counter[int]]:
-    """Who refers to the blocks of device and host: nodes, leases, and copies under way."""
+    """The references to blocks of device and host: nodes, leases, and running copies."""
     device, host = Counter[int](), Counter[int]()
     for node in cache._tiers.nodes.values():
         if node.device is not None:
@@ -426,14 +426,14 @@ class TestBlocksAreShared:
         assert at.serve(A, B, C) == (16, 0, 0)
         assert at.serve(A, B, E) == (20, 0, 0)
 
-    def test_a_block_that_nobody_goes_on_in_needs_no_copy(self, engine: Made) -> None:
+    def test_a_block_without_continuation_needs_no_copy(self, engine: Made) -> None:
         at = engine()
         at.serve(A, B)
         assert at.cache.pool.used_blocks == 3
         at.serve(A, B, C)
         assert at.cache.pool.used_blocks == 4
 
-    def test_while_somebody_writes_in_it_others_take_a_copy(self, engine: Made) -> None:
+    def test_others_copy_a_block_that_is_being_written(self, engine: Made) -> None:
         at = engine()
         first, second = Request([A, B], [1]), Request([A, B], [2])
         at.acquire(first)
@@ -860,7 +860,7 @@ class TestRoom:
 
 
 class TestPrefetch:
-    def test_it_loads_for_whoever_comes(self, engine: Made) -> None:
+    def test_prefetching_loads_for_any_request(self, engine: Made) -> None:
         at = engine(device_blocks=9, host_blocks=20)
         at.serve(A, B, C)
         at.serve(E, E)
@@ -877,7 +877,7 @@ class TestPrefetch:
         assert at.cache.stats().device.received == loaded
         at.release(request)
 
-    def test_it_takes_nothing_from_those_who_run_or_wait(self, engine: Made) -> None:
+    def test_prefetching_evicts_nothing_of_running_or_waiting_requests(self, engine: Made) -> None:
         at = engine(device_blocks=6, host_blocks=40)
         at.serve(A, B)
         at.serve(B, E)

@@ -1,4 +1,4 @@
-"""Paging: blocks that are held as often as they are referred to, and copies that nobody waits for."""
+"""Paging: blocks with counted references, and asynchronous copies."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class TestAPool:
             pool.allocate(3)
         assert pool.free_blocks == 2
 
-    def test_a_block_is_free_when_nobody_refers_to_it(self) -> None:
+    def test_a_block_without_references_is_free(self) -> None:
         pool = BlockPool(SHAPE, 2)
         (block,) = pool.allocate(1)
         pool.retain([block, block])
@@ -103,7 +103,7 @@ class TestAPool:
         pool.release([block])
         assert pool.free_blocks == 2
 
-    def test_a_free_block_is_nobodys(self) -> None:
+    def test_a_free_block_has_no_owner(self) -> None:
         pool = BlockPool(SHAPE, 2)
         with pytest.raises(ValueError, match="allocate"):
             pool.retain([0])

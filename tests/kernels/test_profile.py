@@ -141,7 +141,7 @@ class TestAProfile:
         assert profile.cost(cached, new) == profile(cached, max(1, new)) / max(1, new)
 
     @given(counts, st.integers(1, 1_000_000))
-    def test_that_nobody_measured_costs_the_same_wherever_a_token_stands(self, cached: int, new: int) -> None:
+    def test_without_measurements_every_token_costs_the_same(self, cached: int, new: int) -> None:
         assert LINEAR(cached, new) == near(50e-6 * new)
         assert LINEAR.cost(cached, new) == near(50e-6)
         assert LINEAR(cached, 0) == 0
@@ -555,7 +555,7 @@ class TestTheCommand:
         assert "--enable-prompt-tokens-details" in said
         assert not path.exists()
 
-    def test_says_that_nobody_answers(self, tmp_path: Path) -> None:
+    def test_a_server_that_does_not_answer_is_reported(self, tmp_path: Path) -> None:
         pytest.importorskip("httpx2")
         assert "cannot be reached" in refusal("--base-url", "http://127.0.0.1:9", "-o", tmp_path / "p.json")
 

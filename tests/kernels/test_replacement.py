@@ -491,7 +491,7 @@ class TestPGDSFByHand:
         assert (node.frequency, node.misses) == (4, 3)
         assert node.cost == pytest.approx((1.0 + 2.0 + 6.0) / 3)
 
-    def test_a_node_that_nobody_computed_takes_an_estimate_until_somebody_does(self) -> None:
+    def test_a_node_without_a_computed_cost_has_an_estimate(self) -> None:
         tier = Tier(make_policy("pgdsf"))
         tier.insert("a")
         tier.use("a", cost=3.0)
@@ -602,7 +602,7 @@ class TestHistory:
         fill(tier, "ab")
         assert self.frequency(tier, "b") == 1
 
-    def test_a_tier_takes_over_what_another_one_knows(self, name: str) -> None:
+    def test_a_tier_takes_over_the_statistics_of_another(self, name: str) -> None:
         device, host = Tier(make_policy(name)), Tier(make_policy(name))
         fill(device, "a")
         device.use("a")

@@ -1,4 +1,4 @@
-"""The embedded engine: what it caches, whom it computes when, how it chooses tokens, what happens when things fail."""
+"""The embedded engine: caching, scheduling, sampling, and failures."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ class TestExactness:
                 assert list(completion.token_ids) == greedy(plain, request)
 
     def test_many_requests_of_one_step_that_part_within_a_block(self, make: Make, plain: Any) -> None:
-        """They arrive together: who comes later may have what is computed for another one in the same step."""
+        """They arrive together: a later request may use what is computed for an earlier one in the same step."""
         engine = make()
         system = tokens(21, 1)
         documents = [tokens(length, length) for length in (30, 35, 18)]
@@ -361,7 +361,7 @@ class TestTiers:
         assert disk.nodes == 0
         assert sum((disk.refused or {}).values()) > 0
 
-    def test_a_prefix_that_is_being_loaded_holds_nobody_up(
+    def test_a_prefix_being_loaded_delays_no_other_request(
         self, make: Make, plain: Any, model: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         engine = make(device_tokens=16 * BLOCK, host_bytes=64 * block_bytes(model))
@@ -713,7 +713,7 @@ class TestText:
             (["zzz", "spaces .!"], "The cat sleeps, doesn't it ?  Two  spaces ."),
         ],
     )
-    def test_nothing_of_a_stop_string_is_told(self, tokenizer: Any, stops: list[str], text: str) -> None:
+    def test_no_part_of_a_stop_string_is_returned(self, tokenizer: Any, stops: list[str], text: str) -> None:
         ids = tokenizer.encode(TEXTS[0], add_special_tokens=False)
         stream = TextStream(tokenizer, [], stops)
         told = ""
@@ -784,7 +784,7 @@ class TestText:
 
 
 class TestFailures:
-    def test_a_forward_that_fails_fails_its_requests_and_nobody_else(
+    def test_a_failed_forward_fails_only_its_requests(
         self, make: Make, plain: Any, caplog: pytest.LogCaptureFixture
     ) -> None:
         engine = make(max_requests=2)
@@ -817,7 +817,7 @@ class TestFailures:
         assert engine.stats().finished == {"error": 2, "length": 1}
         assert used_blocks(engine) == 0
 
-    def test_a_step_that_cannot_be_planned_fails_who_is_there_and_the_engine_goes_on(
+    def test_a_failed_plan_fails_present_requests_and_the_engine_goes_on(
         self, make: Make, plain: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         engine = make()
@@ -876,7 +876,7 @@ class TestFailures:
         assert difference(again, plain, bad) <= 1e-4
 
     @pytest.mark.parametrize("tokenizer", ["bytes"], indirect=True)
-    def test_a_token_that_the_tokenizer_does_not_know_fails_its_request_alone(
+    def test_an_unknown_token_fails_only_its_request(
         self, make: Make, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         engine = make(tokenizer)
@@ -1048,7 +1048,7 @@ class TestLoading:
         assert make(device_tokens=None).device_tokens == 4 * 1024
 
 
-def test_updates_are_told_in_order(make: Make) -> None:
+def test_updates_arrive_in_order(make: Make) -> None:
     """The contract of a step: each update once, completions last."""
     engine = make()
     ids = [engine.add(ask([], tokens(9, seed), max_tokens=3)) for seed in range(3)]

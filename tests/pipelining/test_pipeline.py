@@ -284,7 +284,7 @@ class TestOdds:
             gain.learn([(number < 4 * right, left_s)])
         assert gain.worthwhile(1, prefill_s) is favoured
 
-    def test_of_a_stage_that_nobody_has_seen_are_good(self) -> None:
+    def test_odds_of_an_unseen_stage_are_good(self) -> None:
         gain = SpeculationGain()
         gain.learn([(False, 0.0)])
         assert not gain.worthwhile(1, 1.0) and gain.worthwhile(2, 1.0)

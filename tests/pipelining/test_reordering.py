@@ -1,4 +1,4 @@
-"""Cache-aware reordering: who is next, who waits how long, and that nobody is lost on the way."""
+"""Cache-aware reordering: the next request, bounded waiting, and no lost requests."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class TestWhoIsNext:
         queue.enter("all", lambda: CachedLengths(50, 0))
         assert drain(queue) == ["all", "most of 100", "most of 100, too", "half of 400", "none of 10"]
 
-    def test_it_is_asked_for_when_somebody_is_chosen(self) -> None:
+    def test_lengths_are_read_when_a_request_is_taken(self) -> None:
         queue: CacheAwareQueue[str] = CacheAwareQueue()
         cached = {"a": 1.0, "b": 2.0, "c": 3.0}
         for name in cached:
@@ -133,7 +133,7 @@ STEPS = st.lists(st.one_of(st.floats(0, 10), st.just("take"), st.tuples(st.just(
 
 class TestTheWindow:
     @given(window=st.integers(0, 6), steps=STEPS)
-    def test_nobody_is_overtaken_by_more_later_ones_than_that(self, window: int, steps: list[Any]) -> None:
+    def test_no_request_is_overtaken_by_more_later_ones_than_the_window(self, window: int, steps: list[Any]) -> None:
         queue: CacheAwareQueue[float] = CacheAwareQueue(window)
         waiting: list[Ticket[float]] = []
         overtaken: dict[Ticket[float], int] = {}
@@ -170,7 +170,7 @@ class TestTheWindow:
         assert queue.largest_overtaking == most
 
     @given(window=st.integers(0, 6), priorities=st.lists(st.integers(0, 3), max_size=40))
-    def test_nobody_is_taken_more_places_behind_where_they_came(self, window: int, priorities: list[int]) -> None:
+    def test_no_request_is_served_more_places_late_than_the_window(self, window: int, priorities: list[int]) -> None:
         queue: CacheAwareQueue[int] = CacheAwareQueue(window)
         for number, value in enumerate(priorities):
             queue.enter(number, priority(value))
@@ -227,7 +227,7 @@ class TestTheGate:
         await stage.end("c", "d")
         stage.assert_idle()
 
-    async def test_a_slow_one_holds_up_nobody_but_its_own_place(self) -> None:
+    async def test_a_slow_request_holds_only_its_own_slot(self) -> None:
         stage = Stage(2)
         await stage.send("slow")
         for number in range(20):
@@ -311,7 +311,7 @@ class TestTheGate:
 
     @settings(max_examples=examples(40))
     @given(limit=st.integers(1, 3), seed=st.integers(0, 1 << 20))
-    def test_whatever_happens_no_place_is_lost_and_everybody_had_a_turn_or_gave_up(self, limit: int, seed: int) -> None:
+    def test_no_slot_is_lost_and_every_request_was_served_or_cancelled(self, limit: int, seed: int) -> None:
         async def play() -> None:
             rng = random.Random(seed)
             stage = Stage(limit, window=2)
@@ -368,7 +368,7 @@ class TestPredicting:
             ordering.confirm()
             expected.confirm()
 
-    def test_a_scope_that_nobody_knows_is_not_made(self) -> None:
+    def test_an_unknown_scope_is_not_created(self) -> None:
         orderer = Orderer(block_size=16, prefix_tokens=64, strict=True)
         assert orderer.predict_cached_tokens(documents("a"), scope="t", prefix_tokens=100) == (0, 110)
         assert orderer.predict_cached_tokens(documents("a"), scope="t") == (0, 74)
@@ -400,7 +400,7 @@ class TestTheMeasurement:
         queues = SimulatedQueues(16_000, max_in_flight=4)
         return {name: queues.serve(trace, at_s, each) for name, each in DISCIPLINES.items()}
 
-    def test_everybody_has_a_first_token_after_they_came(self, outcomes: dict[str, Any]) -> None:
+    def test_every_request_has_a_first_token_after_its_arrival(self, outcomes: dict[str, Any]) -> None:
         for outcome in outcomes.values():
             assert len(outcome.ttft_s) == 80 and min(outcome.ttft_s) > 0
             assert outcome.total_s > max(outcome.ttft_s)

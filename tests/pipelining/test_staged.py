@@ -463,7 +463,7 @@ class TestQueries:
         query = np.full((1, D), np.nan, np.float32)
         assert_same(last(staged.search(query, 5)), index.search(query, 5))
 
-    def test_may_ask_for_more_than_there_are(self, kind: str, queries: Any) -> None:
+    def test_k_may_exceed_the_size_of_the_index(self, kind: str, queries: Any) -> None:
         few = build("IVF2,Flat" if kind == "ivf" else "HNSW4,Flat", L2, clustered(80, 0))
         staged = StagedIVF(few, nprobe=2) if kind == "ivf" else StagedHNSW(few)
         found = last(staged.search(queries[:5], 100))

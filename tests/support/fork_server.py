@@ -120,7 +120,7 @@ class ForkServer:
 
 
 class _Forked:
-    """Another process's child. That process keeps what is left of it, so that nobody else gets its number."""
+    """Another process's child. That process keeps what is left of it, so that its number is not reused."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -175,7 +175,7 @@ def main() -> None:
 
 
 def _fork_engines() -> None:
-    """vLLM spawns its other processes on a CPU, since each sets up OpenMP for itself. Nobody uses that here yet."""
+    """vLLM spawns its other processes on a CPU, since each sets up OpenMP for itself. Not used here yet."""
     import vllm.envs
 
     vllm.envs.environment_variables["VLLM_WORKER_MULTIPROC_METHOD"] = lambda: "fork"

@@ -1,4 +1,4 @@
-"""Residency by events: the tree is what the engine says, whoever else uses it, and predicts what it will do next."""
+"""Residency by events: the tree follows the engine, with other clients as well, and predicts its next steps."""
 
 from __future__ import annotations
 
@@ -226,7 +226,7 @@ class TestExactness:
     @given(
         LENGTHS, st.integers(40, 200), STEPS, st.sampled_from([None, 3, 40]), st.booleans(), st.sampled_from([4, 10**6])
     )
-    def test_once_all_is_told_the_tree_is_what_the_engine_holds(
+    def test_after_all_events_the_tree_is_what_the_engine_holds(
         self,
         lengths: list[int],
         capacity_blocks: int,
@@ -259,7 +259,7 @@ class TestExactness:
 
     @settings(max_examples=examples(200))
     @given(LENGTHS, st.integers(40, 200), STEPS, st.sampled_from([None, 0, 3, 40]))
-    def test_a_request_alone_is_predicted_to_the_token_whoever_else_uses_the_engine(
+    def test_a_request_alone_is_predicted_to_the_token_with_other_clients(
         self, lengths: list[int], capacity_blocks: int, steps: list[tuple[str, Any]], suffix_tokens: int | None
     ) -> None:
         live = Live(lengths, capacity_blocks)
@@ -553,7 +553,7 @@ class TestOtherOrderers:
         st.lists(st.tuples(st.integers(0, 2), STEP), max_size=60),
         st.sampled_from([4, 10**6]),
     )
-    def test_once_all_is_told_each_tree_is_sound_and_claims_nothing_that_is_gone(
+    def test_after_all_events_each_tree_is_sound_and_claims_nothing_evicted(
         self, lengths: list[int], capacity_blocks: int, steps: list[tuple[int, tuple[str, Any]]], max_nodes: int
     ) -> None:
         workers = make_workers(3, lengths, capacity_blocks, max_nodes=max_nodes)
@@ -670,7 +670,7 @@ class TestOtherOrderers:
                 held += node.blocks - node.missing
             assert held == residency.used_blocks == (gone if blocks.asked >= place else 17)
 
-    def test_a_request_asks_for_a_bounded_number_of_blocks(self) -> None:
+    def test_a_request_looks_up_a_bounded_number_of_blocks(self) -> None:
         class Counting(EngineBlocks):
             asked = 0
 
@@ -782,7 +782,7 @@ class TestTenants:
 
 
 def test_d2_what_events_say_others_took_is_gone_in_the_other_order_as_well() -> None:
-    """Events correct the served order alone: the other one's mirror would go on with what nobody holds any more."""
+    """Events correct the served order alone: the other one's mirror would keep evicted content."""
     told: list[Observation] = []
 
     class Recorder:

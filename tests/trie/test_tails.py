@@ -171,10 +171,10 @@ class WithQueue(TailContract):
         """`a` is wanted by three of five; of these two want `b` as well. That the others want `c` does not help."""
         assert arrange(type(self).make(), "cba", ["ab", "ab", "a", "c", "c"]) == "abc"
 
-    def test_what_nobody_wants_comes_last_in_the_order_of_the_fallback(self) -> None:
+    def test_documents_not_waited_for_come_last_in_the_order_of_the_fallback(self) -> None:
         assert arrange(type(self).make(), "abcd", ["d"]) == "dabc"
 
-    def test_a_queue_that_wants_nothing_of_it_changes_nothing(self) -> None:
+    def test_a_queue_without_common_documents_changes_nothing(self) -> None:
         assert arrange(type(self).make(), "abc", ["x", "", "xy"]) == "abc"
 
     @shared
@@ -192,7 +192,7 @@ class WithQueue(TailContract):
 
     @shared
     @given(HISTORIES, REQUESTS, QUEUES)
-    def test_each_document_is_one_that_most_of_those_who_share_all_before_it_want(
+    def test_each_document_is_the_most_wanted_by_requests_that_share_all_before_it(
         self, history: list[list[str]], keys: list[str], waiting: list[frozenset[str]]
     ) -> None:
         arranged = arrange(type(self).make(), keys, waiting, (), history)

@@ -129,7 +129,7 @@ def _check(holds: bool, message: str) -> None:
 
 @contextmanager
 def _unwritable(folder: Path) -> Iterator[tuple[Path, str]]:
-    """A folder that the system lets nobody write to, and how that was done: root may write nearly anywhere."""
+    """A folder that the system makes read-only, and how: root may write nearly anywhere."""
     disk = folder / "disk"
     disk.mkdir()
     if os.geteuid():
