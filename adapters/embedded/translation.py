@@ -17,7 +17,7 @@ from ragorder.adapters.embedded.protocol import (
     read_request,
 )
 from ragorder.adapters.http_server.errors import HTTPError
-from ragorder.adapters.openai.request import checked_salt
+from ragorder.adapters.openai.endpoint import checked_salt
 from ragorder.adapters.request_facts import FACTS, PREFIX, RequestFacts, read_facts
 from ragorder.kernels.engine import Request, Sampling
 from ragorder.tokens import PLACEHOLDER

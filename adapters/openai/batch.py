@@ -12,8 +12,8 @@ from typing import Any, Literal
 from ragorder import Document
 from ragorder._deferred import is_collecting
 from ragorder.adapters.openai.call import Call, CallSetup
+from ragorder.adapters.openai.endpoint import checked_options
 from ragorder.adapters.openai.reply import Answer
-from ragorder.adapters.openai.request import checked_options
 from ragorder.adapters.openai.stream import OrderedStream, generate_async
 from ragorder.pipelining.reordering import CacheAwareQueue, CachedLengths
 
@@ -38,7 +38,7 @@ class _QueuedRequest:
 
 
 class BatchBacklog:
-    """The requests of a batch that are not sent yet. Thread-safe. Raises TypeError or ValueError for invalid input."""
+    """The unsent requests of a batch. Thread-safe. Raises TypeError or ValueError for invalid input."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class BatchBacklog:
         self.workers = min(concurrency, self.size)
 
     def take(self) -> tuple[int, Call | Exception] | None:
-        """The next request's index and call, to be sent at once, or its error; None at the end."""
+        """The next request's index, and its call to be sent at once, or its error; None at the end."""
         with self._lock:
             if not self._queue:
                 return None
@@ -96,7 +96,7 @@ class BatchBacklog:
 
 
 def answer_many(backlog: BatchBacklog) -> Generator[BatchOutcome, None, None]:
-    """The outcomes, with a thread for each request in flight. Closing it ends each request at its next piece."""
+    """Outcomes by a thread for each request in flight; closing ends each request at its next piece."""
     ready: SimpleQueue[tuple[int, Answer | BaseException]] = SimpleQueue()
     stopped = threading.Event()
 
@@ -127,7 +127,7 @@ def answer_many(backlog: BatchBacklog) -> Generator[BatchOutcome, None, None]:
 
 
 async def answer_many_async(backlog: BatchBacklog) -> AsyncGenerator[BatchOutcome, None]:
-    """The outcomes, with a task for each request in flight. Closing it ends these."""
+    """Outcomes by a task for each request in flight; closing ends them."""
     ready: asyncio.Queue[tuple[int, Answer | BaseException]] = asyncio.Queue()
 
     async def work() -> None:

@@ -12,11 +12,9 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from ragorder import Document, Ordering, PromptBuilder
-from ragorder.adapters.openai.endpoint import ModelEndpoint, UsageOption
-from ragorder.adapters.openai.prompts import PromptForm, checked_form, expected_suffix_tokens, prompt_request
+from ragorder.adapters.openai.endpoint import ModelEndpoint, UsageOption, checked_options
+from ragorder.adapters.openai.prompts import OrderedPrompts, PromptForm
 from ragorder.adapters.openai.reply import Answer, Reply
-from ragorder.adapters.openai.request import checked_options
-from ragorder.adapters.usage import AnswerLength
 from ragorder.orderer import OrdererLike
 
 __all__ = ["Call", "CallSetup"]
@@ -30,7 +28,7 @@ _logger = logging.getLogger("ragorder")
 
 @dataclass(eq=False, repr=False)
 class CallSetup:
-    """The configuration and statistics shared by a client's calls: see `OrderedClient`."""
+    """The configuration and statistics of a client: see `OrderedClient`."""
 
     client: Any
     _: KW_ONLY
@@ -44,16 +42,15 @@ class CallSetup:
     sleep: Callable[[float], Any] | None = None
 
     def __post_init__(self) -> None:
-        checked_form(self.prompts, self.builder)
+        self.ordered = OrderedPrompts(self.orderer, self.builder, self.prompts)
         if self.retries < 0:
             raise ValueError(f"retries must not be negative, got {self.retries}")
         self.endpoint = ModelEndpoint(self.client, self.model, send_facts=self.send_facts)
-        self.answer_length = AnswerLength()
         self._unreported = 0
 
     def learn(self, answer: Answer) -> None:
-        """Take in an answer's length, and degrade the orderer if the server reports no cached tokens."""
-        self.answer_length.learn(answer.completion_tokens)
+        """Degrades the orderer if the server never reports cached tokens."""
+        self.ordered.answer_length.learn(answer.completion_tokens)
         # Servers leave a zero out: a missing count means something only where cached tokens were predicted.
         if answer.cached_tokens is not None:
             self._unreported = -sys.maxsize
@@ -68,8 +65,8 @@ class CallSetup:
 
 @dataclass(eq=False, repr=False)
 class Call:
-    """One question, without I/O. Until there is an `answer`, its driver makes another attempt, after `delay_s`. With
-    `hands_out`, the caller gets pieces at once, and no attempt follows the first of them."""
+    """One question, without I/O. Until there is an `answer`, the driver makes another attempt, after `delay_s`; with
+    `hands_out` (pieces reach the caller at once) none after the first piece."""
 
     setup: CallSetup
     query: str
@@ -90,9 +87,9 @@ class Call:
 
     @contextmanager
     def attempt(self) -> Iterator[Reply]:
-        """Order the documents, and finish the ordering however the block ends. Swallows an error that is followed by
-        another attempt."""
-        ordering = self.ordering = self._order()
+        """An ordering, which is finished however the block ends. Swallows an error that another attempt follows."""
+        ordered = self.setup.ordered
+        ordering = self.ordering = ordered.order(self.query, self.documents, self.scope, self.options, self.waiting)
         reply = Reply(ordering)
         try:
             yield reply
@@ -113,17 +110,9 @@ class Call:
 
     def create(self, reply: Reply) -> Any:
         """The result of create() for an attempt. Call it at once: what is ordered first must be sent first."""
-        setup = self.setup
-        request = prompt_request(setup.builder, setup.prompts, self.query, reply.ordering, self.scope, self.options)
+        request = self.setup.ordered.request(self.query, reply.ordering, self.scope, self.options)
         reply.sent_s = time.perf_counter()
-        return setup.endpoint.create(request, self.options, self._usage_option)
-
-    def _order(self) -> Ordering[Document]:
-        setup = self.setup
-        suffix_tokens = expected_suffix_tokens(
-            setup.answer_length, setup.orderer, setup.builder, self.query, self.options
-        )
-        return setup.orderer.order(self.documents, scope=self.scope, waiting=self.waiting, suffix_tokens=suffix_tokens)
+        return self.setup.endpoint.create(request, self.options, self._usage_option)
 
     def _tries_again(self, error: Exception, reply: Reply) -> bool:
         self.delay_s = 0.0
@@ -134,7 +123,7 @@ class Call:
             return False
         self.delay_s = _FIRST_DELAY_S * 2**self._retries
         self._retries += 1
-        _logger.warning("a stream broke with %s: asking again", type(error).__name__)
+        _logger.warning("a stream broke with %s: sending the request again", type(error).__name__)
         return True
 
 

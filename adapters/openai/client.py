@@ -40,11 +40,9 @@ class _BaseClient(CallSetup, Generic[A, S, M]):
         temperature: float | None = 0.0,
         **options: Any,
     ) -> A:
-        """The `Answer` to a question on documents, given in retrieval order.
-
-        `scope` and `waiting` as for `Orderer.order`, other options as for create(). Raises the openai client's errors;
-        TypeError or ValueError for an option that the client sets itself and for a scope that cannot be a salt.
-        """
+        """The `Answer` to a question on documents, given in retrieval order. `scope` and `waiting` as for
+        `Orderer.order`, others as for create(). Raises the openai client's errors, and TypeError or ValueError for
+        options that the client sets itself and for a scope that cannot be a salt."""
         options |= {"max_tokens": max_tokens, "temperature": temperature}
         return self._generate(Call(self, query, documents, scope, waiting, options, hands_out=False))
 
@@ -59,7 +57,7 @@ class _BaseClient(CallSetup, Generic[A, S, M]):
         temperature: float | None = 0.0,
         **options: Any,
     ) -> S:
-        """The answer as it arrives, as by `generate`; a stream that breaks after its first piece is not retried."""
+        """The answer as it arrives, with the options of `generate`. Not retried after its first piece."""
         options |= {"max_tokens": max_tokens, "temperature": temperature}
         return self._stream(Call(self, query, documents, scope, waiting, options, hands_out=True))
 
@@ -76,10 +74,9 @@ class _BaseClient(CallSetup, Generic[A, S, M]):
     ) -> M:
         """(index, `Answer`) for each (query, documents) or (query, documents, scope), in order of completion.
 
-        Of the waiting requests those with the largest cached share go first, but none is overtaken by more than
-        `window` later ones. A failed request has its exception instead of an answer, or ends the batch (`on_error`).
-        Nothing is sent before the first outcome is requested; closing the iterator ends all requests in flight. Raises
-        TypeError or ValueError.
+        Requests with the largest cached share are sent first; none is overtaken by more than `window` later ones. A
+        failed request yields its exception, or ends the batch (`on_error`). Nothing is sent before the first outcome is
+        requested; closing the iterator ends requests in flight. Raises TypeError or ValueError.
         """
         options |= {"max_tokens": max_tokens, "temperature": temperature}
         limits: dict[str, Any] = {"concurrency": concurrency, "window": window, "on_error": on_error}
@@ -92,14 +89,13 @@ class OrderedClient(_BaseClient[Answer, OrderedStream, Generator[BatchOutcome, N
     rag = OrderedClient(openai.OpenAI(base_url=url), model="…", orderer=orderer, builder=builder)
     rag.generate("Which drawer?", documents).text
 
-    - `client`: an `openai.OpenAI`, or anything with the same `create`.
     - `prompts`: "messages" for chat completions; "token_ids" for completions (with the served model's tokenizer).
     - `retries`: attempts after a stream broke before the caller saw any of it; `sleep(seconds)` before each.
     - `send_salt`: send a string scope as vLLM's `cache_salt` (at most 128 characters, without @, /, \\ and NUL).
     - `send_facts`: send document ends and a digest of the scope to a vLLM with ragorder tiers (docs/tiers.md).
 
-    Every ordering is finished: with the reported cached tokens (vLLM: --enable-prompt-tokens-details, SGLang:
-    --enable-cache-report), or as discarded without a first token. `stream` sends its request at once.
+    Every ordering is finished, best with reported cached tokens (vLLM: --enable-prompt-tokens-details, SGLang:
+    --enable-cache-report). `stream` sends its request at once.
 
     Raises ImportError without openai, TypeError for an asynchronous client, ValueError for `prompts` or `retries`.
     """
@@ -113,8 +109,11 @@ class OrderedClient(_BaseClient[Answer, OrderedStream, Generator[BatchOutcome, N
 class AsyncOrderedClient(
     _BaseClient[Coroutine[Any, Any, Answer], AsyncOrderedStream, AsyncGenerator[BatchOutcome, None]]
 ):
-    """`OrderedClient` for an `openai.AsyncOpenAI`. `generate` and `sleep` are awaited; `stream` sends its request on
-    `async with` or at its first piece; `generate_many` is for `async for`."""
+    """`OrderedClient` for an `openai.AsyncOpenAI`. `stream` sends its request on `async with` or at its first piece.
+
+    async with rag.stream("Which drawer?", documents) as stream:
+        async for text in stream: ...
+    """
 
     _foreign = ("OpenAI", "OrderedClient")
     _generate = staticmethod(generate_async)

@@ -1,20 +1,24 @@
-"""A model on an OpenAI-compatible server, and the requests sent to it."""
+"""Endpoint of a model on an OpenAI-compatible server, and the checked options of a request."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Hashable
 from typing import Any
 
 from ragorder.adapters.openai.prompts import PromptRequest
 from ragorder.adapters.request_facts import with_facts
 
-__all__ = ["ModelEndpoint", "UsageOption", "check_client"]
+__all__ = ["ModelEndpoint", "UsageOption", "check_client", "checked_options", "checked_salt"]
 
+_OWNED = ("messages", "model", "prompt", "stream", "stream_options")
+# Refused by vLLM 0.32 (validate_cache_salt); versions without that check refuse an empty salt only.
+_MAX_SALT_LENGTH = 128
+_NOT_IN_SALT = frozenset("@/\\\0")
 _UNKNOWN_OPTION = re.compile(r"stream_options|include_usage|\bextra|unknown field|unrecogni[sz]ed", re.IGNORECASE)
 
 
 def check_client(client: Any, user: str, refused_class: str, advice: str) -> None:
-    """Raises ImportError without the openai package, TypeError for a client of openai's `refused_class`."""
     try:
         import openai
     except ImportError as error:
@@ -24,8 +28,6 @@ def check_client(client: Any, user: str, refused_class: str, advice: str) -> Non
 
 
 class ModelEndpoint:
-    """Sends requests for `model` through an openai client, synchronous or not."""
-
     def __init__(self, client: Any, model: str, *, send_facts: bool) -> None:
         self.refuses_usage = False
         self._client = client
@@ -33,7 +35,7 @@ class ModelEndpoint:
         self._send_facts = send_facts
 
     def create(self, request: PromptRequest, options: dict[str, Any], usage: UsageOption) -> Any:
-        """The result of the client's create() for a streamed answer; `options` are checked ones."""
+        """The result of the client's create() for a streamed answer; `options` are checked."""
         options = options | {"model": self._model, "stream": True}
         if self._send_facts:
             options["extra_body"] = with_facts(options["extra_body"], request.document_ends, request.scope)
@@ -45,21 +47,20 @@ class ModelEndpoint:
 
 
 class UsageOption:
-    """The `stream_options` of one request, for usage at the end of its stream. A server that refuses them is not sent
-    them again once it has accepted the request without."""
+    """The `stream_options` of one request, for usage at the end of its stream. A server that refuses them, and accepts
+    the request without, is not sent them again."""
 
     def __init__(self, endpoint: ModelEndpoint) -> None:
         self.sent = not endpoint.refuses_usage
         self._endpoint = endpoint
 
     def drop(self, error: Exception) -> bool:
-        """Leave the option out if this error refuses it: the request is then worth sending again."""
+        """Leave the option out if this error refuses it; True if the request should then be sent again."""
         refused = self.sent and _refuses_stream_options(error)
         self.sent = self.sent and not refused
         return refused
 
     def accepted(self) -> None:
-        """The server has accepted the request."""
         if not self.sent:
             self._endpoint.refuses_usage = True
 
@@ -70,3 +71,33 @@ def _refuses_stream_options(error: Exception) -> bool:
     if not isinstance(error, APIStatusError) or error.status_code not in (400, 422):
         return False
     return bool(_UNKNOWN_OPTION.search(f"{error} {error.body} {error.param}"))
+
+
+def checked_options(options: dict[str, Any], scope: Hashable, send_salt: bool) -> dict[str, Any]:
+    """The caller's options for create(), without those that are None, with the scope's salt. Raises TypeError or
+    ValueError, which name options but never their values."""
+    sent = {name: value for name, value in options.items() if value is not None}
+    body = sent["extra_body"] = dict(sent.get("extra_body", ()))
+    for name in _OWNED:
+        if name in sent or name in body:
+            raise TypeError(f"{name} is not an option of a request: the client sets it")
+    if (sent | body).get("n") not in (None, 1):
+        raise ValueError("n must be 1: an ordered request has one answer")
+    if "max_completion_tokens" in sent:
+        sent.pop("max_tokens", None)
+    if send_salt and (scope is None or isinstance(scope, str)):
+        if body.get("cache_salt", scope) != scope:
+            raise ValueError("extra_body has a cache_salt that is not the scope: give it as scope, and only there")
+        if scope is not None:
+            body["cache_salt"] = checked_salt(scope)
+    return sent
+
+
+def checked_salt(scope: str) -> str:
+    """The scope. Raises ValueError for one that cannot be sent as a salt."""
+    if 0 < len(scope) <= _MAX_SALT_LENGTH and _NOT_IN_SALT.isdisjoint(scope):
+        return scope
+    raise ValueError(
+        "a scope is sent as cache_salt, and vLLM refuses one that is empty, has more than 128 characters, or has "
+        "@, /, \\ or NUL in it: give None for no tenant, scope=hashlib.sha256(name.encode()).hexdigest() for this name"
+    )

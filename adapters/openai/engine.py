@@ -7,19 +7,17 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from ragorder import Ordering
-from ragorder.adapters.openai.endpoint import ModelEndpoint, UsageOption, check_client
+from ragorder.adapters.openai.endpoint import ModelEndpoint, UsageOption, check_client, checked_options
 from ragorder.adapters.openai.prompts import PromptRequest, TimedUsage
 from ragorder.adapters.openai.reply import Reply
-from ragorder.adapters.openai.request import checked_options
 from ragorder.pipelining import AnswerChunk
 
 __all__ = ["OpenAIStreams"]
 
 
 class OpenAIStreams:
-    """Sends requests through an `openai.AsyncOpenAI`. Closing a stream closes its response, on which vLLM and SGLang
-    abort the request. Options as for `OrderedClient`. Raises ImportError without openai, TypeError for a synchronous
-    client."""
+    """Sends requests through an `openai.AsyncOpenAI`. Closing a stream aborts its request on vLLM and SGLang. Options
+    as for `OrderedClient`. Raises ImportError without openai, TypeError for a synchronous client."""
 
     def __init__(self, client: Any, model: str, *, send_salt: bool = True, send_facts: bool = False) -> None:
         check_client(client, "a pipeline", "OpenAI", "openai.AsyncOpenAI")
@@ -27,8 +25,8 @@ class OpenAIStreams:
         self._send_salt = send_salt
 
     async def stream(self, request: PromptRequest, /) -> AsyncGenerator[AnswerChunk, None]:
-        """The last chunk has the usage. Raises the openai client's errors, APIConnectionError for an answer that ends
-        too early; before sending, TypeError or ValueError as for `checked_options`."""
+        """The last chunk has the usage. Raises the openai client's errors (APIConnectionError for a cut-off answer),
+        and before sending those of `checked_options`."""
         options = checked_options(dict(request.options), request.scope, self._send_salt)
         reply = Reply(Ordering([], []))
         reply.sent_s = time.perf_counter()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Hashable, Sequence
-from typing import Any, Self
+from collections.abc import Awaitable, Callable, Coroutine, Hashable, Sequence
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 from ragorder import Document, PromptBuilder
+from ragorder.adapters.openai.endpoint import checked_options
 from ragorder.adapters.openai.engine import OpenAIStreams
 from ragorder.adapters.openai.prompts import OrderedPrompts, PromptForm, PromptRequest, Question
-from ragorder.adapters.openai.request import checked_options
 from ragorder.adapters.openai.server_load import MetricsPoll, PromptLoad
 from ragorder.adapters.openai.system_prefix import SystemPrefix, WatchedEngine
 from ragorder.orderer import OrdererLike
@@ -34,6 +34,9 @@ __all__ = [
     "SystemPrefix",
     "ordered_pipeline",
 ]
+
+S = TypeVar("S", covariant=True)
+A = TypeVar("A", covariant=True)
 
 QuestionRetrieval = Retrieval[Question, Document]
 
@@ -64,7 +67,7 @@ def ordered_pipeline(
     requests: Callable[[], int | None] | None = None,
     ends: Sequence[Callable[[], Awaitable[None]]] = (),
 ) -> Pipeline[Question, Document, PromptRequest]:
-    """A pipeline that orders its documents, on any engine: `AsyncVLLM` (with its `requests`), `OpenAIStreams`.
+    """A pipeline that orders its documents, on `OpenAIStreams`, or on `AsyncVLLM` with its `requests`.
 
     - `warm_up`: prefill a cold system prompt during retrieval.
     - `speculate`: generate on provisional documents while fewer than `max_prefill_bs` requests wait for their first
@@ -90,7 +93,16 @@ def ordered_pipeline(
     return pipeline
 
 
-class _BasePipelinedClient:
+class _Runner(Protocol[S, A]):
+    def stream(self, question: Question) -> S: ...
+    def answer(self, question: Question) -> A: ...
+
+
+class _BasePipelinedClient(Generic[S, A]):
+    @property
+    def _runner(self) -> _Runner[S, A]:
+        raise NotImplementedError
+
     def __init__(
         self,
         client: Any,
@@ -130,25 +142,6 @@ class _BasePipelinedClient:
             ends=self._ends,
         )
 
-    def _question(
-        self, query: str, scope: Hashable, max_tokens: int | None, temperature: float | None, options: dict[str, Any]
-    ) -> Question:
-        question = Question(query, scope, max_tokens, temperature, options)
-        checked_options(question.all_options(), scope, self._send_salt)
-        return question
-
-
-class PipelinedClient(_BasePipelinedClient):
-    """An `OrderedClient` that overlaps retrieval with prefill. Use `async with`, or close it.
-
-    - `client`: an `openai.AsyncOpenAI`.
-    - `retrieval`: called with the `Question`: `plain_retrieval` (warm-ups only) or `staged_retrieval`.
-    - `report_load`: poll vLLM's /metrics for its number of requests during searches.
-
-    Other options as for `OrderedClient` and `ordered_pipeline`, errors as well. A failed speculation or warm-up does
-    not affect the answer.
-    """
-
     def stream(
         self,
         query: str,
@@ -157,12 +150,12 @@ class PipelinedClient(_BasePipelinedClient):
         max_tokens: int | None = 256,
         temperature: float | None = 0.0,
         **options: Any,
-    ) -> PipelinedStream:
+    ) -> S:
         """The answer as it arrives. Starts at the first piece; closing it early ends retrieval and requests. Options
         and errors as for `OrderedClient.generate`, and the errors of retrieval."""
-        return self._pipeline.stream(self._question(query, scope, max_tokens, temperature, options))
+        return self._runner.stream(self._question(query, scope, max_tokens, temperature, options))
 
-    async def answer(
+    def answer(
         self,
         query: str,
         *,
@@ -170,9 +163,38 @@ class PipelinedClient(_BasePipelinedClient):
         max_tokens: int | None = 256,
         temperature: float | None = 0.0,
         **options: Any,
-    ) -> PipelinedStream:
+    ) -> A:
         """The whole answer: a stream that has ended, with its `text`, `usage` and `trace`."""
-        return await self._pipeline.answer(self._question(query, scope, max_tokens, temperature, options))
+        return self._runner.answer(self._question(query, scope, max_tokens, temperature, options))
+
+    def _question(
+        self, query: str, scope: Hashable, max_tokens: int | None, temperature: float | None, options: dict[str, Any]
+    ) -> Question:
+        question = Question(query, scope, max_tokens, temperature, options)
+        checked_options(question.all_options(), scope, self._send_salt)
+        return question
+
+
+class PipelinedClient(_BasePipelinedClient[PipelinedStream, Coroutine[Any, Any, PipelinedStream]]):
+    """An `OrderedClient` that overlaps retrieval with prefill. Use `async with`, or close it.
+
+        client = PipelinedClient(
+            openai.AsyncOpenAI(base_url=url), model="…", orderer=orderer, builder=builder,
+            retrieval=plain_retrieval(search),
+        )
+        async with client, client.stream("Which drawer?") as stream:
+            async for text in stream: ...
+
+    - `retrieval`: called with the `Question`: `plain_retrieval` (warm-ups only) or `staged_retrieval`.
+    - `report_load`: poll vLLM's /metrics for its number of requests during searches.
+
+    Other options as for `OrderedClient` and `ordered_pipeline`, errors as well. A failed speculation or warm-up does
+    not affect the answer.
+    """
+
+    @property
+    def _runner(self) -> Pipeline[Question, Document, PromptRequest]:
+        return self._pipeline
 
     async def close(self) -> None:
         """End running warm-ups and polls. The openai client stays open."""
@@ -185,42 +207,20 @@ class PipelinedClient(_BasePipelinedClient):
         await self.close()
 
 
-class SyncPipelinedClient(_BasePipelinedClient):
-    """`PipelinedClient` for threads, with an event loop on its own thread. Thread-safe; use it by `with`, or close it.
-
-    `client`: an `openai.AsyncOpenAI` for this object alone, which closes it.
-    """
+class SyncPipelinedClient(_BasePipelinedClient[SyncStream, SyncStream]):
+    """`PipelinedClient` for threads, with an event loop on its own thread. Thread-safe; use it by `with`, or close it:
+    that ends running requests and the openai client, which is for this object alone. Closed, it raises RuntimeError."""
 
     def __init__(self, client: Any, **options: Any) -> None:
         super().__init__(client, **options)
         self._ends.append(client.close)
         self._sync: SyncPipeline[Question] = SyncPipeline(lambda: self._pipeline)
 
-    def stream(
-        self,
-        query: str,
-        *,
-        scope: Hashable = None,
-        max_tokens: int | None = 256,
-        temperature: float | None = 0.0,
-        **options: Any,
-    ) -> SyncStream:
-        """`PipelinedClient.stream`; raises RuntimeError once closed."""
-        return self._sync.stream(self._question(query, scope, max_tokens, temperature, options))
-
-    def answer(
-        self,
-        query: str,
-        *,
-        scope: Hashable = None,
-        max_tokens: int | None = 256,
-        temperature: float | None = 0.0,
-        **options: Any,
-    ) -> SyncStream:
-        return self._sync.answer(self._question(query, scope, max_tokens, temperature, options))
+    @property
+    def _runner(self) -> SyncPipeline[Question]:
+        return self._sync
 
     def close(self) -> None:
-        """End running requests, the thread and the openai client. Idempotent."""
         self._sync.close()
 
     def __enter__(self) -> Self:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -22,9 +22,7 @@ __all__ = [
     "Question",
     "TimedUsage",
     "checked_form",
-    "expected_suffix_tokens",
     "finish",
-    "prompt_request",
 ]
 
 PromptForm = Literal["messages", "token_ids"]
@@ -32,8 +30,8 @@ PromptForm = Literal["messages", "token_ids"]
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question. `scope` is the tenant, as for `Orderer.order`; `options` are further ones of create(), or of vLLM's
-    SamplingParams. None leaves an option to the engine."""
+    """A question of a tenant (`scope`). `options` are others of create(), or of vLLM's SamplingParams; None leaves one
+    to the engine."""
 
     query: str
     scope: Hashable = None
@@ -47,8 +45,8 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class PromptRequest:
-    """A request: a chat's messages or a prompt's tokens. `prompt_tokens` is estimated without a tokenizer;
-    `document_ends`, the tokens at which the documents end, is then empty."""
+    """A chat's messages or a prompt's tokens. Without a tokenizer `prompt_tokens` is estimated, and `document_ends` (in
+    tokens) empty."""
 
     messages: Sequence[Mapping[str, str]] | None = field(repr=False)
     token_ids: Sequence[int] | None = field(repr=False)
@@ -60,13 +58,13 @@ class PromptRequest:
 
 @dataclass(frozen=True, slots=True)
 class TimedUsage(Usage):
-    """Usage, and when the request was sent, by time.perf_counter."""
+    """Usage of a request sent at `sent_s` (time.perf_counter)."""
 
     sent_s: float | None = None
 
 
 def finish(ordering: Ordering[Document], usage: Usage | None, ordered_s: float) -> None:
-    """Confirm an ordering made at `ordered_s` (time.perf_counter) with the engine's usage."""
+    """Confirm an ordering made at `ordered_s` (time.perf_counter)."""
     if usage is None:
         ordering.confirm()
         return
@@ -81,12 +79,10 @@ def finish(ordering: Ordering[Document], usage: Usage | None, ordered_s: float) 
 
 
 class OrderedPrompts:
-    """Builds requests from questions and their documents, ordered for the engine's prefix cache.
+    """Requests from questions and their documents, ordered for the engine's prefix cache.
 
-    - `prompts`: "messages" for a server's chat template, "token_ids" exactly as `builder` made them.
-    - `learn(prompt_tokens)` is called for each committed request.
-
-    Raises ValueError for invalid `prompts`.
+    `prompts`: "messages" for a server's chat template, "token_ids" exactly as `builder` made them. `learn` is called
+    with the prompt tokens of each committed request. Raises ValueError for invalid `prompts`.
     """
 
     def __init__(
@@ -103,20 +99,40 @@ class OrderedPrompts:
         self._form = checked_form(prompts, builder)
         self._learn = learn
 
+    def order(
+        self,
+        query: str,
+        documents: Sequence[Document],
+        scope: Hashable,
+        options: Mapping[str, Any],
+        waiting: Sequence[Iterable[Document]] = (),
+    ) -> Ordering[Document]:
+        limit = options.get("max_completion_tokens")
+        limit = options.get("max_tokens") if limit is None else limit
+        limit = limit if isinstance(limit, int) and limit >= 0 else sys.maxsize
+        suffix_tokens = self.answer_length.suffix_tokens(
+            self._builder.suffix_tokens(query), limit, self._orderer.settings.suffix_tokens
+        )
+        return self._orderer.order(documents, scope=scope, waiting=waiting, suffix_tokens=suffix_tokens)
+
+    def request(
+        self, query: str, ordering: Ordering[Document], scope: Hashable, options: Mapping[str, Any]
+    ) -> PromptRequest:
+        prompt = self._builder.build(query, ordering)
+        length = estimate_tokens(prompt.text) if prompt.token_ids is None else len(prompt.token_ids)
+        messages, token_ids = (prompt.messages, None) if self._form == "messages" else (None, prompt.token_ids)
+        return PromptRequest(messages, token_ids, scope, options, length, tuple(span.end for span in prompt.spans))
+
     def preview(self, question: Question, documents: Sequence[Document], /) -> PromptRequest:
         """The request that `commit` would return now. Nothing is recorded."""
         ordered = self._orderer.preview(documents, scope=question.scope)
-        return self._request(question, Ordering(ordered, _permutation(documents, ordered)))
+        return self._of(question, Ordering(ordered, _permutation(documents, ordered)))
 
     def commit(self, question: Question, documents: Sequence[Document], /) -> _CommittedRequest:
-        """Order documents, given in retrieval order, for a request that is sent at once. It is in flight until it is
-        confirmed or discarded."""
-        suffix_tokens = expected_suffix_tokens(
-            self.answer_length, self._orderer, self._builder, question.query, question.all_options()
-        )
-        ordering = self._orderer.order(documents, scope=question.scope, suffix_tokens=suffix_tokens)
+        """Order documents for a request that is sent at once: in flight until it is confirmed or discarded."""
+        ordering = self.order(question.query, documents, question.scope, question.all_options())
         try:
-            request = self._request(question, ordering)
+            request = self._of(question, ordering)
             if self._learn is not None and request.prompt_tokens is not None:
                 self._learn(request.prompt_tokens)
         except BaseException:
@@ -124,10 +140,8 @@ class OrderedPrompts:
             raise
         return _CommittedRequest(request, ordering, self.answer_length)
 
-    def _request(self, question: Question, ordering: Ordering[Document]) -> PromptRequest:
-        return prompt_request(
-            self._builder, self._form, question.query, ordering, question.scope, question.all_options()
-        )
+    def _of(self, question: Question, ordering: Ordering[Document]) -> PromptRequest:
+        return self.request(question.query, ordering, question.scope, question.all_options())
 
 
 class _CommittedRequest:
@@ -147,36 +161,11 @@ class _CommittedRequest:
 
 
 def checked_form(prompts: PromptForm, builder: PromptBuilder) -> PromptForm:
-    """The form of prompts. Raises ValueError for an unknown one, and for tokens without a tokenizer."""
     if prompts not in ("messages", "token_ids"):
         raise ValueError(f"prompts must be 'messages' or 'token_ids', got {prompts!r}")
     if prompts == "token_ids" and builder.build("", ()).token_ids is None:
         raise ValueError("prompts='token_ids' needs the served model's tokenizer: PromptBuilder(tokenizer=…)")
     return prompts
-
-
-def prompt_request(
-    builder: PromptBuilder,
-    form: PromptForm,
-    query: str,
-    ordering: Ordering[Document],
-    scope: Hashable,
-    options: Mapping[str, Any],
-) -> PromptRequest:
-    prompt = builder.build(query, ordering)
-    length = estimate_tokens(prompt.text) if prompt.token_ids is None else len(prompt.token_ids)
-    messages, token_ids = (prompt.messages, None) if form == "messages" else (None, prompt.token_ids)
-    return PromptRequest(messages, token_ids, scope, options, length, tuple(span.end for span in prompt.spans))
-
-
-def expected_suffix_tokens(
-    answer_length: AnswerLength, orderer: OrdererLike, builder: PromptBuilder, query: str, options: Mapping[str, Any]
-) -> int:
-    """Room to keep for a question and its answer behind the documents, in tokens."""
-    limit = options.get("max_completion_tokens")
-    limit = options.get("max_tokens") if limit is None else limit
-    limit = limit if isinstance(limit, int) and limit >= 0 else sys.maxsize
-    return answer_length.suffix_tokens(builder.suffix_tokens(query), limit, orderer.settings.suffix_tokens)
 
 
 def _permutation(given: Sequence[Document], ordered: Sequence[Document]) -> list[int]:

@@ -1,4 +1,4 @@
-"""A streamed response, read chunk by chunk, and the answer."""
+"""Streamed response, read chunk by chunk, and the answer."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ __all__ = ["Answer", "Reply"]
 class Answer:
     """A server's answer.
 
-    `cached_tokens` of the `prompt_tokens` were reused from the prefix cache. Token counts are None where the server
-    reports none, or impossible ones. `ttft_s`: seconds to the first token, retries by the openai client included (None:
-    no token).
+    `cached_tokens` of the `prompt_tokens` were reused from the prefix cache; counts that the server does not report, or
+    that are impossible, are None. `ttft_s`: seconds to the first token (None: there was none), with the openai client's
+    retries.
     """
 
     text: str
@@ -33,15 +33,13 @@ class Answer:
 
     @property
     def total_tokens(self) -> int | None:
-        """Tokens of prompt and answer together."""
         if self.prompt_tokens is None or self.completion_tokens is None:
             return None
         return self.prompt_tokens + self.completion_tokens
 
 
 class Reply:
-    """The response to a request sent at `sent_s` (time.perf_counter). `accepted`: there is a response. `read` raises
-    nothing, whatever a server puts into its chunks."""
+    """The response to a request sent at `sent_s` (time.perf_counter). `accepted`: there is one."""
 
     def __init__(self, ordering: Ordering[Document]) -> None:
         self.ordering = ordering
@@ -54,13 +52,12 @@ class Reply:
         self._wire: _TailedResponse | None = None
 
     def watch(self, stream: Any) -> None:
-        """The server has accepted the request; `stream` yields the chunks."""
         self.accepted = True
         with suppress(AttributeError):
             stream.response = self._wire = _TailedResponse(stream.response)
 
     def read(self, chunk: Any) -> str:
-        """The text of a chunk ("" for none)."""
+        """The text of a chunk. Never raises, whatever the chunk holds."""
         usage, choices = member(chunk, "usage"), member(chunk, "choices")
         if usage is not None:
             self._usage = usage
@@ -77,7 +74,7 @@ class Reply:
         return text
 
     def answer(self) -> Answer:
-        """The answer, after the stream's end. Raises openai.APIConnectionError for a stream that was cut off."""
+        """The answer, at the stream's end. Raises openai.APIConnectionError for a stream that was cut off."""
         wire, usage = self._wire, read_usage(self._usage)
         if self._finish_reason is None and not (wire and wire.tail.rstrip().endswith(b"[DONE]")):
             from openai import APIConnectionError

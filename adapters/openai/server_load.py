@@ -1,4 +1,4 @@
-"""The load of an engine: this pipeline's requests, and its server's count."""
+"""Load of an engine: this pipeline's requests, and its server's count."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ _logger = logging.getLogger("ragorder")
 
 
 class PromptLoad(EngineLoad):
-    """The load of a shared engine; `requests()` as for `ordered_pipeline`: other clients' requests count as pending.
-    The default `max_prefill_bs` is the number of prompts of mean length in `token_budget`; 1 before the first."""
+    """The load of a shared engine: other clients' requests (`requests()`) count as pending. The default
+    `max_prefill_bs` is the number of prompts of mean length in `token_budget`; 1 before the first."""
 
     def __init__(
         self,
@@ -51,15 +51,14 @@ class PromptLoad(EngineLoad):
         self._mean = RunningMean()
 
     def learn(self, prompt_tokens: int) -> None:
-        """Take in a prompt's length."""
         if self._token_budget is not None:
             self._mean.add(prompt_tokens)
             self.max_prefill_bs = prefill_batch(self._token_budget, round(self._mean.value or 0))
 
 
 class MetricsPoll:
-    """Polls a vLLM server's /metrics for its number of requests during searches: at most every 100 ms, down to once a
-    minute without an answer. `client` gives address and key; `engine` counts our own requests."""
+    """The number of requests on a vLLM server, by its /metrics: polled during searches at most every 100 ms, down to
+    once a minute without an answer. None: no recent answer."""
 
     def __init__(self, client: Any, engine: WatchedEngine) -> None:
         self._client = client
@@ -73,15 +72,12 @@ class MetricsPoll:
         self._task: asyncio.Task[None] | None = None
 
     def __call__(self) -> int | None:
-        """Requests on the server, from all clients (None: no recent answer)."""
         if self._others is None or time.monotonic() - self._answered_s > max(_STALE_S, 2 * self._interval_s):
             return None
         # Our own come and go between two polls.
         return self._others + self._engine.running
 
     def during(self, retrieval: Retrieval[Q, D]) -> Retrieval[Q, D]:
-        """The same retrieval; the server is polled while it runs."""
-
         async def search(question: Q) -> AsyncGenerator[Provisional[D], None]:
             self._searches += 1
             try:

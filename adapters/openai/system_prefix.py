@@ -21,15 +21,13 @@ _MAX_SCOPES = 4096
 
 
 class WatchedEngine:
-    """An engine, with the number of its `running` requests and a record of failures."""
-
     def __init__(self, engine: StreamingEngine[PromptRequest]) -> None:
         self.running = 0
         self._engine = engine
         self._answered: set[Hashable] | None = None
 
     def trusted(self, scope: Hashable) -> bool:
-        """False after a failure, until an answer in this scope: the engine may have been restarted."""
+        """False from a failure, which may be a restart, until an answer in this scope."""
         return self._answered is None or scope in self._answered
 
     async def stream(self, request: PromptRequest, /) -> AsyncGenerator[AnswerChunk, None]:
@@ -58,9 +56,9 @@ class WatchedEngine:
 
 
 class SystemPrefix:
-    """The prompt prefix in front of the documents, one per scope; cold after a failure of the engine until its next
-    answer. A prefill is a request of one token and an ordering without documents. Use its `engine` in the pipeline:
-    failures there count here. Raises ValueError for invalid `prompts`."""
+    """The prompt prefix in front of the documents, one per scope. A prefill is a request of one token and an ordering
+    without documents. Use its `engine` in the pipeline: after a failure there, prefixes count as lost. Raises
+    ValueError for invalid `prompts`."""
 
     def __init__(
         self,
@@ -78,13 +76,13 @@ class SystemPrefix:
         return question.scope
 
     def is_cached(self, question: Question, /) -> bool:
-        """True also for a prefix shorter than a block, which cannot be cached."""
+        """Also True for a prefix shorter than a block, which cannot be cached."""
         if self._builder.prefix_tokens < self._orderer.settings.block_size:
             return True
         return self._orderer.holds_prefix(scope=question.scope) and self.engine.trusted(question.scope)
 
     async def prefill(self, question: Question, /) -> None:
-        """Compute it on the engine. Raises the engine's errors; cancelling aborts the request."""
+        """Raises the engine's errors; cancelling aborts the request."""
         request = self._request(question)
         ordering: Ordering[Document] = self._orderer.order([], scope=question.scope, suffix_tokens=0)
         ordered_s = time.perf_counter()
@@ -118,7 +116,7 @@ def _shaping(options: Any) -> dict[str, Any]:
 
 
 def _is_loss(error: Exception) -> bool:
-    """Whether the engine may have been restarted: not if it refuses a request."""
+    """A refused request is no sign of a restart."""
     status = getattr(error, "status_code", None)
     refused = isinstance(status, int) and status < 500
     return not (refused or isinstance(error, (ValueError, TypeError)))

@@ -9,7 +9,7 @@ from typing import Literal
 import msgspec
 
 from ragorder.adapters.http_server.errors import HTTPError
-from ragorder.adapters.openai.request import checked_salt
+from ragorder.adapters.openai.endpoint import checked_salt
 from ragorder.adapters.proxy.body import BOUNDARY, Body, ChatBody, CompletionBody, Fields, PromptPrefix
 from ragorder.adapters.proxy.diagnostics import PassReason, RenamedIds, UnorderedRequests
 from ragorder.adapters.proxy.digest import digest_of

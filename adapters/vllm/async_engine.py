@@ -9,8 +9,8 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
+from ragorder.adapters.openai.endpoint import checked_salt
 from ragorder.adapters.openai.prompts import PromptRequest, TimedUsage
-from ragorder.adapters.openai.request import checked_salt
 from ragorder.adapters.request_facts import FACTS, with_facts
 from ragorder.pipelining import AnswerChunk
 
