@@ -31,8 +31,8 @@ class ServeLimits(BaseModel):
     max_in_flight: int | None = Field(
         default=None,
         ge=1,
-        description="Send at most N requests at a time to the server; the waiting request with the largest cached share "
-        "is next; none: all at once.",
+        description="Send at most N requests at a time to the server; the waiting request with the largest cached "
+        "share is next; none: all at once.",
     )
     reorder_window: int | None = Field(
         default=None,
