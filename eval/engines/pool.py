@@ -1,4 +1,4 @@
-"""Engines in this process that are kept from one trace to the next."""
+"""Engines in this process, reused from one trace to the next."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ E = TypeVar("E", bound=Engine)
 
 
 class EngineSize(NamedTuple):
-    """What engines must have in common to serve one another's traces."""
+    """What engines need in common to serve one another's traces."""
 
     model: Path
     block_size: int
@@ -33,11 +33,9 @@ class EngineSize(NamedTuple):
 
 
 class EnginePool(ABC, Generic[E]):
-    """Engines of one size at a time, with an empty cache whenever they are taken: a new one takes seconds, and nothing
-    is left in one that was reset. Use it in a `with` block.
+    """Engines of one size, in a `with` block. A new engine takes seconds; a reset one is empty.
 
-    Another size closes all that are open, since each has a pool of KV of its own in memory.
-    """
+    Another size closes all open engines: each has its own pool of KV in memory."""
 
     block_size: ClassVar[int]
     """Unless another one is given."""
@@ -58,7 +56,7 @@ class EnginePool(ABC, Generic[E]):
         """A new engine, warmed up."""
 
     def close(self) -> None:
-        """Close all engines. The pool can be used again."""
+        """The pool can be used again."""
         for engines in self._engines.values():
             for engine in engines:
                 engine.close()
@@ -74,11 +72,8 @@ class EnginePool(ABC, Generic[E]):
         block_size: int | None = None,
         output_tokens: int = 1,
     ) -> tuple[list[E], BuiltPrompts]:
-        """An engine for each policy (without prefix caching for "none"), and the prompts that they take. They are this
-        caller's until engines are taken again.
-
-        Raises ValueError if the longest prompt does not fit the capacity.
-        """
+        """An engine for each policy (without prefix caching for "none"), and their prompts, valid until the next
+        `take`. Raises ValueError if the longest prompt exceeds the capacity."""
         prompts = self._prompts(model)
         size = _size(model, trace, prompts, capacity_tokens, block_size or self.block_size, output_tokens)
         if size != self._size:
@@ -101,8 +96,7 @@ class EnginePool(ABC, Generic[E]):
 def _size(
     model: Path, trace: Trace, prompts: BuiltPrompts, capacity_tokens: int | None, block_size: int, output_tokens: int
 ) -> EngineSize:
-    """What traces of about the same length have in common: their longest prompt and the room for all of them are
-    rounded up to a power of two."""
+    """The longest prompt and the room for all, rounded up to a power of two, so that similar traces agree."""
     lengths = [
         len(prompts.token_ids(number, request, request.documents)) for number, request in enumerate(trace.requests)
     ]
@@ -123,5 +117,4 @@ def _size(
 
 
 def _power_of_two(number: int) -> int:
-    """The smallest that is not less."""
     return 1 << max(0, number - 1).bit_length()

@@ -1,4 +1,4 @@
-"""Embedded engines that are kept from one trace to the next, and serve one model."""
+"""Pool of embedded engines on one model."""
 
 from __future__ import annotations
 
@@ -11,10 +11,7 @@ __all__ = ["TorchPool"]
 
 
 class TorchPool(EnginePool[TorchEngine]):
-    """Each engine has KV of its own, and all of them the same weights. Behind each device are `host_tokens`.
-
-    Raises ImportError naming the extra to install.
-    """
+    """Engines with KV of their own, `host_tokens` behind each device, and common weights. Raises ImportError."""
 
     block_size = 16
 

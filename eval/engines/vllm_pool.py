@@ -1,4 +1,4 @@
-"""vLLMs in this process that are kept from one trace to the next."""
+"""Pool of vLLMs in this process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["VLLMPool"]
 
 
 class VLLMPool(EnginePool[VLLMEngine]):
-    """They are closed together: none survives the closing of another (see `VLLMEngine`)."""
+    """They are closed together (see `VLLMEngine`)."""
 
     block_size = 32
 

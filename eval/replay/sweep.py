@@ -1,4 +1,4 @@
-"""A log replayed under every policy at every capacity."""
+"""A log replayed under each policy at each capacity."""
 
 from __future__ import annotations
 
@@ -41,21 +41,16 @@ def replay(
     processes: int = 1,
     progress: Progress | None = None,
 ) -> ReplayReport:
-    """What the prefix cache would have saved for the requests of a log, by policy and by capacity.
+    """What the prefix cache would have saved for the requests of a log.
 
-    `log` comes from `read_log` (which knows how long prompts are) or `LogBuilder`, or is a path. `policies` are names
-    of `REPLAY_POLICIES`; retrieval order, the baseline, is always among them. `capacities` are tokens, shares of the
-    log's working set ("5%") or "unlimited"; `sweep` adds those of its own that hold the longest prompt.
+        replay("log.jsonl.gz", policies=["auto"], capacities=["10k", "5%"])
 
-    Requests are served one at a time. With a rate, they come at their recorded times to an engine that prefills one
-    after another and decodes side by side (`ServiceTimes`), so that those in flight hold their blocks.
+    `policies` are names of `REPLAY_POLICIES`; retrieval order is always among them. `capacities` are tokens, shares of
+    the log's working set ("5%") or "unlimited"; `sweep` adds those that hold the longest prompt. With a rate requests
+    come at their recorded times (`ServiceTimes`), else one at a time. Other settings of the orderers come from the
+    environment. Several `processes` are spawned: a script needs its `if __name__ == "__main__":`.
 
-    The orderers' other settings are those of the environment, as everywhere (RAGORDER_KEEP_FIRST=1).
-
-    Several `processes` are started afresh: a script that asks for them needs its `if __name__ == "__main__":`.
-
-    Raises LogError, PolicyError, ReplayError, and ValueError for what else cannot be run.
-    """
+    Raises LogError, PolicyError, ReplayError, and ValueError for what else cannot be run."""
     policies = list(dict.fromkeys([RETRIEVAL, *policies]))
     for policy in policies:
         if policy not in REPLAY_POLICIES:
@@ -102,7 +97,7 @@ def _service_times(prefill: float | None, decode: float | None) -> ServiceTimes 
 
 
 def _resolve(log: Log, asked: Sequence[Capacity], sweep: Sequence[Capacity]) -> tuple[list[CapacityInfo], list[str]]:
-    """Capacities from small to large, each size once, and the names of those that were left out. Raises ValueError."""
+    """Distinct capacities from small to large, and the names of those left out. Raises ValueError."""
     working_set_tokens, longest_tokens = log.working_set_tokens, log.longest_tokens
     by_tokens: dict[int | None, CapacityInfo] = {}
     left_out = []

@@ -1,4 +1,4 @@
-"""A replay's report for people."""
+"""Tables of a replay's report."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ _STYLES = {"helps": "bold green", "helps a little": "green", "not worth it": "ye
 
 
 def print_report(report: ReplayReport, *, stderr: bool = False) -> None:
-    """What was cached, what that saves, why, and the answer."""
     console = Console(stderr=stderr, highlight=False)
     console.print(f"[bold]{escape(report.log.name)}[/]: {_served(report)}.\n")
     console.print("Cached tokens, % of prompt tokens, by policy and by cache:")
@@ -34,7 +33,6 @@ def print_report(report: ReplayReport, *, stderr: bool = False) -> None:
 
 
 def _served(report: ReplayReport) -> str:
-    """What was replayed, and how."""
     log = report.log
     served = "one request at a time"
     if report.timed:
@@ -65,7 +63,6 @@ def _cached(report: ReplayReport) -> Table:
 
 
 def _heading(report: ReplayReport, capacity: CapacityInfo) -> str:
-    """As a share of the working set, and in tokens."""
     if capacity.tokens is None:
         return "no\nlimit"
     share = 100 * capacity.tokens / max(1, report.log.working_set_tokens)
