@@ -52,7 +52,7 @@ def _remove_abandoned(prefix: str) -> None:
 
 
 def _lock(file: IO[bytes]) -> bool:
-    """Whether no other process holds it; true where the system has no locks."""
+    """Whether no other process holds it. Without locks in the system it counts as held."""
     try:
         import fcntl
     except ImportError:

@@ -46,8 +46,8 @@ def trace_of_workload(workload: Workload, limit: int | None = None) -> Trace:
 def trace_of_corpus(
     corpus: Corpus, *, top_k: int, order: str, seed: int, limit: int | None = None, repeat: bool = False
 ) -> Trace:
-    """The first `limit` questions in the corpus' ("data") or "random" order, with `top_k` documents; with `repeat`
-    again from the first one, up to `limit`. Raises CorpusError if the corpus ranks fewer documents."""
+    """The first `limit` questions in "data" or "random" order; with `repeat` again from the first one. Raises
+    CorpusError if the corpus ranks fewer than `top_k` documents."""
     ranked = max((len(ranking) for ranking in corpus.rankings), default=0)
     if ranked < top_k:
         raise CorpusError(

@@ -1,11 +1,10 @@
 """Synthetic request traces, deterministic for a seed.
 
 `paper` is RAGCache++ section 4.1, `geo` 4.7. In `paper` documents kept from the predecessor stay in their places, which
-flatters retrieval order; `paper-shuf` keeps a random subset and shuffles the ranks, `ovX` is `paper-shuf` with overlap
-X. As in the paper, `ov0.0` keeps one document and draws the others from the same ten: requests overlap by a third. In
-`disjoint` consecutive requests are drawn from different regions, in `unique` no document occurs twice. `mix8`
-interleaves eight `paper-shuf` tenants over one corpus, `zipf10` draws ten documents by Zipf(1.0), `zipf10-X` with
-exponent X."""
+flatters retrieval order; `paper-shuf` shuffles the ranks, `ovX` is `paper-shuf` with overlap X (`ov0.0` keeps one
+document and draws from the same ten, as in the paper: a third). In `disjoint` consecutive requests share nothing, in
+`unique` none do. `mix8` interleaves eight `paper-shuf` tenants, `zipf10` draws ten documents by Zipf(1.0), `zipf10-X`
+with exponent X."""
 
 from __future__ import annotations
 
@@ -50,8 +49,7 @@ class Workload:
 
 
 def make_workload(name: str, seed: int, *, top_k: int | None = None, requests: int = 0) -> Workload:
-    """At least `requests` requests, of `top_k` documents each (default: the workload's). Raises WorkloadError for an
-    unknown name, or for more documents a request than the workload can draw."""
+    """Raises WorkloadError for an unknown name, or for more documents a request than the workload can draw."""
     if name == "mix8":
         rankings, corpus_size, in_flight = *_mixed(seed, max(requests, 1200), top_k or 5, streams=8), 8
     elif name.startswith("zipf10"):

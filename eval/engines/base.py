@@ -33,8 +33,8 @@ class Completion:
 
 
 class Cache(Protocol):
-    """A prefix cache: granularity in tokens, capacity (None: unlimited), tokens of an answer that stay in it, and
-    whether partly filled blocks are reused before all others. `name` is the engine's."""
+    """A prefix cache. `kept_output_tokens` of an answer stay in it; `partial_blocks_first`: partly filled blocks are
+    reused before all others."""
 
     name: str
     block_size: int

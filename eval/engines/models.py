@@ -18,8 +18,7 @@ __all__ = ["built_prompts", "load_tokenizer", "longest_prompt", "random_model"]
 def random_model() -> Path:
     """A model with random weights and a tokenizer trained on the standard library's documentation.
 
-    Just wide enough for prefill to dominate the time to first token: 14 layers x 1024 where bfloat16 is fast, else 8 x
-    512. Raises ImportError naming the extra to install."""
+    Just wide enough for prefill to dominate the time to first token. Raises ImportError naming the extra to install."""
     try:
         layers, hidden_size = (14, 1024) if has_fast_bfloat16() else (8, 512)
     except ImportError as error:

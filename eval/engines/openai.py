@@ -31,7 +31,7 @@ _REPORTS_NO_CACHED_TOKENS = (
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A model as listed: its id, the name or folder of its weights, and its context length, if known."""
+    """A listed model: id, name or folder of its weights, context length, if known."""
 
     id: str
     root: str
@@ -62,9 +62,8 @@ class OpenAIEngine:
     """A server behind `base_url` (with or without /v1), for concurrent requests, in an `async with` block.
 
     Answers have `output_tokens` tokens if the server supports `ignore_eos`, else at most that. Each request carries a
-    random `cache_salt`, replaced by `reset`. Under LRU eviction blocks of an old salt are always older than those of
-    the new one, so that a new salt is as good as an empty cache. `blocks` are those known from the server's KV events.
-    """
+    random `cache_salt`, replaced by `reset`. Under LRU eviction blocks of an old salt are older than all of the new
+    one: a new salt is as good as an empty cache. `blocks` come from KV events."""
 
     name = "openai"
     partial_blocks_first = True
@@ -117,17 +116,14 @@ class OpenAIEngine:
         self.salt = secrets.token_hex(16)
 
     async def complete(self, token_ids: Sequence[int], output_tokens: int | None = None) -> Completion:
-        """`ttft_s` ends at the first chunk with a choice, as seen by this process, delays of its event loop included.
-
-        Missing cached tokens count as none: see `check`. Raises RequestError, which never quotes the prompt."""
+        """`ttft_s` ends at the first chunk with a choice. Missing cached tokens count as none. Raises RequestError
+        without content."""
         completion, _ = await self._complete(token_ids, output_tokens)
         return completion
 
     async def check(self, token_ids: Sequence[int]) -> None:
-        """Serve a prompt of two blocks or more a few times, and `reset`.
-
-        Raises EngineError for a server that takes no token ids, does not report cached tokens, caches none, or does not
-        separate salts."""
+        """Serve a prompt a few times, and `reset`. Raises EngineError for a server that takes no token ids, does not
+        report cached tokens, caches none, or does not separate salts."""
         try:
             await self._complete(token_ids)
         except RequestError as error:

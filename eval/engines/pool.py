@@ -33,9 +33,8 @@ class EngineSize(NamedTuple):
 
 
 class EnginePool(ABC, Generic[E]):
-    """Engines of one size, in a `with` block. A new engine takes seconds; a reset one is empty.
-
-    Another size closes all open engines: each has its own pool of KV in memory."""
+    """Engines of one size, in a `with` block. A new engine takes seconds; a reset one is empty. Another size closes
+    all."""
 
     block_size: ClassVar[int]
     """Unless another one is given."""
@@ -72,8 +71,8 @@ class EnginePool(ABC, Generic[E]):
         block_size: int | None = None,
         output_tokens: int = 1,
     ) -> tuple[list[E], BuiltPrompts]:
-        """An engine for each policy (without prefix caching for "none"), and their prompts, valid until the next
-        `take`. Raises ValueError if the longest prompt exceeds the capacity."""
+        """An engine for each policy, and their prompts, valid until the next `take`. Raises ValueError if a prompt
+        exceeds the capacity."""
         prompts = self._prompts(model)
         size = _size(model, trace, prompts, capacity_tokens, block_size or self.block_size, output_tokens)
         if size != self._size:
@@ -96,7 +95,7 @@ class EnginePool(ABC, Generic[E]):
 def _size(
     model: Path, trace: Trace, prompts: BuiltPrompts, capacity_tokens: int | None, block_size: int, output_tokens: int
 ) -> EngineSize:
-    """The longest prompt and the room for all, rounded up to a power of two, so that similar traces agree."""
+    """Rounded up to powers of two, so that similar traces agree."""
     lengths = [
         len(prompts.token_ids(number, request, request.documents)) for number, request in enumerate(trace.requests)
     ]

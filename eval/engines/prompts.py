@@ -49,8 +49,7 @@ class Prompts(Protocol):
 
 
 class NumberedPrompts:
-    """Prompts for an engine without a model: documents are distinct runs of token ids, between a system prompt of 64
-    tokens and a distinct question of 20."""
+    """Prompts without a model: distinct runs of token ids. The system prompt has 64 tokens, the question 20."""
 
     prefix_tokens = 64
     question_tokens = 20

@@ -78,11 +78,9 @@ class VLLMServer:
 
         with VLLMServer(model, blocks=2048) as server: ...
 
-    `base_url` is the server's root. A stopped server starts again on the same ports. Development routes
-    (`/reset_prefix_cache`) are on. Log and sockets are in a temporary folder until it is stopped. `dtype` None is
-    bfloat16 where that is fast, else float32; `environment` is added to this process's variables; `launch` starts it.
-
-    Raises EngineError, with the end of the server's log, if it does not start."""
+    A stopped server starts again on the same ports. Development routes (`/reset_prefix_cache`) are on. `dtype` None is
+    bfloat16 where that is fast, else float32; `environment` is added to this process's variables. Raises EngineError,
+    with the end of the server's log, if it does not start."""
 
     model_name = "served"
     events_topic = _TOPIC
@@ -176,9 +174,7 @@ class VLLMServer:
         return None if self._process is None else self._process.pid
 
     def reset(self, *, host: bool = False, timeout_s: float = 30) -> None:
-        """Empty the prefix cache, and with `host` an offloading connector's host memory.
-
-        Raises EngineError if blocks are still in use at the end, also by a copy to another tier."""
+        """Empty the prefix cache, and with `host` a connector's. Raises EngineError if blocks stay in use."""
         url = f"{self.base_url}/reset_prefix_cache" + "?reset_external=true" * host
         deadline = time.monotonic() + timeout_s
         while True:

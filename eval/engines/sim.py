@@ -22,12 +22,12 @@ class SimEngine:
         SimEngine(100_000, block_size=16).generate(token_ids).cached_tokens
 
     A finished request frees its blocks tail first; the block of the last prompt token is always recomputed. `generate`
-    keeps `in_flight` requests running, `admit` and `finish` leave that to the caller. Full blocks of a prompt are
-    cached from its admission. A request without free blocks finishes older ones first.
+    keeps `in_flight` requests running. Full blocks of a prompt are cached from its admission. A request without free
+    blocks finishes older ones first.
 
-    `like` is the order of reuse. "lru": the block freed first; a recomputed copy of a held block is useless to others.
-    "vllm-0.32": partly filled blocks first, and a recomputed block replaces the first copy once that is evicted.
-    `capacity_tokens` excludes vLLM's null block. Raises ValueError for another `like`."""
+    `like` is the order of reuse: "lru", or "vllm-0.32": partly filled blocks first, and a recomputed block replaces the
+    first copy once that is evicted. `capacity_tokens` excludes vLLM's null block. Raises ValueError for another `like`.
+    """
 
     name = "sim"
 
@@ -119,9 +119,7 @@ class SimEngine:
     def admit(
         self, token_ids: Sequence[int], output_tokens: int | None = None, *, answer: Sequence[int] | None = None
     ) -> tuple[Completion, int]:
-        """The cached tokens of a request, and a handle for `finish`.
-
-        With the tokens of its `answer`, all but the last stay in the cache and may be part of later prompts."""
+        """The cached tokens, and a handle for `finish`. All but the last token of an `answer` stay in the cache."""
         self._answered += 1
         handle = self._answered
         if not self.prefix_caching:

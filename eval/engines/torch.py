@@ -46,8 +46,7 @@ class TorchModel:
 
     @classmethod
     def load(cls, model: str | Path) -> TorchModel:
-        """From a folder or the Hub, on a GPU if available, in bfloat16 where that is fast, else float32. Raises
-        ImportError, ValueError for an unknown model."""
+        """From a folder or the Hub. Raises ImportError, ValueError for an unknown model."""
         need_torch()
         from ragorder.kernels.engine import EngineSettings
         from ragorder.kernels.engine.loading import load_model, load_tokenizer
@@ -72,18 +71,14 @@ class TorchModel:
 
 
 class TorchEngine:
-    """One embedded engine with its own KV, one request at a time; several take turns on one model, and are closed
-    together.
+    """One embedded engine with its own KV, one request at a time; several share a model, and are closed together.
 
-    Documents are cached: hits end at a document's end (`PromptIds`), whatever the `block_size`, so that it finds a few
-    tokens more than orderers predict. Other prompts are cut into chunks. Question and answer are freed with the
-    request.
+    Documents are cached: hits end with a document (`PromptIds`), whatever the `block_size`, so that it finds a few
+    tokens more than predicted. Question and answer are freed with the request.
 
     `capacity_tokens` is the device's, in whole blocks; None reserves `unlimited_tokens`. Evicted documents go to
-    `host_tokens`, then to `disk_bytes` in `disk_path`. As the host keeps copies, both together hold the larger of the
-    two at least, which `capacity_tokens` reports. `policy`: orderers assume "lru".
-
-    `served` are the engine's own completions since the last `reset`."""
+    `host_tokens`, then to `disk_bytes` in `disk_path`. The reported `capacity_tokens` is the larger of device and host,
+    which may hold the same. Orderers assume `policy` "lru". `served`: completions since the last `reset`."""
 
     name = "torch"
     partial_blocks_first = True
@@ -103,8 +98,7 @@ class TorchEngine:
         output_tokens: int = 1,
         unlimited_tokens: int = 65536,
     ) -> None:
-        """Raises ValueError for a pool without a block, for no output tokens and for a model that cannot be loaded or
-        served exactly, ImportError naming the extra to install."""
+        """Raises ValueError for a pool without a block, no output tokens or an unsupported model, ImportError."""
         pool_tokens = unlimited_tokens if capacity_tokens is None else capacity_tokens
         if block_size < 1 or pool_tokens < block_size:
             raise ValueError(f"a pool of {pool_tokens} tokens has no block of {block_size} tokens: raise the capacity")
@@ -153,10 +147,7 @@ class TorchEngine:
         return Request(list(token_ids), ends, sampling, salt)
 
     def generate(self, token_ids: Sequence[int]) -> Completion:
-        """`ttft_s` ends with the step of the first token.
-
-        Raises ValueError for an empty or too long prompt, EngineError for one without an answer, RuntimeError once
-        closed."""
+        """Raises ValueError for an empty or too long prompt, EngineError if unanswered, RuntimeError once closed."""
         *_, last = self.engine.stream(self.request(token_ids))
         return self.completion(last.completion)
 

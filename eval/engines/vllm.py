@@ -29,12 +29,11 @@ _WARM_UP_TOKENS = (16, 64, 256, 1024)
 
 
 class VLLMEngine:
-    """One vLLM with its own KV pool; several take turns.
+    """One vLLM with its own KV pool; several take turns, and are closed together: closing one destroys the process
+    groups that all share.
 
-    `capacity_tokens` is the pool, in whole blocks; None reserves `unlimited_tokens`. A prompt and its `output_tokens`
-    must fit `max_model_len` and the pool. Output is greedy, and ignores end-of-sequence tokens except in `answering`.
-
-    Closing one destroys the process groups that all share: close them together."""
+    `capacity_tokens` is the pool, in whole blocks; None reserves `unlimited_tokens`. Output is greedy, and ignores
+    end-of-sequence tokens except in `answering`."""
 
     name = "vllm"
     partial_blocks_first = True
@@ -52,11 +51,8 @@ class VLLMEngine:
         dtype: str | None = None,
         gpu_memory_utilization: float | None = None,
     ) -> None:
-        """`dtype` None is bfloat16, or float32 on a CPU without fast bfloat16. `gpu_memory_utilization` is the share of
-        a GPU's memory to find free: lower it for several engines on one GPU.
-
-        Raises ValueError for a pool without a block, for no output tokens and for a block that a CPU cannot serve,
-        ImportError without vLLM."""
+        """`dtype` None is bfloat16 where that is fast, else float32. `gpu_memory_utilization` is the share of a GPU's
+        memory to find free. Raises ValueError for an impossible pool or block, ImportError."""
         pool_tokens = unlimited_tokens if capacity_tokens is None else capacity_tokens
         if block_size < 1 or pool_tokens < block_size:
             raise ValueError(f"a pool of {pool_tokens} tokens has no block of {block_size} tokens: raise the capacity")
@@ -100,8 +96,7 @@ class VLLMEngine:
         self._vocabulary = int(self._engine.model_config.get_vocab_size())
 
     def generate(self, token_ids: Sequence[int]) -> Completion:
-        """`ttft_s` ends with the step of the first token. Raises ValueError for an empty or too long prompt,
-        RuntimeError once closed."""
+        """Raises ValueError for an empty or too long prompt, RuntimeError once closed."""
         engine = self._open()
         room = self._longest - self._output_tokens
         if not 1 <= len(token_ids) <= room:
@@ -122,7 +117,7 @@ class VLLMEngine:
 
     @contextmanager
     def answering(self, output_tokens: int) -> Iterator[None]:
-        """A block in which answers have at most so many tokens, and end where the model ends them."""
+        """A block in which answers end where the model ends them, or after so many tokens."""
         kept = self._sampling, self._output_tokens, self.kept_output_tokens
         self._sampling = type(self._sampling)(max_tokens=output_tokens, temperature=0.0)
         self._output_tokens, self.kept_output_tokens = output_tokens, output_tokens - 1
@@ -197,8 +192,8 @@ def _start(vllm: Any, arguments: dict[str, Any]) -> Any:
 
 @contextmanager
 def _hidden(name: str) -> Iterator[None]:
-    """Hide a module from vLLM, which calls `vars()` on all attributes of all modules: llvmlite (required by bm25s)
-    answers with a function."""
+    """Hide a module from vLLM, which calls `vars()` on every attribute of every module, which llvmlite does not
+    support."""
     module = sys.modules.pop(name, None)
     try:
         yield

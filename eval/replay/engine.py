@@ -40,8 +40,7 @@ class _Node:
 class PathEngine:
     """vLLM's block pool as in `SimEngine`, for prompts made of documents.
 
-    `document_tokens` and `prefix_tokens` are lengths, by number of document and scope. A prompt ends with a token of
-    its own, so that the last block, which is always recomputed, is never one of a document."""
+    A prompt ends with a token of its own: the last block, which is always recomputed, is never one of a document."""
 
     name = "sim"
     partial_blocks_first = False

@@ -25,10 +25,9 @@ class Overlap:
     `first_seen_ratio`: documents and system prompts of no earlier request. `suffix_ratio`: tokens behind the documents.
     `bound_ratio`: the rest, in whole blocks: no order can reuse more.
 
-    A cached prefix comes from one earlier prompt. Compared with the most similar one: `sharing_two_ratio` of the
-    requests share two documents or more, `jaccard_mean` is the mean similarity, and `one_prompt_ratio` the tokens in
-    common, in whole blocks: a tighter bound. `compared_requests`, spread evenly, were compared; with `exact` all with
-    all."""
+    Compared with the one most similar earlier prompt: `sharing_two_ratio` of the requests share two documents or more,
+    and `one_prompt_ratio` are the tokens in common, in whole blocks: a tighter bound. `compared_requests`, spread
+    evenly, were compared; with `exact` all with all."""
 
     prompt_tokens: int
     bound_tokens: int

@@ -55,10 +55,9 @@ class LogDocument(BaseModel):
 class LogLine(BaseModel):
     """A request.
 
-    `time`: seconds from any origin, or ISO 8601 (UTC without an offset), in any order. `tenant`: tenants share no
-    blocks. `documents`: best first; the same id with another length is another document. `tokens`: lengths in the
-    prompt, one for each document or one for all. `prefix_tokens`, `suffix_tokens`: lengths before and behind the
-    documents. `prompt_tokens`: of the whole prompt, in place of `suffix_tokens`. `output_tokens`: of the answer."""
+    `time`: seconds from any origin, or ISO 8601 (UTC without an offset). `tenant`: tenants share no blocks.
+    `documents`: best first; the same id with another length is another document. `tokens`: lengths with headers, one
+    for each document or one for all. `prompt_tokens`: in place of `suffix_tokens`."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 

@@ -45,10 +45,10 @@ def replay(
 
         replay("log.jsonl.gz", policies=["auto"], capacities=["10k", "5%"])
 
-    `policies` are names of `REPLAY_POLICIES`; retrieval order is always among them. `capacities` are tokens, shares of
-    the log's working set ("5%") or "unlimited"; `sweep` adds those that hold the longest prompt. With a rate requests
-    come at their recorded times (`ServiceTimes`), else one at a time. Other settings of the orderers come from the
-    environment. Several `processes` are spawned: a script needs its `if __name__ == "__main__":`.
+    Retrieval order is always among the `policies`. `capacities` are tokens, shares of the log's working set or
+    "unlimited"; `sweep` adds those that hold the longest prompt. With a rate requests come at their recorded times
+    (`ServiceTimes`), else one at a time. Several `processes` are spawned: a script needs its `if __name__ ==
+    "__main__":`.
 
     Raises LogError, PolicyError, ReplayError, and ValueError for what else cannot be run."""
     policies = list(dict.fromkeys([RETRIEVAL, *policies]))
