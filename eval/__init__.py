@@ -2,5 +2,5 @@
 
 from pathlib import Path
 
-# `python -m ragorder.eval.staging` and its like are documented; their modules are under `experiments`.
+# `python -m ragorder.eval.staging` and other former commands run their suites.
 __path__.append(str(Path(__file__).parent / "_aliases"))

@@ -43,7 +43,7 @@ def run_server(
     config = server_config(app, grace_s=grace_s, client_s=client_s, connections=connections, probes=probes)
     try:
         with suppress(KeyboardInterrupt):
-            _UvicornServer(config, on_started).run(sockets=[listening])
+            _UvicornServer(config, lambda: on_started(address_of(listening))).run(sockets=[listening])
     finally:
         # Frozen objects are not torn down at the end of the process, of which some extensions complain.
         gc.unfreeze()
@@ -82,17 +82,17 @@ def _cancelled_quietly(app: ASGIApp) -> ASGIApp:
 
 
 class _UvicornServer(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, on_started: Callable[[str], None]) -> None:
+    def __init__(self, config: uvicorn.Config, on_started: Callable[[], None]) -> None:
         super().__init__(config)
         self._on_started = on_started
 
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+    # Not in `startup`: uvicorn would end without the shutdown of the application if it were stopped there.
+    async def main_loop(self) -> None:
         # What is loaded now stays: a collector that scans it again and again would hold up every stream.
         gc.collect()
         gc.freeze()
-        for listening in sockets or ():
-            self._on_started(address_of(listening))
+        self._on_started()
+        await super().main_loop()
 
 
 def listen(host: str, port: int) -> socket.socket:

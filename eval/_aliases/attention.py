@@ -1,6 +1,8 @@
-"""Alias of `ragorder.eval.experiments.attention`."""
+"""Alias of the suites attention-kernel (with a GPU) and attention-check."""
 
-from ragorder.eval.experiments.attention.__main__ import main
+import torch
+
+from ragorder.eval._aliases.command import run_suite
 
 if __name__ == "__main__":
-    main()
+    run_suite("attention-kernel" if torch.cuda.is_available() else "attention-check")

@@ -1,6 +1,6 @@
-"""Alias of `ragorder.eval.experiments.staging.measuring`."""
+"""Alias of the suite staged-search."""
 
-from ragorder.eval.experiments.staging.measuring import main
+from ragorder.eval._aliases.command import run_suite
 
 if __name__ == "__main__":
-    main()
+    run_suite("staged-search")

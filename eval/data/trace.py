@@ -11,11 +11,11 @@ from ragorder.document import Document
 from ragorder.eval.data.corpora.base import Corpus, CorpusError
 from ragorder.eval.data.workloads import Workload
 
-__all__ = ["Request", "Trace", "trace_of_corpus", "trace_of_workload"]
+__all__ = ["Trace", "TraceRequest", "trace_of_corpus", "trace_of_workload"]
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class TraceRequest:
     """A question and its retrieved documents, best first."""
 
     question: str
@@ -28,7 +28,7 @@ class Trace:
     concurrent requests, `order` "data" or "random"."""
 
     name: str
-    requests: Sequence[Request]
+    requests: Sequence[TraceRequest]
     corpus_tokens: int
     in_flight: int = 1
     order: str = "data"
@@ -37,7 +37,7 @@ class Trace:
 def trace_of_workload(workload: Workload, limit: int | None = None) -> Trace:
     documents = workload.documents
     requests = [
-        Request(f"What do they say about number {number}?", [documents[d] for d in ranking])
+        TraceRequest(f"What do they say about number {number}?", [documents[d] for d in ranking])
         for number, ranking in enumerate(workload.rankings[:limit])
     ]
     return Trace(workload.name, requests, _tokens(documents), workload.in_flight)
@@ -54,7 +54,7 @@ def trace_of_corpus(
             f"{corpus.name}: its retrieval run ranks {ranked} documents a question: lower --top-k ({top_k})"
         )
     requests = [
-        Request(question.text, [corpus.documents[d] for d in ranking[:top_k]])
+        TraceRequest(question.text, [corpus.documents[d] for d in ranking[:top_k]])
         for question, ranking in zip(corpus.questions, corpus.rankings, strict=True)
     ]
     if order == "random":

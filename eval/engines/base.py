@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-__all__ = ["AsyncEngine", "Cache", "Completion", "Engine", "EngineError", "RequestError"]
+__all__ = ["AsyncEngine", "Cache", "Engine", "EngineCompletion", "EngineError", "RequestError"]
 
 
 class EngineError(RuntimeError):
@@ -22,7 +22,7 @@ class RequestError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Completion:
+class EngineCompletion:
     """An engine's report on a prompt. `ttft_s` and `total_s` are None without a clock (`sim`)."""
 
     ttft_s: float | None
@@ -46,7 +46,7 @@ class Cache(Protocol):
 class Engine(Cache, Protocol):
     """An engine that serves one request at a time."""
 
-    def generate(self, token_ids: Sequence[int]) -> Completion:
+    def generate(self, token_ids: Sequence[int]) -> EngineCompletion:
         pass
 
     def reset(self) -> None:
@@ -59,5 +59,5 @@ class Engine(Cache, Protocol):
 class AsyncEngine(Cache, Protocol):
     """An engine that serves many requests at a time."""
 
-    async def complete(self, token_ids: Sequence[int], output_tokens: int | None = None) -> Completion:
+    async def complete(self, token_ids: Sequence[int], output_tokens: int | None = None) -> EngineCompletion:
         """Raises RequestError."""

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ragorder.eval.engines.base import Completion, EngineError, RequestError
+from ragorder.eval.engines.base import EngineCompletion, EngineError, RequestError
 
 if TYPE_CHECKING:
     import httpx2
@@ -115,7 +115,7 @@ class OpenAIEngine:
         """Draw a new salt."""
         self.salt = secrets.token_hex(16)
 
-    async def complete(self, token_ids: Sequence[int], output_tokens: int | None = None) -> Completion:
+    async def complete(self, token_ids: Sequence[int], output_tokens: int | None = None) -> EngineCompletion:
         """`ttft_s` ends at the first chunk with a choice. Missing cached tokens count as none. Raises RequestError
         without content."""
         completion, _ = await self._complete(token_ids, output_tokens)
@@ -152,7 +152,9 @@ class OpenAIEngine:
             )
         self.reset()
 
-    async def _complete(self, token_ids: Sequence[int], output_tokens: int | None = None) -> tuple[Completion, bool]:
+    async def _complete(
+        self, token_ids: Sequence[int], output_tokens: int | None = None
+    ) -> tuple[EngineCompletion, bool]:
         """The completion, and whether cached tokens were reported."""
         body = json.dumps(
             {
@@ -181,7 +183,7 @@ class OpenAIEngine:
                 raise RequestError("the answer ended before its usage")
             cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
             prompt_tokens = usage.get("prompt_tokens") or len(token_ids)
-            completion = Completion(ttft_s, cached_tokens or 0, prompt_tokens, "".join(texts), total_s)
+            completion = EngineCompletion(ttft_s, cached_tokens or 0, prompt_tokens, "".join(texts), total_s)
         return completion, cached_tokens is not None
 
     @asynccontextmanager

@@ -8,7 +8,7 @@ from operator import attrgetter
 from typing import Protocol
 
 from ragorder.document import Document
-from ragorder.eval.data.trace import Request
+from ragorder.eval.data.trace import TraceRequest
 from ragorder.prompt import Prompt, PromptBuilder
 
 __all__ = ["SYSTEM_PROMPT", "BuiltPrompts", "NumberedPrompts", "PromptIds", "Prompts"]
@@ -41,10 +41,10 @@ class Prompts(Protocol):
 
     def document_tokens(self, document: Document) -> int: ...
 
-    def suffix_tokens(self, request: Request) -> int:
+    def suffix_tokens(self, request: TraceRequest) -> int:
         """The length of the question, without the answer."""
 
-    def token_ids(self, number: int, request: Request, documents: Sequence[Document]) -> Sequence[int]:
+    def token_ids(self, number: int, request: TraceRequest, documents: Sequence[Document]) -> Sequence[int]:
         """The prompt with its documents in this order."""
 
 
@@ -61,10 +61,10 @@ class NumberedPrompts:
 
     document_tokens = staticmethod(attrgetter("token_count"))
 
-    def suffix_tokens(self, request: Request) -> int:
+    def suffix_tokens(self, request: TraceRequest) -> int:
         return self.question_tokens
 
-    def token_ids(self, number: int, request: Request, documents: Sequence[Document]) -> array[int]:
+    def token_ids(self, number: int, request: TraceRequest, documents: Sequence[Document]) -> array[int]:
         ids = self._system[:]
         for document in documents:
             ids += self._ids(document)
@@ -91,8 +91,8 @@ class BuiltPrompts:
     def document_tokens(self, document: Document) -> int:
         return self.builder.document_tokens(document)
 
-    def suffix_tokens(self, request: Request) -> int:
+    def suffix_tokens(self, request: TraceRequest) -> int:
         return self.builder.suffix_tokens(request.question)
 
-    def token_ids(self, number: int, request: Request, documents: Sequence[Document]) -> PromptIds:
+    def token_ids(self, number: int, request: TraceRequest, documents: Sequence[Document]) -> PromptIds:
         return PromptIds.of(self.builder.build(request.question, documents))

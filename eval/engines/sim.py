@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Literal, get_args
 
-from ragorder.eval.engines.base import Completion
+from ragorder.eval.engines.base import EngineCompletion
 
 __all__ = ["Like", "SimEngine"]
 
@@ -99,7 +99,7 @@ class SimEngine:
             held += self.block_size
         return held
 
-    def generate(self, token_ids: Sequence[int], *, answer: Sequence[int] | None = None) -> Completion:
+    def generate(self, token_ids: Sequence[int], *, answer: Sequence[int] | None = None) -> EngineCompletion:
         """`answer` as in `admit`."""
         while len(self._running) >= self.in_flight:
             self._finish_oldest()
@@ -118,19 +118,19 @@ class SimEngine:
 
     def admit(
         self, token_ids: Sequence[int], output_tokens: int | None = None, *, answer: Sequence[int] | None = None
-    ) -> tuple[Completion, int]:
+    ) -> tuple[EngineCompletion, int]:
         """The cached tokens, and a handle for `finish`. All but the last token of an `answer` stay in the cache."""
         self._answered += 1
         handle = self._answered
         if not self.prefix_caching:
-            return Completion(None, 0, len(token_ids)), handle
+            return EngineCompletion(None, 0, len(token_ids)), handle
         if answer is None:
             answer = range(-handle * 1_000_000 - self._output_tokens(output_tokens), -handle * 1_000_000)
         hashes = self.block_hashes(array("q", token_ids) + array("q", answer))
         hits = self._hits(hashes[: (len(token_ids) - 1) // self.block_size])
         self._hold(hits)
         self._running[handle] = hits + self._allocate(hashes, len(hits), len(token_ids) + len(answer))
-        return Completion(None, len(hits) * self.block_size, len(token_ids)), handle
+        return EngineCompletion(None, len(hits) * self.block_size, len(token_ids)), handle
 
     def finish(self, handle: int) -> None:
         """Free the request's blocks, once."""

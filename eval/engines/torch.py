@@ -11,13 +11,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ragorder.eval.engines.base import Completion, EngineError
+from ragorder.eval.engines.base import EngineCompletion, EngineError
 from ragorder.eval.engines.prompts import PromptIds
 from ragorder.eval.engines.vllm import has_fast_bfloat16
 
 if TYPE_CHECKING:
-    from ragorder.kernels.engine import Completion as Served
-    from ragorder.kernels.engine import Request, TieredEngine
+    from ragorder.kernels.engine import Completion, Request, TieredEngine
 
 __all__ = ["TorchEngine", "TorchModel", "need_torch"]
 
@@ -113,7 +112,7 @@ class TorchEngine:
         self.block_size = block_size
         self.capacity_tokens = None if capacity_tokens is None else held
         self.kept_output_tokens = 0
-        self.served: list[Served] = []
+        self.served: list[Completion] = []
         self._prefix_caching = prefix_caching
         self._vocabulary = loaded.vocabulary
         self._sampling = Sampling(max_tokens=output_tokens, ignore_eos=True)
@@ -146,18 +145,18 @@ class TorchEngine:
         salt = None if self._prefix_caching else secrets.token_hex(16)
         return Request(list(token_ids), ends, sampling, salt)
 
-    def generate(self, token_ids: Sequence[int]) -> Completion:
+    def generate(self, token_ids: Sequence[int]) -> EngineCompletion:
         """Raises ValueError for an empty or too long prompt, EngineError if unanswered, RuntimeError once closed."""
         *_, last = self.engine.stream(self.request(token_ids))
         return self.completion(last.completion)
 
-    def completion(self, served: Served | None) -> Completion:
+    def completion(self, served: Completion | None) -> EngineCompletion:
         """Raises EngineError for an answer without a token."""
         assert served is not None, "the last update of a request has its completion"
         if served.ttft_s is None or served.finish_reason in ("abort", "error"):
             raise EngineError(f"the engine ended a request without an answer ({served.error or served.finish_reason})")
         self.served.append(served)
-        return Completion(served.ttft_s, served.cached.total, served.prompt_tokens, served.text, served.total_s)
+        return EngineCompletion(served.ttft_s, served.cached.total, served.prompt_tokens, served.text, served.total_s)
 
     @contextmanager
     def answering(self, output_tokens: int) -> Iterator[None]:

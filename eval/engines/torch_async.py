@@ -7,15 +7,15 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ragorder.eval.engines.base import Completion, EngineError, RequestError
+from ragorder.eval.engines.base import EngineCompletion, EngineError, RequestError
 from ragorder.eval.engines.torch import TorchEngine
 
 if TYPE_CHECKING:
-    from ragorder.kernels.engine import Completion as Served
+    from ragorder.kernels.engine import Completion
 
 __all__ = ["AsyncTorchEngine"]
 
-_Answer = asyncio.Future[Completion]
+_Answer = asyncio.Future[EngineCompletion]
 
 
 class AsyncTorchEngine:
@@ -32,7 +32,7 @@ class AsyncTorchEngine:
         self._running: dict[int, tuple[float, _Answer]] = {}
         self._stepping: asyncio.Task[None] | None = None
 
-    async def complete(self, token_ids: Sequence[int], output_tokens: int | None = None) -> Completion:
+    async def complete(self, token_ids: Sequence[int], output_tokens: int | None = None) -> EngineCompletion:
         """`ttft_s` includes the wait for the current step. Raises RequestError for a refused prompt, EngineError for a
         failed step."""
         answer: _Answer = asyncio.get_running_loop().create_future()
@@ -66,7 +66,7 @@ class AsyncTorchEngine:
             else:
                 self._running[number] = (time.perf_counter() - at, answer)
 
-    def _end(self, served: Served) -> None:
+    def _end(self, served: Completion) -> None:
         waited_s, answer = self._running.pop(served.request_id)
         if answer.done():
             return
@@ -77,7 +77,7 @@ class AsyncTorchEngine:
             return
         assert completion.ttft_s is not None and completion.total_s is not None
         answer.set_result(
-            Completion(
+            EngineCompletion(
                 waited_s + completion.ttft_s,
                 completion.cached_tokens,
                 completion.prompt_tokens,

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ragorder.eval.engines.base import Completion
+from ragorder.eval.engines.base import EngineCompletion
 
 __all__ = ["VLLMEngine", "has_fast_bfloat16"]
 
@@ -95,7 +95,7 @@ class VLLMEngine:
         self._sampling = vllm.SamplingParams(max_tokens=output_tokens, temperature=0.0, ignore_eos=True)
         self._vocabulary = int(self._engine.model_config.get_vocab_size())
 
-    def generate(self, token_ids: Sequence[int]) -> Completion:
+    def generate(self, token_ids: Sequence[int]) -> EngineCompletion:
         """Raises ValueError for an empty or too long prompt, RuntimeError once closed."""
         engine = self._open()
         room = self._longest - self._output_tokens
@@ -113,7 +113,7 @@ class VLLMEngine:
         if ttft_s is None:
             raise RuntimeError(f"vLLM ended request {self._requests} without a token")
         total_s = time.perf_counter() - started
-        return Completion(ttft_s, output.num_cached_tokens or 0, len(token_ids), output.outputs[0].text, total_s)
+        return EngineCompletion(ttft_s, output.num_cached_tokens or 0, len(token_ids), output.outputs[0].text, total_s)
 
     @contextmanager
     def answering(self, output_tokens: int) -> Iterator[None]:

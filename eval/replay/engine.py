@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ragorder.eval.engines.base import Completion
+from ragorder.eval.engines.base import EngineCompletion
 
 __all__ = ["PathEngine", "PathPrompt", "UnlimitedPathEngine", "make_engine"]
 
@@ -75,7 +75,7 @@ class PathEngine:
         free = sum(node.held for node in path if not node.references)
         return needed - sum(node.held for node in path) <= available - free
 
-    def admit(self, prompt: PathPrompt, output_tokens: int | None = None) -> tuple[Completion, int]:
+    def admit(self, prompt: PathPrompt, output_tokens: int | None = None) -> tuple[EngineCompletion, int]:
         """The cached tokens of a request, and a handle for `finish`."""
         self._answered += 1
         handle = self._answered
@@ -89,7 +89,7 @@ class PathEngine:
         taken = self._take(self._blocks(prompt, output_tokens) - hits)
         own = self._fill(prompt, path, documents, taken)
         self._running[handle] = path, own
-        return Completion(None, hits * self.block_size, self._prompt_tokens(prompt)), handle
+        return EngineCompletion(None, hits * self.block_size, self._prompt_tokens(prompt)), handle
 
     def finish(self, handle: int) -> None:
         """Free the request's blocks, once."""
@@ -207,7 +207,7 @@ class UnlimitedPathEngine:
     def has_room(self, prompt: PathPrompt, output_tokens: int | None = None) -> bool:
         return True
 
-    def admit(self, prompt: PathPrompt, output_tokens: int | None = None) -> tuple[Completion, int]:
+    def admit(self, prompt: PathPrompt, output_tokens: int | None = None) -> tuple[EngineCompletion, int]:
         children, width, lengths = self._children, self._width, self._document_tokens
         end, cached_end = self._prefix_tokens[prompt.scope], 0
         edge = len(lengths) + prompt.scope
@@ -226,7 +226,7 @@ class UnlimitedPathEngine:
                 node = children[edge] = len(children) + 1
             else:
                 cached_end = end
-        return Completion(None, cached_end // self.block_size * self.block_size, end + prompt.suffix_tokens), 0
+        return EngineCompletion(None, cached_end // self.block_size * self.block_size, end + prompt.suffix_tokens), 0
 
     def finish(self, handle: int) -> None:
         """Without effect."""

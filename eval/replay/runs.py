@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ragorder.eval.engines.base import Completion
+from ragorder.eval.engines.base import EngineCompletion
 from ragorder.eval.replay.engine import PathPrompt, make_engine
 from ragorder.eval.replay.log import Log, RecordedArrivals
 from ragorder.eval.running.load import Advance, Load, ServiceTimes, serve_virtual
@@ -52,7 +52,7 @@ class _Sent(NamedTuple):
 
 
 class _Client:
-    """The requests of a log under one policy (without an orderer: retrieval order), and their sums."""
+    """The requests of a log under one policy (without an orderer: retrieval order), and the sums of their completions."""
 
     def __init__(self, log: Log, orderer: Orderer | None) -> None:
         self.in_flight = 0
@@ -88,7 +88,7 @@ class _Client:
     def token_ids(self, sent: _Sent) -> PathPrompt:
         return PathPrompt(self._log.scopes[sent.row], sent.documents, self._log.suffix_tokens[sent.row])
 
-    def end(self, sent: _Sent, completion: Completion) -> None:
+    def end(self, sent: _Sent, completion: EngineCompletion) -> None:
         self.in_flight -= 1
         tenth = sent.row * 10 // len(self._log)
         self.prompt_tokens[tenth] += completion.prompt_tokens

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Annotated, Any, Self, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from ragorder.counts import parse_count
 from ragorder.eval.data.names import unknown
 
-__all__ = ["SuiteCell", "SuiteError", "complaint"]
+__all__ = ["SuiteCell", "SuiteError", "complaint", "one_of"]
 
 
 class SuiteError(ValueError):
@@ -77,6 +77,17 @@ def _readings(text: str) -> list[Any]:
         with suppress(ValueError):
             found.insert(0, read(text))
     return [*found, _WORDS[text]] if text in _WORDS else found
+
+
+def one_of(kind: str, known: Iterable[str]) -> AfterValidator:
+    """A validator that refuses other names, and suggests the nearest one."""
+
+    def check(name: str) -> str:
+        if name not in known:
+            raise ValueError(unknown(kind, name, known))
+        return name
+
+    return AfterValidator(check)
 
 
 def complaint(error: ValidationError) -> str:

@@ -71,6 +71,8 @@ class Experiment(ABC):
     unit: ClassVar[str] = "requests"
     """What the progress bar counts."""
     counted: ClassVar[Literal["runs", "quality"]] = "runs"
+    one_job: ClassVar[bool] = False
+    """Whether all policies of a cell are measured in one job, which takes turns."""
     planned: ClassVar[bool] = False
     """Whether `--dry-run` shows the plan of each suite."""
     rehearses: ClassVar[bool] = False
@@ -141,11 +143,14 @@ class Experiment(ABC):
 
     def together(self, suite: Suite, policies: Sequence[str]) -> Iterable[tuple[str, ...]]:
         """The policies that are measured in one job."""
+        if self.one_job:
+            return [tuple(policies)] if policies else []
         return [(policy,) for policy in policies]
 
     def requests(self, suite: Suite, cell: Any) -> int:
-        """The most that a run serves."""
-        return min(suite.requests, self.options.limit or suite.requests)
+        """The most that a run serves: as many as the cell or the suite says, within --limit."""
+        asked: int = getattr(cell, "requests", suite.requests)
+        return min(asked, self.options.limit or asked)
 
     def corpus(self, cell: Any) -> Corpus | None:
         found = self._corpus(cell)

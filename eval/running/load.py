@@ -15,7 +15,7 @@ from itertools import count
 from typing import Protocol, TypeVar
 
 from ragorder.eval.data.arrivals import Arrival
-from ragorder.eval.engines.base import AsyncEngine, Completion, Engine, RequestError
+from ragorder.eval.engines.base import AsyncEngine, Engine, EngineCompletion, RequestError
 from ragorder.eval.running.runner import Run, Sent
 
 __all__ = [
@@ -92,7 +92,7 @@ class Client(Protocol[S, P_co]):
 
     def token_ids(self, sent: S, /) -> P_co: ...
 
-    def end(self, sent: S, completion: Completion, /) -> None: ...
+    def end(self, sent: S, completion: EngineCompletion, /) -> None: ...
 
 
 class Pool(Protocol[P_contra]):
@@ -103,7 +103,7 @@ class Pool(Protocol[P_contra]):
 
     def has_room(self, prompt: P_contra, output_tokens: int | None = None, /) -> bool: ...
 
-    def admit(self, prompt: P_contra, output_tokens: int | None = None, /) -> tuple[Completion, int]: ...
+    def admit(self, prompt: P_contra, output_tokens: int | None = None, /) -> tuple[EngineCompletion, int]: ...
 
     def finish(self, handle: int, /) -> None: ...
 
@@ -127,7 +127,7 @@ def interleave(drivers: Sequence[Iterator[None]], advance: Advance = lambda: Non
 def serve_in_turn(run: Run, engine: Engine, in_flight: int = 1) -> Iterator[None]:
     """One request after another, each answered at once; the last `in_flight` of them count as running until the next
     one needs their place."""
-    running: deque[tuple[Sent, Completion]] = deque()
+    running: deque[tuple[Sent, EngineCompletion]] = deque()
     while run.remaining:
         while len(running) >= in_flight:
             run.end(*running.popleft())
@@ -145,7 +145,7 @@ def serve_virtual(run: Client[S, P], engine: Pool[P], load: Load, times: Service
     served, and holds them until its last token. Virtual times are a model: none is reported.
     """
     clock = prefill_ends = 0.0
-    running: list[tuple[float, int, int, S, Completion]] = []
+    running: list[tuple[float, int, int, S, EngineCompletion]] = []
     queue: deque[S] = deque()
 
     def admit() -> None:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from ragorder.batch import Batch
 from ragorder.document import Document
 from ragorder.eval.data.names import unknown
-from ragorder.eval.data.trace import Request
+from ragorder.eval.data.trace import TraceRequest
 from ragorder.eval.engines.base import Cache
 from ragorder.eval.engines.openai import OpenAIEngine
 from ragorder.eval.engines.prompts import BuiltPrompts, Prompts
@@ -177,7 +177,7 @@ class _Oracle:
         while stack and budget:
             budget -= 1
             begun = stack.pop()
-            ids = self._prompts.token_ids(0, Request("", []), [documents[rank] for rank in begun])
+            ids = self._prompts.token_ids(0, TraceRequest("", []), [documents[rank] for rank in begun])
             end = self._prompts.prefix_tokens + sum(self._prompts.document_tokens(documents[rank]) for rank in begun)
             cached = self._engine.cached_tokens(ids[:end])
             if cached > best_cached:

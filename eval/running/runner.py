@@ -10,8 +10,8 @@ from statistics import fmean
 from typing import Any
 
 from ragorder.document import Document
-from ragorder.eval.data.trace import Request, Trace
-from ragorder.eval.engines.base import Cache, Completion
+from ragorder.eval.data.trace import Trace, TraceRequest
+from ragorder.eval.engines.base import Cache, EngineCompletion
 from ragorder.eval.engines.prompts import BuiltPrompts, Prompts
 from ragorder.eval.running.measures import Measures, order_times_us, percentile, thread_times_us
 from ragorder.eval.running.policies import Policy
@@ -41,7 +41,7 @@ class Served:
     number: int
     documents: list[Document]
     cached_documents: int
-    completion: Completion
+    completion: EngineCompletion
 
 
 class Run:
@@ -124,7 +124,7 @@ class Run:
         self._measures.build_ns[sent.row] = time.thread_time_ns() - start
         return token_ids if builder is None else self._prompts.token_ids(sent.number, request, documents)
 
-    def end(self, sent: Sent, completion: Completion) -> None:
+    def end(self, sent: Sent, completion: EngineCompletion) -> None:
         """The engine answered."""
         measures, row, ordering = self._measures, sent.row, sent.ordering
         self._finish(row, lambda: ordering.confirm(completion.cached_tokens))
@@ -260,7 +260,7 @@ class Run:
                 return
             yield ordering.index, ordering, self._clock_ns() - start + planning
 
-    def _suffix_tokens(self, request: Request) -> int:
+    def _suffix_tokens(self, request: TraceRequest) -> int:
         return self._prompts.suffix_tokens(request) + self.engine.kept_output_tokens
 
     def _finish(self, row: int, finish: Callable[[], None]) -> None:

@@ -4,17 +4,17 @@ from ragorder.kernels.cache.cache import KnowledgeCache
 from ragorder.kernels.cache.disk import DiskSettings
 from ragorder.kernels.cache.lease import KVLease
 from ragorder.kernels.cache.segments import Segment, segments_of
-from ragorder.kernels.cache.stats import CacheStats, TierStats, TierTokens
+from ragorder.kernels.cache.stats import CacheStats, CacheTierStats, TierTokens
 from ragorder.kernels.paging import OutOfBlocksError
 
 __all__ = [
     "CacheStats",
+    "CacheTierStats",
     "DiskSettings",
     "KVLease",
     "KnowledgeCache",
     "OutOfBlocksError",
     "Segment",
-    "TierStats",
     "TierTokens",
     "segments_of",
 ]

@@ -8,14 +8,14 @@ from concurrent.futures import Executor
 import torch
 
 from ragorder.kernels.cache.copies import Copies
-from ragorder.kernels.cache.disk import DiskSettings, DiskTier
+from ragorder.kernels.cache.disk import DiskSettings, StoreTier
 from ragorder.kernels.cache.hierarchy import Hierarchy
 from ragorder.kernels.cache.lease import KVLease
 from ragorder.kernels.cache.memory import MemoryTier
 from ragorder.kernels.cache.node import CopyState, DeviceCopy
 from ragorder.kernels.cache.replicas import Replicas
 from ragorder.kernels.cache.segments import Segment
-from ragorder.kernels.cache.stats import CacheStats, TierStats, TierTokens
+from ragorder.kernels.cache.stats import CacheStats, CacheTierStats, TierTokens
 from ragorder.kernels.paging import BlockPool, KVShape, OutOfBlocksError, Transfers, make_transfers
 from ragorder.kernels.profile import LINEAR, PrefillProfile
 
@@ -71,9 +71,9 @@ class KnowledgeCache:
         self._profile = profile
         self._device = MemoryTier(self.pool, copies, policy, history)
         self._host = MemoryTier(host, copies, policy, history)
-        self._disk: DiskTier | None = None
+        self._disk: StoreTier | None = None
         if disk is not None:
-            self._disk = DiskTier(
+            self._disk = StoreTier(
                 disk, shape, identity, copies, policy=policy, history=history, pinned=pinned, executor=executor
             )
         self._tiers = Hierarchy(self._device, self._host, self._disk, copies, self._withdraw)
@@ -199,7 +199,7 @@ class KnowledgeCache:
         return CacheStats(
             device=self._device.stats(),
             host=self._host.stats(),
-            disk=self._disk.stats() if self._disk is not None else TierStats(tokens=None),
+            disk=self._disk.stats() if self._disk is not None else CacheTierStats(tokens=None),
             leases=len(self._leases),
             loads=len(self._tiers.loads),
             copies=len(self._copies),

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ragorder.kernels.cache.copies import Copies, Copy
-from ragorder.kernels.cache.stats import TierStats
+from ragorder.kernels.cache.stats import CacheTierStats
 from ragorder.kernels.paging import BlockPool, KVShape
 from ragorder.kernels.store import ChunkStore, StoreRefusedError
 
-__all__ = ["DiskSettings", "DiskTier"]
+__all__ = ["DiskSettings", "StoreTier"]
 
 _logger = logging.getLogger("ragorder.kernels")
 
@@ -48,7 +48,7 @@ class _Write:
         self.future: Future[bool] | None = None
 
 
-class DiskTier:
+class StoreTier:
     """Nodes by key in a `ChunkStore`. Writes never block: a node is copied into a backlog, and read from there
     meanwhile.
 
@@ -178,14 +178,14 @@ class DiskTier:
         if self._store is not None:
             self._store.close()
 
-    def stats(self) -> TierStats:
+    def stats(self) -> CacheTierStats:
         store = self._store
         refused = Counter(self._refused.copy())
         if store is None:
-            return TierStats(tokens=None, failed=self.failed, hit_tokens=self.hit_tokens, refused=dict(refused))
+            return CacheTierStats(tokens=None, failed=self.failed, hit_tokens=self.hit_tokens, refused=dict(refused))
         refused.update(store.counters.refusals())
         used = store.used_bytes
-        return TierStats(
+        return CacheTierStats(
             nodes=len(store),
             tokens=None,
             bytes=used,

@@ -7,7 +7,7 @@ from functools import partial
 from itertools import pairwise
 
 from ragorder.kernels.cache.copies import Copies, Copy
-from ragorder.kernels.cache.disk import DiskTier
+from ragorder.kernels.cache.disk import StoreTier
 from ragorder.kernels.cache.memory import MemoryTier
 from ragorder.kernels.cache.node import CachedNode, CopyState, DeviceCopy, DeviceLoad, HostCopy
 from ragorder.kernels.cache.segments import Segment
@@ -28,7 +28,7 @@ class Hierarchy:
         self,
         device: MemoryTier,
         host: MemoryTier,
-        disk: DiskTier | None,
+        disk: StoreTier | None,
         copies: Copies,
         on_load_failed: Callable[[DeviceCopy], None],
     ) -> None:
@@ -304,7 +304,7 @@ class Hierarchy:
                 self._write(above, source, self.disk)
         return self._write(node, copy, self.disk)
 
-    def _write(self, node: CachedNode, copy: DeviceCopy | HostCopy, disk: DiskTier) -> Copy | None:
+    def _write(self, node: CachedNode, copy: DeviceCopy | HostCopy, disk: StoreTier) -> Copy | None:
         pool = self.host.pool if isinstance(copy, HostCopy) else self.device.pool
         cost = copy.entry.cost if copy.entry is not None else 0.0
         return disk.write(node.key, node.parent, pool, copy.blocks, cost)

@@ -6,7 +6,7 @@ from collections.abc import Container
 from typing import cast
 
 from ragorder.kernels.cache.copies import Copies
-from ragorder.kernels.cache.stats import TierStats
+from ragorder.kernels.cache.stats import CacheTierStats
 from ragorder.kernels.paging import BlockPool, OutOfBlocksError
 from ragorder.kernels.policies import History, Tier, TierNode, make_policy
 
@@ -73,8 +73,8 @@ class MemoryTier:
     def refuse(self, reason: str) -> None:
         self.refused[reason] = self.refused.get(reason, 0) + 1
 
-    def stats(self) -> TierStats:
-        return TierStats(
+    def stats(self) -> CacheTierStats:
+        return CacheTierStats(
             nodes=len(self.tier),
             tokens=self.tokens,
             bytes=self.tier.used * self.pool.shape.block_bytes,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-__all__ = ["CacheStats", "TierStats", "TierTokens"]
+__all__ = ["CacheStats", "CacheTierStats", "TierTokens"]
 
 
 class TierTokens(NamedTuple):
@@ -22,7 +22,7 @@ class TierTokens(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class TierStats:
+class CacheTierStats:
     """A snapshot of one tier.
 
     - `nodes`, `tokens` (None for the disk) and `bytes` of the tree; `used_bytes` adds leases and copies.
@@ -47,9 +47,9 @@ class CacheStats:
     """A snapshot of all tiers. `loads` to the device and `copies` are under way; `new_tokens` were computed for the
     tree."""
 
-    device: TierStats
-    host: TierStats
-    disk: TierStats
+    device: CacheTierStats
+    host: CacheTierStats
+    disk: CacheTierStats
     leases: int
     loads: int
     copies: int

@@ -21,7 +21,7 @@ from ragorder.kernels.engine.identity import identity
 from ragorder.kernels.engine.loading import load_model, load_tokenizer
 from ragorder.kernels.engine.model import PatchedModel, device_blocks
 from ragorder.kernels.engine.request import Completion, Request, RequestRefusedError, Update
-from ragorder.kernels.engine.sampling import Choice, choose
+from ragorder.kernels.engine.sampling import SampledToken, choose
 from ragorder.kernels.engine.scheduler import ScheduledChunk, Scheduler
 from ragorder.kernels.engine.sequence import RequestValidator, Sequence
 from ragorder.kernels.engine.stats import EngineCounters, EngineStats
@@ -231,7 +231,7 @@ class TieredEngine:
                 scheduler.mark_computed(chunk)
         return updates
 
-    def _take(self, chunk: ScheduledChunk, choice: Choice, logits: torch.Tensor) -> Update:
+    def _take(self, chunk: ScheduledChunk, choice: SampledToken, logits: torch.Tensor) -> Update:
         sequence = chunk.sequence
         first = sequence.ttft_s is None
         if choice.token_id is None:
@@ -334,7 +334,7 @@ class _Runner:
         self._layers = layers
         self._device = device
 
-    def compute(self, chunks: list[ScheduledChunk]) -> tuple[torch.Tensor, list[Choice]]:
+    def compute(self, chunks: list[ScheduledChunk]) -> tuple[torch.Tensor, list[SampledToken]]:
         step = pack([self._piece(chunk) for chunk in chunks], self._layers, self._device)
         logits = self.forward(step.token_ids, step.positions, step.kept, step.attention)
         chosen = [chunk.sequence for chunk in chunks if chunk.last]

@@ -11,18 +11,18 @@ import torch
 
 from ragorder.kernels.engine.request import Sampling, TokenLogprobs
 
-__all__ = ["Choice", "choose"]
+__all__ = ["SampledToken", "choose"]
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class SampledToken:
     """The next token of a sequence; None if the logits are not finite."""
 
     token_id: int | None
     logprobs: TokenLogprobs | None = None
 
 
-def choose(logits: torch.Tensor, samplings: Sequence[Sampling], randoms: Sequence[Random]) -> list[Choice]:
+def choose(logits: torch.Tensor, samplings: Sequence[Sampling], randoms: Sequence[Random]) -> list[SampledToken]:
     """Choose from logits (N, vocabulary); each sample depends on its row and its `Random` alone."""
     logits = logits.float()
     largest, best = logits.max(dim=-1)
@@ -37,7 +37,7 @@ def choose(logits: torch.Tensor, samplings: Sequence[Sampling], randoms: Sequenc
     logprobs = _logprobs(logits[list(wanted)], [tokens[row] for row in wanted], list(wanted.values()))
     by_row = dict(zip(wanted, logprobs, strict=True))
     rows = enumerate(zip(tokens, finite, strict=True))
-    return [Choice(token if sound else None, by_row.get(row)) for row, (token, sound) in rows]
+    return [SampledToken(token if sound else None, by_row.get(row)) for row, (token, sound) in rows]
 
 
 def _draw(logits: torch.Tensor, samplings: Sequence[Sampling], numbers: Sequence[float]) -> torch.Tensor:

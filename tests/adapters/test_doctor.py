@@ -9,15 +9,16 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Event, Lock, Thread
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.commands import run_command
 from support.rings import examples
 
 from ragorder.adapters.doctor import AddressError, Events, Finding, examine
@@ -246,11 +247,7 @@ def chat(system: str, user: str) -> list[dict[str, str]]:
     return [{"role": "system", "content": system}, {"role": "user", "content": user}]
 
 
-def doctor(*arguments: str | Path) -> Result:
-    done = CliRunner().invoke(main, ["doctor", *map(str, arguments)])
-    assert done.exception is None or isinstance(done.exception, SystemExit), repr(done.exception)
-    assert "Traceback" not in done.output
-    return done
+doctor = partial(run_command, main, "doctor")
 
 
 def refusal(*arguments: str | Path, status: int) -> str:

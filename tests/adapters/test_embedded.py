@@ -25,6 +25,7 @@ from click.testing import CliRunner, Result
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.rings import examples
+from support.waiting import eventually
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -157,15 +158,6 @@ def expected(worker: EngineWorker, prompt: str, tokens: int = 8, **options: Any)
     ids = torch.tensor([tokenizer.encode(prompt, **options)])
     made = plain.generate(ids, max_new_tokens=tokens, do_sample=False, pad_token_id=0)
     return str(tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True))
-
-
-def eventually(condition: Callable[[], Any], seconds: float = 30) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.01)
-    return True
 
 
 class TestCompletions:

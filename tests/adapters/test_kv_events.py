@@ -25,6 +25,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from support.rings import examples
+from support.waiting import eventually
 
 from ragorder import DegradedWarning, Document, Orderer, PromptBuilder
 from ragorder.adapters.vllm import kv_events
@@ -45,14 +46,6 @@ STRETCH = 500
 Event = dict[str, Any]
 Subscribe = Callable[..., KVEventSubscriber]
 Python = Callable[..., "CompletedProcess[str]"]
-
-
-def eventually(condition: Callable[[], bool]) -> None:
-    """The clock bounds the waiting, and decides nothing else."""
-    deadline = time.monotonic() + 10.0
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come to that"
-        time.sleep(0.005)
 
 
 class Server:
@@ -263,7 +256,7 @@ def subscribe() -> Iterator[Subscribe]:
             if settled:
                 server.wait_for_subscriber()
                 # One answer at the start, one for the new connection.
-                eventually(lambda: not replay or (events.synchronised and server.answers >= answers + 2))
+                assert eventually(lambda: not replay or (events.synchronised and server.answers >= answers + 2))
             return events
 
         yield make
@@ -305,7 +298,7 @@ class TestTheTableIsWhatTheEngineHolds:
             server.act(chance)
         server.clear()
         server.store(blocks=3)
-        eventually(lambda: agrees(events, server))
+        assert eventually(lambda: agrees(events, server))
         assert events.counters.batches == 302
         assert events.counters.replays == replays, "nothing was missed"
         assert troubles(events) == {"cleared"}
@@ -314,13 +307,13 @@ class TestTheTableIsWhatTheEngineHolds:
     def test_after_a_gap(self, server: Server, subscribe: Subscribe) -> None:
         events = subscribe(server)
         first, second = server.store(blocks=2)
-        eventually(lambda: agrees(events, server))
+        assert eventually(lambda: agrees(events, server))
         before = events.blocks.generation, events.blocks.epoch, events.counters.replays
         with server.losing():
             server.remove(second)
             server.store(first, 3)
         server.store()
-        eventually(lambda: agrees(events, server))
+        assert eventually(lambda: agrees(events, server))
         assert troubles(events) == {"gaps"}
         after = events.blocks.generation, events.blocks.epoch, events.counters.replays
         assert after == (*before[:2], before[2] + 1), "all was told: nobody need look at each block again"
@@ -329,18 +322,18 @@ class TestTheTableIsWhatTheEngineHolds:
         events = subscribe(server, check_interval_s=0.1)
         with server.losing():
             server.store(blocks=2)
-        eventually(lambda: agrees(events, server))
+        assert eventually(lambda: agrees(events, server))
         assert troubles(events) == set()
 
     def test_after_a_restart(self, server: Server, subscribe: Subscribe) -> None:
         events = subscribe(server)
         server.store(blocks=3)
         server.store()
-        eventually(lambda: agrees(events, server))
+        assert eventually(lambda: agrees(events, server))
         generation, epoch = events.blocks.generation, events.blocks.epoch
         server.restart()
         server.store(blocks=2)
-        eventually(lambda: agrees(events, server))
+        assert eventually(lambda: agrees(events, server))
         assert troubles(events) == {"restarts"}
         assert events.blocks.generation > generation
         assert events.blocks.epoch == epoch + 1
@@ -348,9 +341,9 @@ class TestTheTableIsWhatTheEngineHolds:
     def test_after_a_restart_as_an_engine_that_has_said_nothing_yet(self, server: Server, subscribe: Subscribe) -> None:
         events = subscribe(server)
         server.store()
-        eventually(lambda: agrees(events, server))
+        assert eventually(lambda: agrees(events, server))
         server.restart()
-        eventually(lambda: agrees(events, server))
+        assert eventually(lambda: agrees(events, server))
         assert len(events.blocks) == 0
         assert troubles(events) == {"restarts"}
 
@@ -360,14 +353,14 @@ class TestTheTableIsWhatTheEngineHolds:
         events = subscribe(server)
         for _ in range(3):
             server.store()
-        eventually(lambda: agrees(events, server))
+        assert eventually(lambda: agrees(events, server))
         server.restart()
         with server.losing():
             for _ in range(3):
                 server.store()
         server.wait_for_subscriber()
         server.store()
-        eventually(lambda: agrees(events, server))
+        assert eventually(lambda: agrees(events, server))
         assert troubles(events) == {"restarts"}
 
     @pytest.mark.parametrize("seed", range(4))
@@ -387,7 +380,7 @@ class TestTheTableIsWhatTheEngineHolds:
                 server.restart()
             if chance.random() < 0.05:
                 time.sleep(0.05 * chance.random())
-        eventually(lambda: agrees(events, server) and events.synchronised)
+        assert eventually(lambda: agrees(events, server) and events.synchronised)
         assert troubles(events) <= {"cleared", "gaps", "restarts", "garbage", "silences"}
 
     def test_if_the_line_is_too_slow_for_a_long_answer(self, server: Server, subscribe: Subscribe) -> None:
@@ -413,7 +406,7 @@ class TestTheTableIsWhatTheEngineHolds:
         with server.losing():
             server.remove(third)
         server.store()
-        eventually(lambda: agrees(events, server))
+        assert eventually(lambda: agrees(events, server))
         assert len(events.blocks) == 5
         assert troubles(events) == {"gaps"}
 
@@ -437,7 +430,7 @@ class TestStartingOver:
         assert events.blocks._held.keys() == {server.held[each] for each in late}
         server.clear()
         server.store(blocks=2)
-        eventually(lambda: agrees(events, server))
+        assert eventually(lambda: agrees(events, server))
 
     def test_a_gap_that_is_too_long_begins_with_what_the_server_still_has(
         self, serve: Callable[..., Server], subscribe: Subscribe
@@ -445,13 +438,13 @@ class TestStartingOver:
         server = serve(buffer=3)
         events = subscribe(server)
         (known,) = server.store()
-        eventually(lambda: agrees(events, server))
+        assert eventually(lambda: agrees(events, server))
         generation, epoch = events.blocks.generation, events.blocks.epoch
         with server.losing():
             for _ in range(10):
                 server.store()
         (child,) = server.store(known)
-        eventually(lambda: events.blocks.holds(server.held[child]))
+        assert eventually(lambda: events.blocks.holds(server.held[child]))
         assert events.blocks.holds(server.held[known]), "its name is remembered, and a block stands behind it"
         assert len(events.blocks) == 4
         assert troubles(events) == {"gaps", "start_overs"}
@@ -459,7 +452,7 @@ class TestStartingOver:
         assert events.blocks.epoch == epoch, "it is the same engine"
         server.clear()
         server.store(blocks=2)
-        eventually(lambda: agrees(events, server))
+        assert eventually(lambda: agrees(events, server))
 
     @pytest.mark.parametrize("late", [False, True])
     def test_a_batch_that_even_the_server_has_lost_does_not_keep_it_from_going_on(
@@ -474,13 +467,13 @@ class TestStartingOver:
         if events is None:
             events = subscribe(server)
         held = {server.held[each] for each in after}
-        eventually(lambda: events.blocks._held.keys() == held)
+        assert eventually(lambda: events.blocks._held.keys() == held)
         assert troubles(events) == ({"start_overs"} if late else {"start_overs", "gaps"})
         replays = events.counters.replays
         server.store(before)
         server.clear()
         server.store()
-        eventually(lambda: agrees(events, server))
+        assert eventually(lambda: agrees(events, server))
         assert events.counters.replays == replays, "the hole is behind us"
 
     def test_without_losses_blocks_are_not_scanned(self, server: Server, subscribe: Subscribe) -> None:
@@ -490,7 +483,7 @@ class TestStartingOver:
             if blocks:
                 server.store(blocks=blocks)
             replays = events.counters.replays
-            eventually(lambda replays=replays: events.counters.replays > replays + 3 and agrees(events, server))
+            assert eventually(lambda replays=replays: events.counters.replays > replays + 3 and agrees(events, server))
             assert events.blocks.generation == generation
 
     def test_an_engines_first_batches_are_no_new_start_if_a_replay_brings_them(
@@ -501,17 +494,17 @@ class TestStartingOver:
         generation = events.blocks.generation
         with server.losing():
             server.store(blocks=3)
-        eventually(lambda: agrees(events, server) and len(events.blocks) == 3)
+        assert eventually(lambda: agrees(events, server) and len(events.blocks) == 3)
         assert events.blocks.generation == generation
         assert troubles(events) == set()
 
     def test_clearing_changes_the_generation_and_not_the_epoch(self, server: Server, subscribe: Subscribe) -> None:
         events = subscribe(server)
         server.store()
-        eventually(lambda: agrees(events, server))
+        assert eventually(lambda: agrees(events, server))
         generation, epoch = events.blocks.generation, events.blocks.epoch
         server.clear()
-        eventually(lambda: agrees(events, server))
+        assert eventually(lambda: agrees(events, server))
         assert (events.blocks.generation, events.blocks.epoch) == (generation + 1, epoch)
 
 
@@ -524,7 +517,7 @@ class TestWithoutAReplayEndpoint:
         assert not events.synchronised
         server.store(early)
         late = server.store(blocks=2)
-        eventually(lambda: events.blocks._held.keys() == {server.held[each] for each in late})
+        assert eventually(lambda: events.blocks._held.keys() == {server.held[each] for each in late})
         assert events.synchronised
         assert troubles(events) == {"start_overs", "orphans"}
         assert not events.counters.replays
@@ -534,35 +527,35 @@ class TestWithoutAReplayEndpoint:
         chance = random.Random(3)
         for _ in range(100):
             server.act(chance)
-        eventually(lambda: agrees(events, server))
+        assert eventually(lambda: agrees(events, server))
         assert troubles(events) <= {"cleared"}
 
     def test_a_gap_empties_the_table(self, server: Server, subscribe: Subscribe) -> None:
         events = subscribe(server, replay=False)
         server.store()
-        eventually(lambda: agrees(events, server))
+        assert eventually(lambda: agrees(events, server))
         generation, epoch = events.blocks.generation, events.blocks.epoch
         with server.losing():
             server.store()
         after = server.store()
-        eventually(lambda: events.blocks._held.keys() == {server.held[each] for each in after})
+        assert eventually(lambda: events.blocks._held.keys() == {server.held[each] for each in after})
         assert troubles(events) == {"gaps", "start_overs"}
         assert events.blocks.generation > generation
         assert events.blocks.epoch == epoch
         server.clear()
         server.store()
-        eventually(lambda: agrees(events, server))
+        assert eventually(lambda: agrees(events, server))
 
     def test_smaller_numbers_are_those_of_another_engine(self, server: Server, subscribe: Subscribe) -> None:
         events = subscribe(server, replay=False)
         for _ in range(3):
             server.store()
-        eventually(lambda: agrees(events, server))
+        assert eventually(lambda: agrees(events, server))
         epoch = events.blocks.epoch
         server.restart()
         server.wait_for_subscriber()
         server.store(blocks=2)
-        eventually(lambda: agrees(events, server))
+        assert eventually(lambda: agrees(events, server))
         assert troubles(events) == {"restarts"}
         assert events.blocks.epoch == epoch + 1
 
@@ -575,10 +568,10 @@ class TestTenants:
         tokens = list(range(3 * BLOCK))
         for salt in ("one", "two"):
             server.store(salt=salt, tokens=tokens)
-        eventually(lambda: len(events.blocks) == 6 and agrees(events, server))
+        assert eventually(lambda: len(events.blocks) == 6 and agrees(events, server))
         assert not events.blocks.holds(block_content(chain_root(), tokens[:BLOCK]))
         server.store(tokens=tokens)
-        eventually(lambda: len(events.blocks) == 9 and agrees(events, server))
+        assert eventually(lambda: len(events.blocks) == 9 and agrees(events, server))
         assert troubles(events) == set()
 
     @given(st.lists(st.one_of(st.none(), st.text()), min_size=2, max_size=2, unique_by=lambda salt: salt or None))
@@ -613,13 +606,13 @@ class TestTenants:
         events = subscribe(server)
         tokens = list(range(2 * BLOCK))
         server.publish(stored([b"1", b"2"], tokens, **fields))
-        eventually(lambda: len(events.blocks) == 2)
+        assert eventually(lambda: len(events.blocks) == 2)
         for salt in (None, "adapter", "salt"):
             first = block_content(chain_root(salt), tokens[:BLOCK])
             assert not events.blocks.holds(first)
             assert not events.blocks.holds(block_content(first, tokens[BLOCK:]))
         server.publish(removed([b"1", b"2"]))
-        eventually(lambda: len(events.blocks) == 0)
+        assert eventually(lambda: len(events.blocks) == 0)
         assert troubles(events) == set()
 
     def test_blocks_of_other_kinds_of_layers_and_of_other_machines_do_not_count(
@@ -630,7 +623,7 @@ class TestTenants:
         server.publish(stored([b"1"], tokens, group_idx=1), stored([b"2"], tokens, locality="REMOTE"))
         (block,) = server.store(tokens=tokens)
         server.publish(removed([block]) | {"group_idx": 1}, removed([block]) | {"locality": "REMOTE"})
-        eventually(lambda: events.counters.batches == 3)
+        assert eventually(lambda: events.counters.batches == 3)
         assert agrees(events, server)
 
 
@@ -709,7 +702,7 @@ class TestGarbage:
         server.store()
         server.send(*message)
         server.store()
-        eventually(lambda: agrees(events, server))
+        assert eventually(lambda: agrees(events, server))
         assert events.counters.garbage == 1
         assert troubles(events) == {"garbage"}
 
@@ -722,7 +715,7 @@ class TestGarbage:
         server.store()
         if events is None:
             events = subscribe(server)
-        eventually(lambda: agrees(events, server))
+        assert eventually(lambda: agrees(events, server))
         assert events.counters.garbage == len(PAYLOADS)
         assert troubles(events) == {"garbage"}
 
@@ -743,7 +736,7 @@ class TestGarbage:
             tokens = [number + 1000] * BLOCK
             server.publish(event, stored([bytes([number])], tokens))
             wanted.add(block_content(chain_root(), tokens))
-        eventually(lambda: events.blocks._held.keys() == wanted)
+        assert eventually(lambda: events.blocks._held.keys() == wanted)
         assert events.counters.garbage == len(EVENTS)
 
     @pytest.mark.parametrize("event", UNKNOWN.values(), ids=UNKNOWN)
@@ -772,7 +765,7 @@ class TestGarbage:
             server.store()
         server.send(server.topic, number.to_bytes(8, "big"), msgpack.encode([1.0, [stored([1], TOKENS)]]))
         server.store()
-        eventually(lambda: agrees(events, server) and events.counters.batches == 4)
+        assert eventually(lambda: agrees(events, server) and events.counters.batches == 4)
         assert troubles(events) == {"gaps", "garbage"}
 
     @pytest.mark.parametrize("number", [0, 1, 2])
@@ -782,7 +775,7 @@ class TestGarbage:
             server.store()
         server.send(server.topic, number.to_bytes(8, "big"), msgpack.encode([1.0, [{"type": "AllBlocksCleared"}]]))
         server.store()
-        eventually(lambda: agrees(events, server) and events.counters.batches >= 4)
+        assert eventually(lambda: agrees(events, server) and events.counters.batches >= 4)
         assert troubles(events) == set()
 
     def test_a_batch_that_comes_twice_is_taken_once(self, server: Server, subscribe: Subscribe) -> None:
@@ -793,7 +786,7 @@ class TestGarbage:
         for number, payload in list(server._buffer):
             server.send(server.topic, number.to_bytes(8, "big"), payload)
         server.store()
-        eventually(lambda: agrees(events, server))
+        assert eventually(lambda: agrees(events, server))
         assert events.counters.batches == 3
         assert events.counters.replays == replays
         assert troubles(events) == set()
@@ -802,7 +795,7 @@ class TestGarbage:
         events = subscribe(server, check_interval_s=0.2)
         server.store()
         server.send(server.topic, (1).to_bytes(8, "big"), msgpack.encode([1.0, [stored([1], TOKENS)]]))
-        eventually(lambda: agrees(events, server) and events.counters.restarts > 0)
+        assert eventually(lambda: agrees(events, server) and events.counters.restarts > 0)
         assert troubles(events) == {"restarts"}
 
     def test_after_thousands_of_messages_of_any_kind_a_good_batch_is_taken(
@@ -822,12 +815,12 @@ class TestGarbage:
         babble()
         assert sent["messages"] >= 20 * examples(100)
         server.store(blocks=2)
-        eventually(lambda: agrees(events, server) and events.synchronised)
+        assert eventually(lambda: agrees(events, server) and events.synchronised)
         assert events._thread.is_alive()
         assert "garbage" in troubles(events)
         (block,) = server.store()
         server.remove(block)
-        eventually(lambda: agrees(events, server))
+        assert eventually(lambda: agrees(events, server))
 
 
 def messages() -> st.SearchStrategy[tuple[bytes, ...]]:
@@ -883,7 +876,7 @@ class TestWrongSizes:
         events = subscribe(server)
         server.send(TOPIC.encode(), bytes(8), bytes((1 << 16) + 1))
         server.store()
-        eventually(lambda: agrees(events, server))
+        assert eventually(lambda: agrees(events, server))
         assert events.counters.garbage == 0, "it never arrived"
 
     def test_l13_every_socket_has_the_bound(self, server: Server, subscribe: Subscribe) -> None:
@@ -916,9 +909,9 @@ class TestAServerThatIsNotThere:
         server.start()
         server.store(blocks=2)
         assert events.wait_until_synchronised(10.0)
-        eventually(lambda: agrees(events, server))
+        assert eventually(lambda: agrees(events, server))
         server.store()
-        eventually(lambda: agrees(events, server))
+        assert eventually(lambda: agrees(events, server))
         assert troubles(events) <= {"silences"}
 
     def test_a_server_that_goes_and_comes_back_is_another_one(
@@ -927,12 +920,12 @@ class TestAServerThatIsNotThere:
         monkeypatch.setattr(kv_events, "_REPLAY_TIMEOUT_S", 0.5)
         events = subscribe(server, check_interval_s=0.1)
         server.store(blocks=2)
-        eventually(lambda: agrees(events, server))
+        assert eventually(lambda: agrees(events, server))
         server.die()
-        eventually(lambda: not events.synchronised)
+        assert eventually(lambda: not events.synchronised)
         server.start()
         server.store()
-        eventually(lambda: events.synchronised and agrees(events, server))
+        assert eventually(lambda: events.synchronised and agrees(events, server))
         assert troubles(events) == {"silences", "restarts"}
 
     def test_a_server_that_hangs_is_asked_again(
@@ -941,15 +934,15 @@ class TestAServerThatIsNotThere:
         monkeypatch.setattr(kv_events, "_REPLAY_TIMEOUT_S", 0.5)
         events = subscribe(server)
         server.store(blocks=2)
-        eventually(lambda: agrees(events, server))
+        assert eventually(lambda: agrees(events, server))
         generation = events.blocks.generation
         server.answering = False
         with server.losing():
             server.store()
         server.store()
-        eventually(lambda: not events.synchronised)
+        assert eventually(lambda: not events.synchronised)
         server.answering = True
-        eventually(lambda: events.synchronised and agrees(events, server))
+        assert eventually(lambda: events.synchronised and agrees(events, server))
         assert troubles(events) == {"silences", "gaps"}
         assert events.blocks.generation == generation, "the same engine went on where it stood"
 
@@ -961,11 +954,11 @@ class TestAServerThatIsNotThere:
             server.store()
         server.line = 3
         events = subscribe(server, settled=False)
-        eventually(lambda: events.counters.silences > 0)
+        assert eventually(lambda: events.counters.silences > 0)
         assert not events.synchronised
         assert len(events.blocks) == 0, "half of the story is not told"
         server.line = None
-        eventually(lambda: events.synchronised)
+        assert eventually(lambda: events.synchronised)
         assert agrees(events, server)
 
     @pytest.mark.parametrize("state", ["synchronised", "down", "hanging", "without replays", "answering at length"])
@@ -982,7 +975,7 @@ class TestAServerThatIsNotThere:
         if state == "synchronised":
             assert events.wait_until_synchronised(10.0)
         elif state in ("hanging", "answering at length"):
-            eventually(lambda: events.counters.replays > 0)
+            assert eventually(lambda: events.counters.replays > 0)
         start = time.monotonic()
         events.close()
         assert time.monotonic() - start < 2.0
@@ -1009,11 +1002,11 @@ class TestAServerThatIsNotThere:
 
         server.store()
         cycle()
-        eventually(lambda: open_files() == open_files_after(0.1))
+        assert eventually(lambda: open_files() == open_files_after(0.1))
         before, threads = open_files(), threading.active_count()
         for _ in range(5):
             cycle()
-        eventually(lambda: open_files() <= before)
+        assert eventually(lambda: open_files() <= before)
         assert threading.active_count() == threads
 
 
@@ -1476,7 +1469,7 @@ class TestOrdererForVLLM:
             time.sleep(0.5)
             assert len(orderer.degraded) == 1, "an orderer that is not used misses nothing"
             serve_requests(orderer)
-            eventually(lambda: len(orderer.degraded) == 2)
+            assert eventually(lambda: len(orderer.degraded) == 2)
             assert "no KV events" in orderer.degraded[1]
             assert serve_requests(orderer, 1)
 
@@ -1490,11 +1483,11 @@ class TestOrdererForVLLM:
         with Orderer.for_vllm(metrics, builder=builder, events_topic=TOPIC, **endpoints) as orderer:
             server.store()
             serve_requests(orderer)
-            eventually(lambda: orderer.events.counters.batches == 1)
+            assert eventually(lambda: orderer.events.counters.batches == 1)
             time.sleep(0.5)
             assert orderer.degraded == ()
             server.die()
-            eventually(lambda: bool(orderer.degraded))
+            assert eventually(lambda: bool(orderer.degraded))
             time.sleep(0.5)
             assert len(orderer.degraded) == 1
 
@@ -1507,7 +1500,7 @@ class TestOrdererForVLLM:
             prompt = builder.build("Who?", first.order([DOCUMENTS[number] for number in (3, 1, 2)])).token_ids
             assert prompt is not None
             server.store(tokens=prompt[: len(prompt) // BLOCK * BLOCK], salt=None)
-            eventually(lambda: agrees(second.events, server))
+            assert eventually(lambda: agrees(second.events, server))
             ordering = second.order(DOCUMENTS[:4])
             assert ordering.permutation == [3, 1, 2, 0]
             ids = [*builder.prefix_ids, *chain.from_iterable(builder.document_ids(DOCUMENTS[n]) for n in (3, 1, 2))]
@@ -1541,14 +1534,14 @@ class TestOrdererForVLLM:
             prompt = builder.build("Who?", ordering).token_ids
             assert prompt is not None
             server.store(tokens=prompt[: len(prompt) // BLOCK * BLOCK])
-            eventually(lambda: agrees(orderer.events, server))
+            assert eventually(lambda: agrees(orderer.events, server))
             ordering.confirm()
             again = orderer.order(DOCUMENTS[1::-1])
             assert again.permutation == [1, 0]
             assert again.cached_tokens > builder.prefix_tokens
             again.confirm()
             server.clear()
-            eventually(lambda: agrees(orderer.events, server))
+            assert eventually(lambda: agrees(orderer.events, server))
             assert orderer.order(DOCUMENTS[1::-1]).cached_tokens == 0
         assert not orderer.events._thread.is_alive()
         assert not log.records and not orderer.degraded
@@ -1572,7 +1565,7 @@ class TestOrdererForVLLM:
             serve_requests(orderer)
             server.start()
             server.store()
-            eventually(lambda: orderer.events.synchronised and agrees(orderer.events, server))
+            assert eventually(lambda: orderer.events.synchronised and agrees(orderer.events, server))
             serve_requests(orderer)
             assert len(orderer.degraded) == 1
         finally:

@@ -27,6 +27,7 @@ from typing import Any
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from support.waiting import eventually
 
 from ragorder import Document, Orderer, Ordering, PromptBuilder
 from ragorder.document import Estimate
@@ -172,15 +173,6 @@ class RecordingOrderer(Orderer):
         assert eventually(lambda: self.finished), "never finished"
         assert len(self.finished) == 1
         return self.finished[0]
-
-
-def eventually(condition: Callable[[], Any], seconds: float = 10) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.01)
-    return True
 
 
 class Stage:

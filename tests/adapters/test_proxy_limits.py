@@ -11,12 +11,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
 import pytest
+from support.waiting import eventually
 
 from ragorder import Orderer
 
@@ -42,15 +43,6 @@ pytestmark = pytest.mark.merge
 CHAT = "/v1/chat/completions"
 ANSWER = json.dumps({"choices": [{"message": {"content": "yes"}}]}).encode()
 TEXTS = {name: f"{name} is a document about {name}. " * 2000 for name in "abc"}
-
-
-def eventually(condition: Callable[[], Any], seconds: float = 20) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.01)
-    return True
 
 
 class FarEnd(httpx2.AsyncBaseTransport):

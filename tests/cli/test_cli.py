@@ -8,14 +8,15 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 import pytest
-from click.testing import CliRunner, Result
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.commands import run_command
 from support.rings import examples
 
 from ragorder import Orderer, Settings
@@ -78,11 +79,7 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
 
 
-def invoke(*arguments: str | Path, input: str | bytes | None = None) -> Result:
-    """Run a command in this process; nothing but its own errors may end it."""
-    done = CliRunner().invoke(main, [str(argument) for argument in arguments], input=input)
-    assert done.exception is None or isinstance(done.exception, SystemExit), repr(done.exception)
-    return done
+invoke = partial(run_command, main)
 
 
 def lines(*requests: Any) -> str:

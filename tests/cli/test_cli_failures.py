@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
+from support.commands import run_command
 
 from ragorder import Settings
 from ragorder.cli import main
@@ -20,10 +21,7 @@ COMMAND = "from ragorder.cli import main; main(prog_name='ragorder')"
 LINE = '{"documents": ["a", "b"]}\n'
 
 
-def invoke(*arguments: str | Path, input: str | None = None) -> Result:
-    done = CliRunner().invoke(main, [str(each) for each in arguments], input=input, env={"COLUMNS": "200"})
-    assert done.exception is None or isinstance(done.exception, SystemExit), repr(done.exception)
-    return done
+invoke = partial(run_command, main, env={"COLUMNS": "200"})
 
 
 def shell(command: str, input: str = "") -> subprocess.CompletedProcess[str]:

@@ -6,11 +6,12 @@ import json
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
+from support.commands import run_command
 
 pytest.importorskip("httpx2")
 pytest.importorskip("prometheus_client")
@@ -69,12 +70,10 @@ vllm:ragorder_device_order{engine="0",model_name="m"} 0.0
 )
 
 
-def config(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(main, ["tiers", "config", *map(str, arguments)], env={"COLUMNS": "100"})
+config = partial(run_command, main, "tiers", "config", env={"COLUMNS": "100"})
 
 
-def stats(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(main, ["tiers", "stats", *map(str, arguments)], env={"COLUMNS": "160"})
+stats = partial(run_command, main, "tiers", "stats", env={"COLUMNS": "160"})
 
 
 @pytest.fixture

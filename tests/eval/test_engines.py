@@ -13,7 +13,7 @@ from support.rings import length
 
 from ragorder import Document, Orderer, Prompt, PromptBuilder
 from ragorder.cli import main
-from ragorder.eval.engines.base import Completion
+from ragorder.eval.engines.base import EngineCompletion
 from ragorder.eval.engines.sim import SimEngine
 from ragorder.eval.engines.vllm import VLLMEngine
 
@@ -39,8 +39,8 @@ A, B, C = ids(0, 8), ids(100, 8), ids(200, 8)
 class TestSim:
     def test_reports_tokens_and_no_time(self) -> None:
         engine = sim()
-        assert engine.generate(A) == Completion(ttft_s=None, cached_tokens=0, prompt_tokens=8, text="")
-        assert engine.generate([*A, 1]) == Completion(ttft_s=None, cached_tokens=8, prompt_tokens=9, text="")
+        assert engine.generate(A) == EngineCompletion(ttft_s=None, cached_tokens=0, prompt_tokens=8, text="")
+        assert engine.generate([*A, 1]) == EngineCompletion(ttft_s=None, cached_tokens=8, prompt_tokens=9, text="")
 
     def test_only_whole_blocks_are_reused(self) -> None:
         assert hits(sim(), ids(0, 10), ids(0, 20)) == [0, 8]
@@ -59,7 +59,7 @@ class TestSim:
         assert hits(sim(), ids(0, length), ids(0, length)) == [0, 0]
 
     def test_an_empty_prompt_is_served(self) -> None:
-        assert sim().generate([]) == Completion(None, 0, 0)
+        assert sim().generate([]) == EngineCompletion(None, 0, 0)
 
     def test_an_answer_stays_in_the_cache_but_matches_no_prompt(self) -> None:
         assert hits(sim(8, output_tokens=8), A, [*A, 1]) == [0, 8]
@@ -118,7 +118,7 @@ class TestSim:
 
     def test_a_prompt_larger_than_the_cache_is_served_and_leaves_what_fits(self) -> None:
         engine = sim(2)
-        assert engine.generate(ids(0, 40)) == Completion(None, 0, 40)
+        assert engine.generate(ids(0, 40)) == EngineCompletion(None, 0, 40)
         assert engine.cached_tokens(ids(0, 40)) == 8
         assert engine.generate(ids(0, 40)).cached_tokens == 8
 

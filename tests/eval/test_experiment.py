@@ -18,7 +18,7 @@ pytest.importorskip("jinja2")
 from ragorder.eval import experiments as folder
 from ragorder.eval._aliases.command import run_suite
 from ragorder.eval.cli.eval import eval as evaluate
-from ragorder.eval.report import reading
+from ragorder.eval.running import reading
 from ragorder.eval.running.experiment import experiments
 
 EXPERIMENT = """

@@ -8,13 +8,15 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
+from support.commands import run_command
+from support.results import result_lines
 from support.rings import grid
 
 from ragorder.eval.cli.eval import eval as evaluate
@@ -89,16 +91,7 @@ def run(folder: Path, *suites: Suite, **options: Any) -> Outcome:
         return run_suites(suites, Options(**options), store, silent)
 
 
-def lines(folder: Path, type: str | None = None) -> list[dict[str, Any]]:
-    found = [json.loads(line) for line in (folder / "results.jsonl").read_text("utf-8").splitlines()]
-    return [line for line in found if type is None or line["type"] == type]
-
-
-def invoke(*arguments: str | Path) -> Result:
-    done = CliRunner().invoke(evaluate, list(map(str, arguments)), env={"COLUMNS": "200", "OPENAI_API_KEY": ""})
-    assert done.exception is None or isinstance(done.exception, SystemExit), repr(done.exception)
-    assert "Traceback" not in done.output
-    return done
+invoke = partial(run_command, evaluate, env={"COLUMNS": "200", "OPENAI_API_KEY": ""})
 
 
 class TestSuites:
@@ -289,13 +282,13 @@ class TestAShortForm:
 
     def test_is_run_where_it_is_asked_for_and_the_folder_says_so(self, tmp_path: Path) -> None:
         assert run(tmp_path, shortened(), seeds=(0,), reduced=True) == Outcome(runs=4)
-        assert {line["cell"]["capacity_tokens"] for line in lines(tmp_path, "run")} == {4_000, 8_000}
-        assert {len(line["rows"]["cached_tokens"]) for line in lines(tmp_path, "run")} == {10}
-        assert lines(tmp_path, "session")[0]["arguments"]["reduced"] is True
+        assert {line["cell"]["capacity_tokens"] for line in result_lines(tmp_path, "run")} == {4_000, 8_000}
+        assert {len(line["rows"]["cached_tokens"]) for line in result_lines(tmp_path, "run")} == {10}
+        assert result_lines(tmp_path, "session")[0]["arguments"]["reduced"] is True
 
     def test_that_there_is_not_is_said(self, tmp_path: Path) -> None:
         assert run(tmp_path, suite(), seeds=(0,), reduced=True) == Outcome(unavailable=2)
-        reasons = {line["reason"] for line in lines(tmp_path, "unavailable")}
+        reasons = {line["reason"] for line in result_lines(tmp_path, "unavailable")}
         assert reasons == {"has no short form: run it without --reduced"}
 
     def test_every_table_of_the_papers_has_one_that_needs_no_more_than_an_engine(self) -> None:
@@ -346,7 +339,7 @@ class TestAStore:
         for number in range(3):
             with Store(tmp_path) as store:
                 store.append({"type": "check", "name": f"check-{number}"})
-        assert [line["name"] for line in lines(tmp_path)] == ["check-0", "check-1", "check-2"]
+        assert [line["name"] for line in result_lines(tmp_path)] == ["check-0", "check-1", "check-2"]
 
     @pytest.mark.parametrize("torn", ['{"type": "run", "sui', "[1, 2", '{"type": "check", "name": "b"}', "\udcff", "{"])
     def test_passes_over_a_torn_last_line_and_ends_it(self, tmp_path: Path, torn: str) -> None:
@@ -405,38 +398,38 @@ class TestARun:
         return folder
 
     def test_results_begin_with_the_session_and_its_environment(self, folder: Path) -> None:
-        session = lines(folder)[0]
+        session = result_lines(folder)[0]
         assert (session["type"], session["schema"]) == ("session", 1)
         assert session["arguments"]["seeds"] == [0, 1]
         assert {"load_average", "python", "packages", "cores"} <= set(session["environment"])
-        assert {line["session"] for line in lines(folder)} == {session["session"]}
+        assert {line["session"] for line in result_lines(folder)} == {session["session"]}
 
     def test_writes_a_line_for_every_cell_seed_and_policy(self, folder: Path) -> None:
-        done = [(line["cell"]["workload"], line["seed"], line["policy"]) for line in lines(folder, "run")]
+        done = [(line["cell"]["workload"], line["seed"], line["policy"]) for line in result_lines(folder, "run")]
         assert done == [(w, s, p) for w in ("paper-shuf", "geo") for s in (0, 1) for p in ("retrieval", "auto")]
 
     def test_says_on_what_engine_and_with_what_warmup(self, folder: Path) -> None:
-        line = lines(folder, "run")[0]
+        line = result_lines(folder, "run")[0]
         expected = {"name": "sim", "model": None, "block_size": 16, "capacity_tokens": 20_000, "like": "vllm-0.32"}
         assert line["engine"] == expected
         assert (line["warmup"], line["failures"], line["fallbacks"]) == (5, 0, 0)
         assert line["cell"] == {"workload": "paper-shuf", "capacity_tokens": 20_000}
 
     def test_keeps_every_request_warmup_included(self, folder: Path) -> None:
-        for line in lines(folder, "run"):
+        for line in result_lines(folder, "run"):
             columns = {name: values for name, values in line["rows"].items() if values is not None}
             assert {len(values) for values in columns.values()} == {30}
             assert (line["rows"]["predicted_tokens"] is None) == (line["policy"] == "retrieval")
 
     def test_has_no_times_where_the_engine_has_no_clock(self, folder: Path) -> None:
-        line = lines(folder, "run")[0]
+        line = result_lines(folder, "run")[0]
         assert line["rows"]["ttft_ms"] is line["throughput"] is line["rows"]["build_us"] is None
 
     def test_has_the_figures_of_the_benchmark(self, folder: Path) -> None:
         bench = Bench(("geo",), policies=("retrieval", "auto"), seeds=(1,), limit=30)
         asked = {**vars_of(bench), "capacity": capacity(20_000), "like": "vllm-0.32"}
         (runs,) = run_traces(Bench(**asked))
-        kept = [line for line in lines(folder, "run") if line["cell"]["workload"] == "geo" and line["seed"] == 1]
+        kept = [line for line in result_lines(folder, "run") if line["cell"]["workload"] == "geo" and line["seed"] == 1]
         for each, line in zip(runs, kept, strict=True):
             result = each.result()
             assert sum(line["rows"]["cached_tokens"]) == result.cached_tokens
@@ -444,22 +437,22 @@ class TestARun:
 
     def test_compares_policies_on_the_same_requests(self, folder: Path) -> None:
         by_cell: dict[tuple[str, int], list[list[int]]] = {}
-        for line in lines(folder, "run"):
+        for line in result_lines(folder, "run"):
             key = line["cell"]["workload"], line["seed"]
             by_cell.setdefault(key, []).append(line["rows"]["prompt_tokens"])
         assert all(one == other for one, other in by_cell.values())
         assert by_cell["geo", 0] != by_cell["geo", 1]
 
     def test_retrieval_order_moves_nothing(self, folder: Path) -> None:
-        for line in lines(folder, "run"):
+        for line in result_lines(folder, "run"):
             moved = sum(line["rows"]["moved_share"]), sum(line["rows"]["displacement"])
             assert (moved == (0, 0)) == (line["policy"] == "retrieval")
 
     def test_that_is_done_is_not_run_again(self, folder: Path) -> None:
-        before = lines(folder, "run")
+        before = result_lines(folder, "run")
         assert run(folder, suite(), seeds=(0, 1)) == Outcome()
-        assert lines(folder, "run") == before
-        assert len(lines(folder, "session")) >= 2
+        assert result_lines(folder, "run") == before
+        assert len(result_lines(folder, "session")) >= 2
 
 
 def vars_of(bench: Bench) -> dict[str, Any]:
@@ -482,7 +475,7 @@ class TestResuming:
         path.write_text("".join(cut[:4]) + cut[4][:200])
         assert run(path.parent, suite(), seeds=(0, 1)) == Outcome(runs=5)
         kept = [json.loads(line) for line in path.read_text().splitlines() if line != cut[4][:200]]
-        assert figures(kept) == figures(lines(tmp_path / "whole"))
+        assert figures(kept) == figures(result_lines(tmp_path / "whole"))
 
     def test_after_an_interrupt_keeps_what_was_served(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """The second of two cells is interrupted."""
@@ -502,7 +495,7 @@ class TestResuming:
             done = invoke(*command)
         assert done.exit_code == 130
         assert "the same command goes on from here" in done.stderr
-        assert len(lines(tmp_path / "out", "run")) == 2
+        assert len(result_lines(tmp_path / "out", "run")) == 2
         assert "2 runs served" in invoke(*command).output
 
     def test_a_policy_that_is_asked_for_later_is_added(self, tmp_path: Path) -> None:
@@ -526,7 +519,7 @@ class TestResuming:
     def test_of_suites_that_measure_the_same_the_one_with_most_policies_serves_the_others(self, tmp_path: Path) -> None:
         larger = read_suite("larger", SUITE.replace('"auto"]', '"greedy", "auto"]'), "larger.toml")
         assert run(tmp_path, suite(), larger, seeds=(0,)) == Outcome(runs=6, copied=4)
-        assert {line["copied_from"] for line in lines(tmp_path, "run") if line["suite"] == "mine"} == {"larger"}
+        assert {line["copied_from"] for line in result_lines(tmp_path, "run") if line["suite"] == "mine"} == {"larger"}
 
     def test_real_engines_of_one_size_serve_all_that_they_can_before_another_is_needed(self, tmp_path: Path) -> None:
         text = SUITE.replace("capacity_tokens = 20_000", "").replace(
@@ -543,9 +536,9 @@ class TestResuming:
     def test_what_another_suite_has_measured_is_taken_from_there(self, tmp_path: Path) -> None:
         one, other = suite(), read_suite("other", SUITE, "other.toml")
         assert run(tmp_path, one, other, seeds=(0,)) == Outcome(runs=4, copied=4)
-        ours = [line for line in lines(tmp_path, "run") if line["suite"] == "other"]
+        ours = [line for line in result_lines(tmp_path, "run") if line["suite"] == "other"]
         assert {line["copied_from"] for line in ours} == {"mine"}
-        theirs = [line["rows"] for line in lines(tmp_path, "run") if line["suite"] == "mine"]
+        theirs = [line["rows"] for line in result_lines(tmp_path, "run") if line["suite"] == "mine"]
         assert [line["rows"] for line in ours] == theirs
 
     def test_what_was_measured_otherwise_is_not(self, tmp_path: Path) -> None:
@@ -563,7 +556,7 @@ def figures(found: list[dict[str, Any]]) -> list[Any]:
 
 class TestWhatCannotBeHad:
     def reasons(self, folder: Path) -> dict[str, str]:
-        return {line["policy"]: line["reason"] for line in lines(folder, "unavailable")}
+        return {line["policy"]: line["reason"] for line in result_lines(folder, "unavailable")}
 
     def test_is_said_with_its_reason_and_the_others_are_run(self, tmp_path: Path) -> None:
         asked = suite(
@@ -580,7 +573,7 @@ class TestWhatCannotBeHad:
         asked = suite(SUITE.replace("[cell]", '[cell]\nresidency = "events"'))
         for _ in range(2):
             assert run(tmp_path, asked, seeds=(0,)).unavailable == 2
-        assert len(lines(tmp_path, "unavailable")) == 2
+        assert len(result_lines(tmp_path, "unavailable")) == 2
 
     @pytest.mark.parametrize(
         ("folder", "said"), [(None, "give --corpora"), ("empty", "there is no corpus covidqa in .*empty")]
@@ -608,25 +601,25 @@ class TestWhatCannotBeHad:
         asked = choose_suites(["table-2"])
         outcome = run(tmp_path / "out", *asked, seeds=(0,), questions=tmp_path, dry_run=True)
         assert outcome.quality > 0
-        assert {line["policy"] for line in lines(tmp_path / "out", "quality")} == set(asked[0].policies)
-        assert all(line["dry_run"] for line in lines(tmp_path / "out", "quality"))
-        assert {(line["name"], line["measured"]) for line in lines(tmp_path / "out", "check")} == {
+        assert {line["policy"] for line in result_lines(tmp_path / "out", "quality")} == set(asked[0].policies)
+        assert all(line["dry_run"] for line in result_lines(tmp_path / "out", "quality"))
+        assert {(line["name"], line["measured"]) for line in result_lines(tmp_path / "out", "check")} == {
             ("quality-verdict", False)
         }
-        missing = {line["cell"]["dataset"] for line in lines(tmp_path / "out", "unavailable")}
+        missing = {line["cell"]["dataset"] for line in result_lines(tmp_path / "out", "unavailable")}
         assert missing == {"musique", "2wikimultihopqa", "triviaqa", "nq"}
         again = run(tmp_path / "out", *asked, seeds=(0,), questions=tmp_path, dry_run=True)
         assert again.quality == 0
         monkeypatch.setitem(sys.modules, "datasets", None)
         run(tmp_path / "out", *asked, seeds=(0,), dry_run=True)
-        assert "hotpotqa" not in {line["cell"]["dataset"] for line in lines(tmp_path / "out", "unavailable")}
+        assert "hotpotqa" not in {line["cell"]["dataset"] for line in result_lines(tmp_path / "out", "unavailable")}
 
     def test_questions_come_from_the_hub_or_are_reported_missing(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setitem(sys.modules, "datasets", None)
         run(tmp_path, *choose_suites(["table-2"]), dry_run=True)
-        reasons = {line["cell"]["dataset"]: line["reason"] for line in lines(tmp_path, "unavailable")}
+        reasons = {line["cell"]["dataset"]: line["reason"] for line in result_lines(tmp_path, "unavailable")}
         assert len(reasons) == 5
         for dataset, reason in reasons.items():
             assert f"loading {dataset} from the Hub needs datasets: pip install" in reason
@@ -651,13 +644,13 @@ class TestWhatCannotBeHad:
     def test_quality_without_a_model(self, tmp_path: Path) -> None:
         run(tmp_path, *choose_suites(["table-2"]), seeds=(0,))
         assert all("quality was not measured" in reason for reason in self.reasons(tmp_path).values())
-        assert not lines(tmp_path, "quality")
+        assert not result_lines(tmp_path, "quality")
 
     def test_a_cell_that_the_workload_cannot_draw(self, tmp_path: Path) -> None:
         asked = suite(SUITE.replace("[cell]", "[cell]\ntop_k = 12"))
         outcome = run(tmp_path, asked, seeds=(0,))
         assert (outcome.runs, outcome.unavailable) == (2, 2)
-        assert {line["cell"]["workload"] for line in lines(tmp_path, "unavailable")} == {"paper-shuf"}
+        assert {line["cell"]["workload"] for line in result_lines(tmp_path, "unavailable")} == {"paper-shuf"}
 
     def test_a_failing_peer_affects_no_other_policy(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         def broken(name: str) -> Any:
@@ -686,11 +679,11 @@ class TestWhatCannotBeHad:
 
 
 class TestCells:
-    def lines(self, folder: Path, cell: str, policies: str = '"retrieval", "auto"', **options: Any) -> list[Any]:
+    def result_lines(self, folder: Path, cell: str, policies: str = '"retrieval", "auto"', **options: Any) -> list[Any]:
         text = SUITE.replace("capacity_tokens = 20_000", cell).replace('"retrieval", "auto"', policies)
         text = text.replace('["paper-shuf", "geo"]', '["paper-shuf"]')
         run(folder, suite(text), seeds=(0,), **options)
-        return lines(folder, "run")
+        return result_lines(folder, "run")
 
     def cached(self, found: list[Any]) -> dict[str, int]:
         return {line["policy"]: sum(line["rows"]["cached_tokens"]) for line in found}
@@ -722,12 +715,12 @@ class TestCells:
     def test_builds_are_timed_if_the_report_needs_them(self, tmp_path: Path) -> None:
         text = SUITE.replace('figure = "strategies"', 'figure = "breakdown"\nmetrics = ["build_us"]')
         run(tmp_path, suite(text), seeds=(0,))
-        assert all(min(line["rows"]["build_us"]) > 0 for line in lines(tmp_path, "run"))
+        assert all(min(line["rows"]["build_us"]) > 0 for line in result_lines(tmp_path, "run"))
 
     def test_timelines_show_the_cache_fill_and_evict(self, tmp_path: Path) -> None:
         text = SUITE.replace('figure = "strategies"', 'figure = "timeline"').replace("requests = 30", "requests = 90")
         run(tmp_path, suite(text), seeds=(0,))
-        line = lines(tmp_path, "run")[1]["timeline"]
+        line = result_lines(tmp_path, "run")[1]["timeline"]
         assert line["request"] == list(range(0, 90, 2))
         assert line["held_tokens"][0] == line["evicted_tokens"][0] == 0
         assert max(line["held_tokens"]) <= 20_000 < line["evicted_tokens"][-1] + line["held_tokens"][-1]
@@ -739,7 +732,7 @@ class TestCells:
         write_corpus(folder)
         text = SUITE.replace('workload = ["paper-shuf", "geo"]', 'corpus = ["tiny"]\norder = ["data", "random"]')
         run(tmp_path, suite(text.replace("[cell]", "[cell]\ntop_k = 2")), corpora=tmp_path / "corpora")
-        seeds = [(line["cell"]["order"], line["seed"]) for line in lines(tmp_path, "run")][::2]
+        seeds = [(line["cell"]["order"], line["seed"]) for line in result_lines(tmp_path, "run")][::2]
         assert seeds == [("data", 0), ("random", 0), ("random", 1), ("random", 2)]
 
 
@@ -770,7 +763,7 @@ class TestCorporaOfOnesOwn:
         options = ("--corpora", tmp_path / "corpora", "--limit", "4", "--policy", "retrieval", "--seeds", "0")
         done = invoke("run", "corpora", "-o", tmp_path / "out", *options)
         assert done.exit_code == 0, done.output
-        assert {line["cell"]["corpus"] for line in lines(tmp_path / "out", "run")} >= {"mine", "covidqa"}
+        assert {line["cell"]["corpus"] for line in result_lines(tmp_path / "out", "run")} >= {"mine", "covidqa"}
 
     def test_other_suites_keep_their_own(self) -> None:
         suites = load_suites()
@@ -788,12 +781,12 @@ class TestTheCommand:
             done = invoke("run", path, "-o", tmp_path / "out", "--seeds", "0", "--limit", "10")
         assert done.exit_code == 0, done.output
         assert "4 runs served" in done.output
-        assert len(lines(tmp_path / "out", "run")[0]["rows"]["cached_tokens"]) == 10
+        assert len(result_lines(tmp_path / "out", "run")[0]["rows"]["cached_tokens"]) == 10
 
     def test_a_dry_run_says_what_would_be_served_and_leaves_nothing(self, tmp_path: Path) -> None:
         done = invoke("run", "paper", "-o", tmp_path / "out", "--dry-run")
         assert done.exit_code == 0, done.output
-        assert not (tmp_path / "out" / "results.jsonl").exists() or not lines(tmp_path / "out", "run")
+        assert not (tmp_path / "out" / "results.jsonl").exists() or not result_lines(tmp_path / "out", "run")
         assert re.search(r"table-1\D+0\D+0\D+42\D+0\D*\n", done.output), "table 9 has the same runs and more"
         assert re.search(r"table-9\D+60\D+36,000\D+0\D+0\D*\n", done.output)
 
@@ -832,7 +825,7 @@ class TestTheCommand:
     def test_questions_that_are_not_there_are_said_to_be_missing(self, tmp_path: Path) -> None:
         done = invoke("run", "table-2", "-o", tmp_path / "out", "--dry-run", "--questions", tmp_path, "--seeds", "0")
         assert done.exit_code == 0
-        reasons = {line["reason"] for line in lines(tmp_path / "out", "unavailable")}
+        reasons = {line["reason"] for line in result_lines(tmp_path / "out", "unavailable")}
         assert len(reasons) == 5
         assert all("the questions are not here: give --questions" in reason for reason in reasons)
 
@@ -844,7 +837,7 @@ class TestTheCommand:
         with own_suite(tmp_path) as path:
             done = invoke("run", path, "-o", tmp_path, "--seeds", "0")
         assert done.exit_code == 0, done.stderr
-        assert lines(tmp_path, "run")
+        assert result_lines(tmp_path, "run")
 
     def test_never_keeps_a_key(self, tmp_path: Path) -> None:
         with own_suite(tmp_path) as path:
@@ -874,7 +867,7 @@ class TestOnARealEngine:
         return folder
 
     def test_the_same_suite_has_times_as_well(self, folder: Path, vllm_model: Path) -> None:
-        found = lines(folder, "run")
+        found = result_lines(folder, "run")
         for line in found:
             assert all(ms > 0 for ms in line["rows"]["ttft_ms"])
             assert all(us > 0 for us in line["rows"]["build_us"])
@@ -888,7 +881,7 @@ class TestOnARealEngine:
     def test_an_engine_that_was_kept_has_forgotten_what_it_served(self, folder: Path, vllm_model: Path) -> None:
         """It finds what a simulated one finds that is new for every job."""
         prompts = built_prompts(vllm_model)
-        for line in lines(folder, "run"):
+        for line in result_lines(folder, "run"):
             if line["policy"] == "retrieval":
                 requests = trace_of_workload(
                     make_workload("paper-shuf", line["seed"], top_k=2, requests=12), 12
@@ -938,7 +931,7 @@ class TestOnARealServer:
         done = invoke(*command)
         assert done.exit_code == 0, done.output
         assert "12 runs served, 3 not to be had" in done.output
-        return lines(command[3], "run")
+        return result_lines(command[3], "run")
 
     def test_every_cell_has_all_its_requests_answered(self, found: list[dict[str, Any]], vllm_server: Any) -> None:
         keys = [(line["cell"].get("concurrency", "events"), line["seed"], line["policy"]) for line in found]
@@ -957,18 +950,20 @@ class TestOnARealServer:
     def test_policies_have_the_same_prompts_and_a_cache_of_their_own(self, found: list[dict[str, Any]]) -> None:
         for retrieval, auto in zip(found[::2], found[1::2], strict=True):
             assert retrieval["rows"]["prompt_tokens"] == auto["rows"]["prompt_tokens"]
-            assert retrieval["rows"]["cached_tokens"][0] == auto["rows"]["cached_tokens"][0] == 0
+            # Of several at once, any may be the first to be computed.
+            assert 0 in retrieval["rows"]["cached_tokens"]
+            assert 0 in auto["rows"]["cached_tokens"]
             assert sum(retrieval["rows"]["moved_share"]) == 0 < sum(auto["rows"]["moved_share"])
             assert sum(auto["rows"]["cached_tokens"]) > 0
 
     def test_what_a_server_cannot_do_is_said(self, found: list[dict[str, Any]], command: list[Any]) -> None:
-        missing = lines(command[3], "unavailable")
+        missing = result_lines(command[3], "unavailable")
         assert {line["policy"] for line in missing} == {"none"}
         assert "measure it with --engine vllm" in missing[0]["reason"]
 
     def test_what_is_there_is_not_served_again(self, found: list[dict[str, Any]], command: list[Any]) -> None:
         assert "0 runs served" in invoke(*command).output
-        assert lines(command[3], "run") == found
+        assert result_lines(command[3], "run") == found
 
     def test_servers_of_ones_own_stay_until_another_size_is_needed(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vllm_server: Any, vllm_model: Path
@@ -989,7 +984,7 @@ class TestOnARealServer:
         outcome = run(tmp_path, asked, seeds=(0, 1), engine="openai", model=vllm_model, limit=2)
         assert outcome == Outcome(runs=8, unavailable=2)
         assert happened == [capacity(4_096), "stopped", capacity(2_048), "stopped"]
-        assert all(line["failures"] == 0 for line in lines(tmp_path, "run"))
+        assert all(line["failures"] == 0 for line in result_lines(tmp_path, "run"))
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from support.rings import length
+from support.waiting import eventually
 
 from ragorder import Document, Orderer, PromptBuilder
 from ragorder.adapters.openai import Answer, AsyncOrderedClient, OrderedClient
@@ -266,7 +267,7 @@ class TestInterruptions:
         asked = rankings(3, documents)
         self.check(rag, asked)
         empty(vllm_server)
-        wait_for(lambda: orderer.events.counters.cleared >= 1 and len(orderer.events.blocks) == 0)
+        assert eventually(lambda: orderer.events.counters.cleared >= 1 and len(orderer.events.blocks) == 0)
         answer = rag.generate("After?", asked[0], max_tokens=2)
         assert (answer.ordering.cached_tokens, answer.cached_tokens) == (0, 0)
         self.check(rag, asked)
@@ -297,10 +298,10 @@ class TestInterruptions:
         asked = rankings(8, documents)
         for each in asked:
             rag.generate("Unheard?", each, max_tokens=2)
-        wait_for(lambda: bool(lost))
+        assert eventually(lambda: bool(lost))
         monkeypatch.setattr(orderer.events, "_take", take)
         rag.generate("Heard?", asked[0], max_tokens=2)
-        wait_for(lambda: orderer.events.counters.replays >= 2 and orderer.events.synchronised)
+        assert eventually(lambda: orderer.events.counters.replays >= 2 and orderer.events.synchronised)
         self.check(rag, rankings(3, documents, seed=9))
         assert orderer.events.counters.restarts == orderer.events.counters.garbage == 0
 
@@ -348,7 +349,7 @@ class TestInterruptions:
             orderer.order(asked[0]).discard()
         finally:
             vllm_server.start()
-        wait_for(lambda: orderer.events.synchronised and orderer.events.counters.restarts == 1)
+        assert eventually(lambda: orderer.events.synchronised and orderer.events.counters.restarts == 1)
         answer = client(orderer).generate("Back?", asked[0], max_tokens=2)
         assert (answer.ordering.cached_tokens, answer.cached_tokens) == (0, 0)
         self.check(client(orderer), asked)
@@ -382,10 +383,3 @@ def empty(server: Any) -> None:
     server.reset()
     with openai.OpenAI(base_url=f"{server.base_url}/v1", api_key="none") as plain:
         plain.completions.create(model=server.model_name, prompt=[300], max_tokens=1)
-
-
-def wait_for(condition: Callable[[], bool], timeout_s: float = 30) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come to that in time"
-        time.sleep(0.02)

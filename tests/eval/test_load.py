@@ -10,15 +10,17 @@ import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
+from support.commands import run_command
 from support.rings import grid
 
 from ragorder import Document
@@ -26,7 +28,7 @@ from ragorder.cli import main
 from ragorder.eval.data.arrivals import Arrival, Arrivals, ArrivalsError, load_arrivals, poisson_arrivals, replicate
 from ragorder.eval.data.trace import Trace, trace_of_corpus, trace_of_workload
 from ragorder.eval.data.workloads import WORKLOADS, make_workload
-from ragorder.eval.engines.base import Completion, EngineError, RequestError
+from ragorder.eval.engines.base import EngineCompletion, EngineError, RequestError
 from ragorder.eval.engines.capacity import Capacity
 from ragorder.eval.engines.openai import OpenAIEngine, find_model
 from ragorder.eval.engines.prompts import NumberedPrompts
@@ -60,10 +62,7 @@ MOONCAKE = """{"timestamp": 0, "input_length": 6758, "output_length": 500, "hash
 """
 
 
-def invoke(*arguments: str | Path) -> Result:
-    done = CliRunner().invoke(main, ["bench", *map(str, arguments)], env={"COLUMNS": "200", "OPENAI_API_KEY": ""})
-    assert done.exception is None or isinstance(done.exception, SystemExit), repr(done.exception)
-    return done
+invoke = partial(run_command, main, "bench", env={"COLUMNS": "200", "OPENAI_API_KEY": ""})
 
 
 def bench(*arguments: str | Path) -> list[dict[str, Any]]:
@@ -296,7 +295,7 @@ class Counting(SimEngine):
         self.prompts: list[bytes] = []
         self.lengths: list[int | None] = []
 
-    def admit(self, token_ids: Sequence[int], output_tokens: int | None = None) -> tuple[Completion, int]:
+    def admit(self, token_ids: Sequence[int], output_tokens: int | None = None) -> tuple[EngineCompletion, int]:
         assert not self.open or self.has_room(token_ids, output_tokens)
         completion, handle = super().admit(token_ids, output_tokens)
         self.open.add(handle)
@@ -672,7 +671,7 @@ class Gate:
         self.at_s: list[float] = []
         self.lengths: list[int | None] = []
 
-    async def complete(self, token_ids: Sequence[int], output_tokens: int | None = None) -> Completion:
+    async def complete(self, token_ids: Sequence[int], output_tokens: int | None = None) -> EngineCompletion:
         number = len(self.lengths)
         self.log.append("sent")
         self.at_s.append(asyncio.get_running_loop().time())
@@ -687,7 +686,7 @@ class Gate:
         self.in_flight -= 1
         if number in self.failing:
             raise RequestError("failed")
-        return Completion(0.001, 0, len(token_ids))
+        return EngineCompletion(0.001, 0, len(token_ids))
 
 
 class Logged:

@@ -9,16 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
+from support.commands import run_command
+from support.results import result_lines
 
 pytest.importorskip("numpy")
 
 from ragorder import Document, PromptBuilder
 from ragorder.eval.cli.bench import bench as bench_command
 from ragorder.eval.cli.eval import eval as eval_command
-from ragorder.eval.data.trace import Request
+from ragorder.eval.data.trace import TraceRequest
 from ragorder.eval.engines.base import EngineError
 from ragorder.eval.experiments.pipelining import (
     ALONE,
@@ -53,11 +54,11 @@ def documents(count: int = 24) -> list[Document]:
     return [Document(f"d{each}", f"{WORDS[each % len(WORDS)]} number {each}. " * 8) for each in range(count)]
 
 
-def requests(count: int, top_k: int = 3) -> list[Request]:
+def requests(count: int, top_k: int = 3) -> list[TraceRequest]:
     """Neighbours share documents."""
     known = documents()
     return [
-        Request(f"What of number {number}?", [known[(number // 2 + each) % len(known)] for each in range(top_k)])
+        TraceRequest(f"What of number {number}?", [known[(number // 2 + each) % len(known)] for each in range(top_k)])
         for number in range(count)
     ]
 
@@ -375,30 +376,19 @@ class TestSuites:
         assert str(refused.value).startswith("mine.toml: ") and said in str(refused.value)
 
 
-def invoke(command: Any, *arguments: Any) -> Any:
-    done = CliRunner().invoke(command, [str(each) for each in arguments])
-    assert done.exception is None or isinstance(done.exception, SystemExit), repr(done.exception)
-    return done
-
-
-def lines(folder: Path, type: str) -> list[JSON]:
-    found = [json.loads(line) for line in (folder / "results.jsonl").read_text("utf-8").splitlines()]
-    return [line for line in found if line["type"] == type]
-
-
 class TestTheHarness:
     @pytest.mark.parametrize("engine", ["sim", "vllm"])
     def test_says_that_a_pipeline_needs_a_server(self, tmp_path: Path, engine: str) -> None:
-        done = invoke(eval_command, "run", "table-6", "-o", tmp_path, "--engine", engine)
+        done = run_command(eval_command, "run", "table-6", "-o", tmp_path, "--engine", engine)
         assert done.exit_code == 0, done.output
-        (line,) = lines(tmp_path, "unavailable")
+        (line,) = result_lines(tmp_path, "unavailable")
         assert (line["suite"], line["cell"], line["policy"]) == ("table-6", {}, "warmup")
         assert "use --engine openai" in line["reason"]
 
     def test_says_which_corpus_is_not_here(self, tmp_path: Path) -> None:
         (tmp_path / "mine.toml").write_text(SUITE, "utf-8")
-        invoke(eval_command, "run", tmp_path / "mine.toml", "-o", tmp_path, "--engine", "openai")
-        assert {line["reason"].partition(":")[0] for line in lines(tmp_path, "unavailable")} == {
+        run_command(eval_command, "run", tmp_path / "mine.toml", "-o", tmp_path, "--engine", "openai")
+        assert {line["reason"].partition(":")[0] for line in result_lines(tmp_path, "unavailable")} == {
             "corpus small lies outside the project"
         }
 
@@ -438,10 +428,10 @@ class TestOnARealServer:
 
     @pytest.fixture(scope="class")
     def found(self, command: list[Any]) -> list[JSON]:
-        done = invoke(eval_command, *command)
+        done = run_command(eval_command, *command)
         assert done.exit_code == 0, done.output
         assert "3 runs served" in done.output
-        return lines(command[3], "pipelining")
+        return result_lines(command[3], "pipelining")
 
     def test_keeps_a_line_for_each_cell_with_the_rows_of_both_modes(self, found: list[JSON]) -> None:
         assert [line["cell"]["measure"] for line in found] == ["cold", "speculation", "throughput"]
@@ -452,9 +442,9 @@ class TestOnARealServer:
             assert line["system_tokens"] >= 64
 
     def test_what_is_there_is_not_measured_again(self, found: list[JSON], command: list[Any]) -> None:
-        done = invoke(eval_command, *command)
+        done = run_command(eval_command, *command)
         assert done.exit_code == 0 and "0 runs served" in done.output
-        assert lines(command[3], "pipelining") == found
+        assert result_lines(command[3], "pipelining") == found
 
     def test_shows_it_all_in_the_report(self, found: list[JSON], command: list[Any]) -> None:
         report = make_report(read_results(command[3]), {**load_suites(), "mine": suite()})
@@ -615,7 +605,7 @@ class TestTheBenchmark:
             run_pipelines(Bench(workloads=("paper-shuf",), **options), "speculative", 50.0)
 
     def test_a_delay_is_a_pipelines(self) -> None:
-        done = invoke(bench_command, "--retrieval-delay", 20)
+        done = run_command(bench_command, "--retrieval-delay", 20)
         assert done.exit_code == 2 and "give --pipeline" in done.output
 
     @pytest.mark.vllm
@@ -626,7 +616,7 @@ class TestTheBenchmark:
         server = ("--engine", "openai", "--base-url", vllm_server.base_url, "--model", vllm_model)
         trace = ("--workload", "paper-shuf", "--policy", "auto", "--top-k", 2, "--limit", 5, "--json", tmp_path / "o")
         pipeline = ("--pipeline", "speculative", "--retrieval-delay", 60)
-        done = invoke(bench_command, *server, *trace, *pipeline, *load)
+        done = run_command(bench_command, *server, *trace, *pipeline, *load)
         assert done.exit_code == 0, done.output
         assert "+ speculative" in done.output and "retrieval takes 60 ms" in done.output
         plain, ours = json.loads((tmp_path / "o").read_text("utf-8"))["runs"]

@@ -8,15 +8,18 @@ import json
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
+from support.commands import run_command
+from support.results import result_lines
 
 pytest.importorskip("scipy")
 
@@ -1541,26 +1544,21 @@ class TestVLLM:
         done = invoke("hotpotqa", "--data", hotpot, "-o", tmp_path / "out", *arguments)
         assert done.exit_code == 0, done.output
         assert "quality was NOT measured: the model has random weights" in " ".join(done.output.split())
-        (asked,) = [each for each in kept(tmp_path / "out") if each["type"] == "quality"]
+        (asked,) = [each for each in result_lines(tmp_path / "out") if each["type"] == "quality"]
         assert len(asked["rows"]["cached_tokens"]) == 2
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
-def invoke(*arguments: Any) -> Result:
-    return CliRunner().invoke(command, [str(argument) for argument in arguments], env={"COLUMNS": "200"})
-
-
-def kept(folder: Path) -> list[JSON]:
-    return [json.loads(text) for text in (folder / "results.jsonl").read_text().splitlines()]
+invoke = partial(run_command, command, env={"COLUMNS": "200"})
 
 
 class TestCommand:
     def test_a_dry_run_writes_a_session_the_orders_and_a_verdict(self, hotpot: Path, tmp_path: Path) -> None:
         done = invoke("hotpotqa", "--data", hotpot, "--dry-run", "-o", tmp_path / "out")
         assert done.exit_code == 0, done.output
-        session, *lines = kept(tmp_path / "out")
+        session, *lines = result_lines(tmp_path / "out")
         assert (session["type"], session["schema"], session["arguments"]["dry_run"]) == ("session", 1, True)
         assert session["environment"]["python"]
         assert [each["type"] for each in lines] == ["quality"] * 14 + ["check"] * 2
@@ -1575,8 +1573,11 @@ class TestCommand:
         done = invoke(*arguments, "--policy", "retrieval", "--policy", "sorted")
         assert done.exit_code == 0, done.output
         assert len(service.bodies) == 12
-        assert [each["policy"] for each in kept(tmp_path) if each["type"] == "quality"] == ["retrieval", "sorted"]
-        (compared,) = checks(kept(tmp_path), "quality-comparison")
+        assert [each["policy"] for each in result_lines(tmp_path) if each["type"] == "quality"] == [
+            "retrieval",
+            "sorted",
+        ]
+        (compared,) = checks(result_lines(tmp_path), "quality-comparison")
         assert (compared["policy"], compared["em_won"], compared["em_verdict"]) == ("sorted", 6, "better")
         assert "quality was measured" in done.output
         again = invoke(*arguments, "--policy", "sorted")
@@ -1596,7 +1597,7 @@ class TestCommand:
             *("-o", tmp_path / "out"),
         )
         assert done.exit_code == 0, done.output
-        session, asked, *_ = kept(tmp_path / "out")
+        session, asked, *_ = result_lines(tmp_path / "out")
         assert "sk-9" not in json.dumps(session)
         assert (asked["seed"], asked["policy"]) == (5, "auto+keep_first=1")
         wanted = {"limit": 3, "question_order": "random", "top_k": 4, "document_words": 4, "retriever": "bm25"}
@@ -1682,7 +1683,7 @@ class TestInASuite:
             arguments += ["--engine", "openai", "--base-url", service.base_url, *options]
             done = CliRunner().invoke(evaluate, [str(argument) for argument in arguments])
             assert done.exit_code == 0, done.output
-            return [each for each in kept(tmp_path / "out") if each["type"] != "session"]
+            return [each for each in result_lines(tmp_path / "out") if each["type"] != "session"]
 
         return run
 

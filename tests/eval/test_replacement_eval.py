@@ -6,13 +6,15 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.commands import run_command
+from support.results import result_lines
 from support.rings import examples
 
 pytest.importorskip("numpy")
@@ -475,15 +477,7 @@ class TestSuites:
         assert str(refused.value).startswith("mine.toml: ") and said in str(refused.value)
 
 
-def invoke(*arguments: Any) -> Any:
-    done = CliRunner().invoke(eval_command, [str(each) for each in arguments])
-    assert done.exception is None or isinstance(done.exception, SystemExit), repr(done.exception)
-    return done
-
-
-def lines(folder: Path, type: str) -> list[JSON]:
-    found = [json.loads(line) for line in (folder / "results.jsonl").read_text("utf-8").splitlines()]
-    return [line for line in found if line["type"] == type]
+invoke = partial(run_command, eval_command)
 
 
 @pytest.fixture(scope="module")
@@ -497,7 +491,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 class TestTheHarness:
     def test_keeps_every_request_of_every_cell_policy_and_seed(self, folder: Path) -> None:
-        found = lines(folder, "replacement")
+        found = result_lines(folder, "replacement")
         assert len(found) == 3 * 3 * 2
         for line in found:
             rows = line["rows"]
@@ -510,13 +504,15 @@ class TestTheHarness:
         assert sizes["1GiB"] == 8_192 and sizes["20%"] == pytest.approx(4 * sizes["5%"], abs=4)
 
     def test_gives_a_device_room_for_the_longest_request(self, folder: Path) -> None:
-        facts = [line["facts"] for line in lines(folder, "replacement") if line["cell"]["workload"] == "paper-shuf"]
+        facts = [
+            line["facts"] for line in result_lines(folder, "replacement") if line["cell"]["workload"] == "paper-shuf"
+        ]
         for each in facts:
             assert each["working_set_tokens"] // 100 < 400 < each["device_tokens"] <= 2 * 220
 
     def test_gives_every_policy_the_same_requests(self, folder: Path) -> None:
         facts: dict[str, set[str]] = {}
-        for line in lines(folder, "replacement"):
+        for line in result_lines(folder, "replacement"):
             facts.setdefault(json.dumps([line["cell"], line["seed"]]), set()).add(json.dumps(line["facts"]))
         assert {len(each) for each in facts.values()} == {1}
 
@@ -529,7 +525,7 @@ class TestTheHarness:
     def test_runs_the_policies_and_requests_that_are_asked_for(self, folder: Path, tmp_path: Path) -> None:
         options = ("--seeds", "0", "--policy", "lru", "--limit", "30")
         invoke("run", folder / "mine.toml", "-o", tmp_path, *options)
-        found = lines(tmp_path, "replacement")
+        found = result_lines(tmp_path, "replacement")
         assert {line["policy"] for line in found} == {"lru"}
         assert {(line["warmup"], len(line["rows"]["hits"])) for line in found} == {(15, 30)}
 
@@ -538,19 +534,19 @@ class TestTheHarness:
         (tmp_path / "mine.toml").write_text(text, "utf-8")
         done = invoke("run", tmp_path / "mine.toml", "-o", tmp_path, "--seeds", "0", "--limit", "10")
         assert "6 runs served, 1 not to be had" in done.output
-        (line,) = lines(tmp_path, "unavailable")
+        (line,) = result_lines(tmp_path, "unavailable")
         assert line["cell"] == {"corpus": "far"} and "give --corpora" in line["reason"]
 
     def test_says_once_that_a_workload_does_not_exist(self, tmp_path: Path) -> None:
         (tmp_path / "mine.toml").write_text(SUITE.replace("paper-shuf", "papr"), "utf-8")
         invoke("run", tmp_path / "mine.toml", "-o", tmp_path, "--seeds", "0", "--limit", "10")
-        (line,) = lines(tmp_path, "unavailable")
+        (line,) = result_lines(tmp_path, "unavailable")
         assert "unknown workload 'papr'" in line["reason"]
-        assert len(lines(tmp_path, "replacement")) == 3
+        assert len(result_lines(tmp_path, "replacement")) == 3
 
     def test_asks_no_engine(self, folder: Path, tmp_path: Path) -> None:
         invoke("run", folder / "mine.toml", "-o", tmp_path, "--engine", "vllm")
-        (line,) = lines(tmp_path, "unavailable")
+        (line,) = result_lines(tmp_path, "unavailable")
         assert "run it without --engine" in line["reason"]
 
     def test_times_scheduling(self, tmp_path: Path) -> None:
@@ -559,7 +555,7 @@ class TestTheHarness:
         )
         (tmp_path / "mine.toml").write_text(text, "utf-8")
         invoke("run", tmp_path / "mine.toml", "-o", tmp_path, "--seeds", "0", "--policy", "lru")
-        (line,) = lines(tmp_path, "replacement")
+        (line,) = result_lines(tmp_path, "replacement")
         times = line["scheduling"]
         assert 0 < times["p50_ms"] <= times["p99_ms"] <= times["max_ms"]
         assert (times["requests"], times["top_k"], times["policy"]) == (120, 3, "lru")

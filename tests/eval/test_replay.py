@@ -15,15 +15,16 @@ import time
 import tracemalloc
 from array import array
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.commands import run_command
 from support.rings import examples, grid
 
 from ragorder.eval.cli.replay import replay as command
@@ -909,10 +910,7 @@ class TestProcesses:
         assert multiprocessing.active_children() == []
 
 
-def invoke(*arguments: str | Path, input: bytes | None = None, columns: int = 160) -> Result:
-    done = CliRunner().invoke(command, [str(each) for each in arguments], input=input, env={"COLUMNS": str(columns)})
-    assert done.exception is None or isinstance(done.exception, SystemExit), repr(done.exception)
-    return done
+invoke = partial(run_command, command, env={"COLUMNS": "160"})
 
 
 def as_json(*arguments: str | Path, input: bytes | None = None) -> dict[str, Any]:
@@ -959,7 +957,7 @@ class TestTheCommand:
 
     @pytest.mark.parametrize("columns", [80, 200])
     def test_the_tables_fit_a_terminal(self, log_file: Path, columns: int) -> None:
-        done = invoke(log_file, "--prefill-rate", "9000", "--capacity-tokens", "12345", columns=columns)
+        done = invoke(log_file, "--prefill-rate", "9000", "--capacity-tokens", "12345", env={"COLUMNS": str(columns)})
         assert "…" not in done.stdout
         assert max(map(len, done.stdout.splitlines())) <= columns
 

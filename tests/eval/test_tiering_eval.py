@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
+from support.commands import run_command
+from support.results import result_lines
 
 pytest.importorskip("scipy")
 
@@ -20,7 +21,7 @@ from support.fork_server import ForkServer
 
 from ragorder import Document
 from ragorder.eval.cli.eval import eval as eval_command
-from ragorder.eval.data.trace import Request, Trace
+from ragorder.eval.data.trace import Trace, TraceRequest
 from ragorder.eval.engines.prompts import NumberedPrompts
 from ragorder.eval.engines.server import VLLMServer
 from ragorder.eval.experiments.tiering import ARMS, ROOMS, TierVerdict, judge, make_sizes, make_stream
@@ -54,7 +55,7 @@ figure = "tiering"
 
 def trace(*rankings: str) -> Trace:
     documents = {name: Document(name, name, tokens=100) for name in "abcdef"}
-    requests = [Request("?", [documents[name] for name in ranking]) for ranking in rankings]
+    requests = [TraceRequest("?", [documents[name] for name in ranking]) for ranking in rankings]
     return Trace("letters", requests, 600)
 
 
@@ -95,17 +96,6 @@ def lines(room: str, apc: float, tiers: float, *, seeds: int = 3, **fields: Any)
 
 def suite(text: str = SUITE) -> Suite:
     return read_suite("mine", text, "mine.toml")
-
-
-def invoke(command: Any, *arguments: Any) -> Any:
-    done = CliRunner().invoke(command, [str(each) for each in arguments])
-    assert done.exception is None or isinstance(done.exception, SystemExit), repr(done.exception)
-    return done
-
-
-def kept(folder: Path, type: str) -> list[JSON]:
-    found = [json.loads(line) for line in (folder / "results.jsonl").read_text("utf-8").splitlines()]
-    return [line for line in found if line["type"] == type]
 
 
 class TestSizes:
@@ -216,17 +206,17 @@ class TestTheHarness:
         ],
     )
     def test_says_that_it_starts_its_own_servers(self, tmp_path: Path, options: list[str], said: str) -> None:
-        done = invoke(eval_command, "run", "ragcache-ttft-tiers", "-o", tmp_path, *options)
+        done = run_command(eval_command, "run", "ragcache-ttft-tiers", "-o", tmp_path, *options)
         assert done.exit_code == 0, done.output
-        (line,) = kept(tmp_path, "unavailable")
+        (line,) = result_lines(tmp_path, "unavailable")
         assert (line["suite"], line["cell"], line["policy"]) == ("ragcache-ttft-tiers", {}, "tiers")
         assert said in line["reason"]
 
     def test_says_which_corpus_is_not_here(self, tmp_path: Path) -> None:
         (tmp_path / "mine.toml").write_text(SUITE, "utf-8")
-        done = invoke(eval_command, "run", tmp_path / "mine.toml", "-o", tmp_path, "--engine", "openai")
+        done = run_command(eval_command, "run", tmp_path / "mine.toml", "-o", tmp_path, "--engine", "openai")
         assert done.exit_code == 0, done.output
-        (line,) = kept(tmp_path, "unavailable")
+        (line,) = result_lines(tmp_path, "unavailable")
         assert line["cell"]["corpus"] == "small" and "give --corpora" in line["reason"]
 
 
@@ -247,10 +237,10 @@ class TestOnRealServers:
 
     @pytest.fixture(scope="class")
     def found(self, command: list[Any]) -> list[JSON]:
-        done = invoke(eval_command, *command)
+        done = run_command(eval_command, *command)
         assert done.exit_code == 0, done.output
         assert "4 runs served" in done.output
-        return kept(command[3], "tiering")
+        return result_lines(command[3], "tiering")
 
     def test_keeps_a_line_for_each_seed_and_arm(self, found: list[JSON]) -> None:
         assert [(line["seed"], line["policy"]) for line in found] == [(seed, arm) for seed in (1, 2) for arm in ARMS]
@@ -270,9 +260,9 @@ class TestOnRealServers:
             assert alone["facts"] == tiers["facts"]
 
     def test_what_is_there_is_not_measured_again(self, found: list[JSON], command: list[Any]) -> None:
-        done = invoke(eval_command, *command)
+        done = run_command(eval_command, *command)
         assert done.exit_code == 0 and "0 runs served" in done.output
-        assert kept(command[3], "tiering") == found
+        assert result_lines(command[3], "tiering") == found
 
     def test_shows_it_all_in_the_report(self, found: list[JSON], command: list[Any]) -> None:
         report = make_report(read_results(command[3]), {**load_suites(), "mine": suite()})
@@ -393,6 +383,6 @@ class TestChaos:
 
     @pytest.mark.parametrize("load", ["3", "0:2", "8:3", "a:b", "1:2:3", "1:inf"])
     def test_a_load_that_cannot_be_is_refused(self, load: str) -> None:
-        done = invoke(chaos_command, "--load", load)
+        done = run_command(chaos_command, "--load", load)
         assert done.exit_code == 2
         assert "give two numbers of seconds above 0, such as 2:6" in done.output

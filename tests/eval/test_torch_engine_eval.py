@@ -11,9 +11,9 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-import click
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
+from support.commands import run_command
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -22,7 +22,7 @@ pytest.importorskip("scipy")
 from ragorder import Document, Orderer, PromptBuilder
 from ragorder.cli import main as ragorder
 from ragorder.eval._aliases.command import run_suite
-from ragorder.eval.data.trace import Request
+from ragorder.eval.data.trace import TraceRequest
 from ragorder.eval.data.workloads import make_workload
 from ragorder.eval.engines.base import EngineError, RequestError
 from ragorder.eval.engines.prompts import PromptIds
@@ -36,9 +36,9 @@ from ragorder.eval.experiments.embedded.report import embedded_part
 from ragorder.eval.experiments.embedded.results import judge, median, required
 from ragorder.eval.experiments.embedded.serving import draw_trace
 from ragorder.eval.experiments.embedded.shapes import SHAPES
-from ragorder.eval.report.reading import Results
-from ragorder.eval.report.suites import SuiteInfo
 from ragorder.eval.running.cells import SuiteError
+from ragorder.eval.running.reading import Results
+from ragorder.eval.running.suite import Suite
 
 pytestmark = pytest.mark.merge
 
@@ -283,7 +283,7 @@ class TestOrderer:
         for number, ranking in enumerate(workload.rankings[:20]):
             documents = [workload.documents[each] for each in ranking]
             ordering = orderer.order(documents, suffix_tokens=prompts.question_tokens)
-            ids = prompts.token_ids(number, Request("", []), ordering.documents)
+            ids = prompts.token_ids(number, TraceRequest("", []), ordering.documents)
             completion = engine.generate(ids)
             assert 0 <= completion.cached_tokens - ordering.cached_tokens < engine.block_size
             assert completion.cached_tokens in (0, *ids.document_ends)
@@ -293,19 +293,13 @@ class TestOrderer:
         engine.close()
 
 
-def invoke(command: click.Command, *arguments: str | Path) -> Result:
-    done = CliRunner().invoke(command, [str(argument) for argument in arguments])
-    assert done.exception is None or isinstance(done.exception, SystemExit), repr(done.exception)
-    return done
-
-
 class TestCommands:
     """--engine torch, wherever an engine is chosen."""
 
     def bench(self, model: Path, folder: Path, *options: str) -> dict[str, dict[str, Any]]:
         output = folder / "results.json"
         arguments = ["bench", "--engine", "torch", "--model", str(model), "--top-k", "3", "--limit", "8"]
-        done = invoke(ragorder, *arguments, "--json", output, *options)
+        done = run_command(ragorder, *arguments, "--json", output, *options)
         assert done.exit_code == 0, done.output
         assert "TTFT" in done.stdout
         assert "paper-shuf" in done.stdout
@@ -338,7 +332,7 @@ class TestCommands:
 
     def test_bench_says_how_large_the_cache_must_be(self, served_model: Path) -> None:
         arguments = ["--engine", "torch", "--model", served_model, "--limit", "2", "--capacity-tokens", "64"]
-        done = invoke(ragorder, "bench", *arguments)
+        done = run_command(ragorder, "bench", *arguments)
         assert done.exit_code == 1
         assert "raise --capacity-tokens" in done.stderr
 
@@ -354,7 +348,7 @@ class TestCommands:
         ],
     )
     def test_bench_refuses_what_does_not_go_with_it(self, arguments: tuple[str, ...], said: str) -> None:
-        done = invoke(ragorder, "bench", "--limit", "2", *arguments)
+        done = run_command(ragorder, "bench", "--limit", "2", *arguments)
         assert done.exit_code in (1, 2)
         assert said in " ".join(done.stderr.split())
 
@@ -364,7 +358,7 @@ class TestCommands:
         pytest.importorskip("bm25s")
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
         monkeypatch.setenv("COLUMNS", "200")
-        done = invoke(ragorder, "demo", "--engine", "torch", "--model", served_model, "--limit", "2")
+        done = run_command(ragorder, "demo", "--engine", "torch", "--model", served_model, "--limit", "2")
         assert done.exit_code == 0, done.output
         said = " ".join(done.stdout.split())
         for part in ("2 requests", "first token after", "the embedded engine with its cache"):
@@ -374,7 +368,7 @@ class TestCommands:
     def test_suites_are_run_on_it(self, served_model: Path, tmp_path: Path) -> None:
         options = ["--engine", "torch", "--model", served_model, "--reduced", "--limit", "2", "--seeds", "0"]
         options += ["--policy", "none", "--policy", "retrieval"]
-        done = invoke(ragorder, "eval", "run", "table-1", "-o", tmp_path, *options)
+        done = run_command(ragorder, "eval", "run", "table-1", "-o", tmp_path, *options)
         assert done.exit_code == 0, done.output
         lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text("utf-8").splitlines()]
         runs = [line for line in lines if line["type"] == "run"]
@@ -391,7 +385,7 @@ class TestCommands:
         (tmp_path / "hotpotqa.json").write_text(json.dumps(records), "utf-8")
         options = ["--data", tmp_path / "hotpotqa.json", "--engine", "torch", "--model", served_model]
         options += ["--policy", "retrieval", "--policy", "auto", "--output-tokens", "4", "-o", tmp_path / "results"]
-        done = invoke(ragorder, "eval", "quality", "hotpotqa", *options)
+        done = run_command(ragorder, "eval", "quality", "hotpotqa", *options)
         assert done.exit_code == 0, done.output
         lines = (tmp_path / "results" / "results.jsonl").read_text("utf-8").splitlines()
         asked = [line for line in map(json.loads, lines) if line["type"] == "quality"]
@@ -466,11 +460,11 @@ class TestPrompts:
 
     def test_of_a_trace_are_the_same_for_the_same_documents(self) -> None:
         a, b = Document("a", tokens=30), Document("b", tokens=40)
-        first, second = (RandomPrompts(512).token_ids(number, Request("", []), [a, b]) for number in (1, 2))
+        first, second = (RandomPrompts(512).token_ids(number, TraceRequest("", []), [a, b]) for number in (1, 2))
         assert first.document_ends == (64, 94, 134)
         assert first[:134] == second[:134]
         assert first[134:] != second[134:]
-        assert RandomPrompts(512).token_ids(1, Request("", []), [b])[64:104] == first[94:134]
+        assert RandomPrompts(512).token_ids(1, TraceRequest("", []), [b])[64:104] == first[94:134]
 
 
 ENGINE = {"name": "torch", "model": "tiny", "hardware": "a GPU", "block_size": 16}
@@ -529,7 +523,7 @@ def measured(folder: Path) -> list[dict[str, Any]]:
 def run(suite: str, folder: Path, *options: str, seeds: str = "0") -> Result:
     """The suite with these parameters, such as "repeats=2"."""
     changes = [word for each in options for word in ("--set", each)]
-    return invoke(ragorder, "eval", "run", suite, "-o", folder, "--seeds", seeds, *changes)
+    return run_command(ragorder, "eval", "run", suite, "-o", folder, "--seeds", seeds, *changes)
 
 
 class TestPrefill:
@@ -625,7 +619,7 @@ class TestServe:
             assert sum(rows["retrieved"]) == 16 * 2
         hits = {name: sum(rows["hits"]) for name, rows in runs.items()}
         assert 0 == hits["no cache"] < hits[alone] < hits[behind] < hits[f"{behind}, auto order"]
-        shown = invoke(ragorder, "eval", "report", tmp_path, "--md").output
+        shown = run_command(ragorder, "eval", "report", tmp_path, "--md").output
         for part in ("| no cache |", f"| {behind} |", "times shorter than no cache", "first 4 left out"):
             assert part in shown
 
@@ -673,12 +667,12 @@ class TestServe:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         done = run("embedded-serving", tmp_path, *self.small, parameter)
         assert done.exit_code == 0 and "2 not to be had" in done.output
-        assert said in invoke(ragorder, "eval", "report", tmp_path, "--md").output
+        assert said in run_command(ragorder, "eval", "report", tmp_path, "--md").output
 
 
 def test_a_table_needs_only_one_arm() -> None:
     """As there is where a run was interrupted."""
-    part = embedded_part(SuiteInfo("mine", "mine"), Results(Path(), records=list(lines("2", 100))))
+    part = embedded_part(Suite.unlisted("mine"), Results(Path(), records=list(lines("2", 100))))
     (table,) = part.tables
     assert [each.text for each in table.rows[0][:2]] == ["and 2 of 5 documents", "0"]
     assert "–" in [each.text for each in table.rows[0]]

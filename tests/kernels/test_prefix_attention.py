@@ -23,6 +23,9 @@ torch = pytest.importorskip("torch")
 
 from torch import Tensor
 
+from ragorder.eval.cli.eval import eval as evaluate
+from ragorder.eval.running.reading import Results
+from ragorder.eval.running.suite import Suite
 from ragorder.kernels.attention import PackedBatch, prefix_attention
 from ragorder.kernels.attention import torch_backend as in_torch
 from ragorder.kernels.attention.table import (
@@ -487,43 +490,78 @@ class TestTheBenchmark:
         pytest.importorskip("triton")
         shape = ("--query", "9", "--context", "20", "--heads", "6/2", "--head-dim", "64", "--batch", "2")
         how = ("--dtype", "fp16", "--block-size", "32", "--repeats", "30", "--seed", "3")
-        page, lines = tmp_path / "kernels.md", tmp_path / "kernels.jsonl"
-        command = ("-m", "ragorder.eval.experiments.attention", *shape, *how, "-o", lines, "--markdown", page)
+        page, folder = tmp_path / "kernels.md", tmp_path / "kernels"
+        command = ("-m", "ragorder.eval.attention", *shape, *how, "-o", folder, "--markdown", page)
         done = python(*command, timeout=300, TRITON_INTERPRET="1")
         assert done.returncode == 0, done.stderr
-        rows = {row["contender"]: row for row in map(json.loads, lines.read_text().splitlines())}
-        assert {name for name, row in rows.items() if row["missing"] is None} == {"triton", "triton unsplit", "torch"}
-        assert all(0 < rows[name]["error"] < 2e-3 for name in ("triton", "triton unsplit", "torch"))
-        assert rows["flash"]["missing"] == "needs a GPU"
-        assert all(row["ms"] == [] and row["median_ms"] is None for row in rows.values())
-        assert rows["triton"]["seed"] == 3
-        assert "torch" in rows["triton"]["environment"]["packages"]
-        assert "Nothing was timed: there is no GPU" in done.stdout
-        assert "flash is missing for 1 of 1 shapes: needs a GPU" in done.stdout
-        assert "Nothing was timed" in page.read_text()
-        assert "| 2 | 9 | 20 | 6/2 | 64 | triton | not timed |" in page.read_text()
+        session, *lines = map(json.loads, (folder / "results.jsonl").read_text().splitlines())
+        rows = {line["policy"]: line for line in lines}
+        assert {name for name, row in rows.items() if row["type"] == "attention"} == {
+            "triton",
+            "triton unsplit",
+            "torch",
+        }
+        for name in ("triton", "triton unsplit", "torch"):
+            assert 0 < rows[name]["facts"]["error"] < 2e-3
+            assert (rows[name]["rows"]["ms"], rows[name]["seed"]) == ([], 3)
+        assert rows["flash"]["reason"] == "needs a GPU"
+        assert "torch" in session["environment"]["packages"]
+        assert "Nothing was timed" in done.stdout
+        assert "flash, flash + gather, cudnn, flex, flex + mask not available: needs a GPU" in done.stdout
+        assert "| 2 | 9 | 20 | 6/2 × 64 | triton |" in page.read_text()
 
-    def test_does_not_pass_over_a_wrong_result(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from ragorder.eval.experiments.attention import __main__ as command
-        from ragorder.eval.experiments.attention.contenders import Contender
+    def test_does_not_pass_over_a_wrong_result(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        from ragorder.eval.experiments.attention import contenders
 
-        wrong = Contender("wrong", "nothing", lambda problem: lambda: problem.q)
-        monkeypatch.setattr(command, "CONTENDERS", (wrong,))
-        done = CliRunner().invoke(command.main, ["--query", "4", "--context", "16", "--head-dim", "64"])
+        monkeypatch.setitem(contenders.CONTENDERS, "torch", lambda problem: lambda: problem.q)
+        changes = ("--policy", "torch", "--set", "query=4", "--set", "context=16", "--set", "head_dim=64")
+        done = CliRunner().invoke(evaluate, ["run", "attention-check", "-o", str(tmp_path), *changes])
         assert done.exit_code == 1
         assert "2 of 2 results are wrong" in done.output
+        assert ", wrong |" in CliRunner().invoke(evaluate, ["report", str(tmp_path), "--md"]).output
 
-    def test_refuses_heads_that_are_none(self) -> None:
-        from ragorder.eval.experiments.attention.__main__ import main as benchmark
+    def test_times_need_a_gpu(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        done = CliRunner().invoke(evaluate, ["run", "attention-kernel", "-o", str(tmp_path)])
+        assert done.exit_code == 0 and "0 runs served" in done.output
+        report = CliRunner().invoke(evaluate, ["report", str(tmp_path), "--md"]).output
+        assert "times need a GPU, and there is none here: attention-check checks results without one" in report
 
-        done = CliRunner().invoke(benchmark, ["--heads", "7/2"])
+    def test_shows_times_and_the_fastest_other(self) -> None:
+        from ragorder.eval.experiments.attention.record import AttentionRecord
+        from ragorder.eval.experiments.attention.report import attention_part
+
+        facts = {"error": 1e-3, "flops": 2 * 10**9, "bytes": 2 * 10**6, "splits": 1}
+        times = {"triton": 2.0, "triton unsplit": 1.0, "flash": 3.0}
+        records = [
+            AttentionRecord(
+                suite="mine",
+                cell={"query": query, "context": context},
+                policy=name,
+                engine={"name": "attention", "device": "a GPU"},
+                facts=facts,
+                rows={"ms": [ms] * 3},
+            )
+            for query in (16, 64)
+            for context in (0, 128)
+            for name, ms in times.items()
+        ]
+        part = attention_part(Suite.unlisted("mine"), Results(Path(), records=list(records)))
+        first, _, flash, *_ = [[entry.text for entry in row] for row in part.tables[0].rows]
+        assert first[4:9] == ["triton", "2.000", "1", "1", "1.50 ×"]
+        assert flash[8] == "0.33 ×"
+        (picture,) = part.pictures()
+        assert "128 cached: 1.50 at 16, 1.50 at 64" in picture.alt
+
+    def test_refuses_heads_that_are_none(self, tmp_path: Path) -> None:
+        done = CliRunner().invoke(evaluate, ["run", "attention-check", "-o", str(tmp_path), "--set", "heads=7/2"])
         assert done.exit_code == 2
         assert "give query heads and KV heads such as 32/8" in done.output
 
     def test_counts_what_is_computed_and_moved(self) -> None:
-        from ragorder.eval.experiments.attention.shapes import Shape
+        from ragorder.eval.experiments.attention.shapes import AttentionShape
 
-        shape = Shape(2, 3, 10, heads=8, kv_heads=2, head_dim=64, dtype="bf16", block_size=16)
+        shape = AttentionShape(2, 3, 10, heads=8, kv_heads=2, head_dim=64, dtype="bf16", block_size=16)
         assert shape.flops == 4 * 64 * 8 * 2 * (11 + 12 + 13)
         assert shape.bytes == 2 * 2 * 64 * (2 * 13 * 2 + 2 * 3 * 8)
 

@@ -6,6 +6,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise, product
 from pathlib import Path
@@ -13,9 +14,9 @@ from threading import Lock, Thread
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
 from hypothesis import given
 from hypothesis import strategies as st
+from support.commands import run_command
 
 from ragorder.cli import main
 from ragorder.eval.engines.base import EngineError
@@ -483,10 +484,7 @@ class TestMeasuring:
         assert own_server(vllm_model, block_size=64).block_size == 64
 
 
-def run(*arguments: str | Path) -> Result:
-    done = CliRunner().invoke(main, ["profile", *map(str, arguments)])
-    assert done.exception is None or isinstance(done.exception, SystemExit), repr(done.exception)
-    return done
+run = partial(run_command, main, "profile")
 
 
 def refusal(*arguments: str | Path) -> str:

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-import io
 import itertools
-import re
+import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rich.console import Console
 from support.rings import examples
 
 faiss = pytest.importorskip("faiss")
 np = pytest.importorskip("numpy")
 
+from ragorder.eval._aliases.command import run_suite
 from ragorder.eval.experiments.staging import measuring as staging
+from ragorder.eval.experiments.staging.record import StagingRecord
+from ragorder.eval.experiments.staging.report import staging_part
+from ragorder.eval.running.reading import Results
+from ragorder.eval.running.suite import Suite
 from ragorder.pipelining import Stage, StagedHNSW, StagedIVF
 
 D, N = 16, 2000
@@ -522,33 +525,43 @@ class Scripted:
 class TestConvergence:
     def test_is_the_share_of_questions_whose_best_no_longer_change(self) -> None:
         staged = Scripted([[1, 2], [3, 4], [5, 6]], [[1, 9], [3, 4], [7, 6]], [[1, 2], [3, 4], [5, 6]])
-        measured = staging.measure_convergence("scripted", staged, np.zeros((3, 1), np.float32), depths=(1, 2))
-        assert measured.final == {1: [2 / 3, 2 / 3, 1], 2: [1 / 3, 1 / 3, 1]}
+        found = staging.final_shares(staged, np.zeros((3, 1), np.float32), depths=(1, 2))
+        assert found == {1: [2 / 3, 2 / 3, 1], 2: [1 / 3, 1 / 3, 1]}
 
-    def test_minds_the_order_of_the_best(self) -> None:
+    def test_depends_on_the_order_of_the_best(self) -> None:
         staged = Scripted([[1, 2]], [[2, 1]])
-        measured = staging.measure_convergence("scripted", staged, np.zeros((1, 1), np.float32), depths=(2,))
-        assert measured.final == {2: [0, 1]}
+        assert staging.final_shares(staged, np.zeros((1, 1), np.float32), depths=(2,)) == {2: [0, 1]}
 
-    def test_retrieval_shows_each_stage(self) -> None:
-        console = Console(record=True, width=120, file=io.StringIO())
-        rows = [staging.Convergence("IVF", 1200, {1: [0.5, 1], 2: [0.25, 1]})]
-        console.print(staging.convergence_table(rows, "docs"))
-        shown = console.export_text()
-        assert "docs, 1,200 questions" in " ".join(shown.split())
-        assert re.search(r"IVF +│ +50.0 100.0 │ +25.0 100.0 │", shown)
+    def test_is_shown_stage_by_stage(self) -> None:
+        facts = {"search": "IVF", "stages": 2, "questions": 1200, "final": {"1": [0.5, 1], "2": [0.25, 1]}}
+        rows = {"plain_ms": [1.0, 2.0, 3.0], "added_ms": [0.2, 0.4, 0.3]}
+        cell = {"corpus": "docs"}
+        line = StagingRecord(suite="mine", cell=cell, policy="IVF 1 equal", facts=facts, rows=rows)
+        part = staging_part(Suite.unlisted("mine"), Results(Path(), records=[line]))
+        overhead, convergence = part.tables
+        assert convergence.title == "Top k final: docs, 1,200 questions"
+        assert [entry.text for entry in convergence.rows[0]] == ["IVF", "50.0 100.0", "25.0 100.0"]
+        assert [entry.text for entry in overhead.rows[0]] == ["IVF", "2", "2.000", "0.300", "0.150"]
+        assert [picture.alt for picture in part.pictures()] == [
+            "IVF 1 equal: 2.000 + 0.300 ms",
+            "IVF 1 equal: 50.0, 100.0 %",
+        ]
 
 
 class TestTheMeasurement:
     def test_counts_stages_and_times_both_searches(self, flat: Any, queries: Any) -> None:
-        measured = staging.measure_overhead("flat", flat.search, StagedIVF(flat, 4, nprobe=24), queries[:20])
-        assert (measured.search, measured.stages) == ("flat", 4)
-        assert measured.plain_ms > 0
-        assert measured.stage_ms == measured.added_ms / 4
+        stages, rows = staging.time_stages(flat.search, StagedIVF(flat, 4, nprobe=24), queries[:20], 5)
+        assert stages == 4
+        assert len(rows["plain_ms"]) == len(rows["added_ms"]) == 20
+        assert min(rows["plain_ms"]) > 0
 
-    def test_runs_from_the_command_line(self) -> None:
-        options = ["--vectors", "400", "--dimensions", "8", "--queries", "3"]
-        done = CliRunner().invoke(staging.main, options, catch_exceptions=False)
-        assert done.exit_code == 0
-        assert "What stages add to a search" in done.stdout
-        assert done.stdout.count("IVFFlat") == 8
+    def test_runs_by_its_former_command(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        options = ["--vectors", "400", "--dimensions", "8", "--queries", "3", "-o", str(tmp_path)]
+        run_suite("staged-search", options)
+        shown = capsys.readouterr()
+        assert "ragorder eval run staged-search --set vectors=400 --set dimensions=8" in shown.err
+        assert "What stages add to a search: 400 random vectors" in " ".join(shown.out.split())
+        lines = map(json.loads, (tmp_path / "results.jsonl").read_text().splitlines())
+        searches = [line["facts"]["search"] for line in lines if line["type"] == "staging"]
+        assert len(searches) == 10
+        assert searches[:2] == ["IVFFlat, 10 of 80 clusters, equal", "IVFFlat, 10 of 80 clusters, geometric"]

@@ -1,1 +1,1 @@
-"""The attention kernel against what else there is: checked everywhere, timed on a GPU."""
+"""The attention kernel against SDPA and FlexAttention: suites attention-kernel and attention-check."""

@@ -1,11 +1,9 @@
-"""Implementations that are measured: each turns a problem into a call that computes it, and names what its time
-covers."""
+"""Implementations of attention that are compared."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any
@@ -16,31 +14,24 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
-from ragorder.eval.experiments.attention.shapes import Problem
+from ragorder.eval.experiments.attention.shapes import AttentionProblem
 from ragorder.kernels.attention import prefix_attention
 
 __all__ = ["CONTENDERS", "Contender", "MissingError"]
 
-Run = Callable[[], Tensor]
+Compute = Callable[[], Tensor]
+"""Computes (tokens, query heads, D), or what can be viewed so."""
+
+Contender = Callable[[AttentionProblem], Compute]
+"""Prepares a problem, outside the measured time. Raises MissingError."""
 
 
 class MissingError(RuntimeError):
-    """Not there, or not for this problem. The message says why."""
+    """A contender is not available, or not for this problem. The message says why."""
 
 
-@dataclass(frozen=True, slots=True)
-class Contender:
-    """`prepare` gives what is timed; it returns (tokens, query heads, D), or whatever can be viewed so.
-    Raises MissingError."""
-
-    name: str
-    timed: str
-    prepare: Callable[[Problem], Run]
-    gathers: bool = False
-
-
-def _triton(splits: int | None) -> Callable[[Problem], Run]:
-    def prepare(problem: Problem) -> Run:
+def _triton(splits: int | None) -> Contender:
+    def prepare(problem: AttentionProblem) -> Compute:
         _need_kernel(problem)
         from ragorder.kernels.attention.launch import triton_attention
 
@@ -53,15 +44,15 @@ def _triton(splits: int | None) -> Callable[[Problem], Run]:
     return prepare
 
 
-def _torch(problem: Problem) -> Run:
+def _torch(problem: AttentionProblem) -> Compute:
     tensors = problem.q, problem.k, problem.v, problem.key_cache, problem.value_cache
     return lambda: prefix_attention(*tensors, problem.batch, backend="torch")
 
 
-def _sdpa(backend: SDPBackend, gather: bool) -> Callable[[Problem], Run]:
-    """Under this backend or not at all: torch raises where it cannot be."""
+def _sdpa(backend: SDPBackend, gather: bool) -> Contender:
+    # torch raises where the backend cannot serve the problem.
 
-    def prepare(problem: Problem) -> Run:
+    def prepare(problem: AttentionProblem) -> Compute:
         _need_cuda(problem)
         q = problem.queries()
         gathered = problem.gather()
@@ -78,8 +69,8 @@ def _sdpa(backend: SDPBackend, gather: bool) -> Callable[[Problem], Run]:
     return prepare
 
 
-def _causal(backend: SDPBackend, problem: Problem) -> dict[str, Any]:
-    """`is_causal` alone begins at the upper left: right only where nothing is cached."""
+def _causal(backend: SDPBackend, problem: AttentionProblem) -> dict[str, Any]:
+    # `is_causal` alone begins at the upper left: right only where nothing is cached.
     shape = problem.shape
     if not shape.context:
         return {"is_causal": True}
@@ -89,8 +80,8 @@ def _causal(backend: SDPBackend, problem: Problem) -> dict[str, Any]:
     return {"attn_mask": bias._materialize(problem.q.device)[None, None]}
 
 
-def _flex(mask_too: bool) -> Callable[[Problem], Run]:
-    def prepare(problem: Problem) -> Run:
+def _flex(mask_too: bool) -> Contender:
+    def prepare(problem: AttentionProblem) -> Compute:
         _need_cuda(problem)
         attention, make_mask = _compiled_flex()
         q = problem.queries()
@@ -126,12 +117,12 @@ def _compiled_flex() -> tuple[Any, Any]:
     return torch.compile(flex_attention, dynamic=False), create_block_mask
 
 
-def _need_cuda(problem: Problem) -> None:
+def _need_cuda(problem: AttentionProblem) -> None:
     if not problem.q.is_cuda:
         raise MissingError("needs a GPU")
 
 
-def _need_kernel(problem: Problem) -> None:
+def _need_kernel(problem: AttentionProblem) -> None:
     if find_spec("triton") is None:
         raise MissingError("triton is not installed")
     from ragorder.kernels.attention.launch import INTERPRETED
@@ -140,15 +131,13 @@ def _need_kernel(problem: Problem) -> None:
         raise MissingError("needs a GPU, or TRITON_INTERPRET=1 to be checked")
 
 
-CONTENDERS = (
-    Contender("triton", "the kernel, split as the table says", _triton(None)),
-    Contender("triton unsplit", "the kernel without split keys", _triton(1)),
-    Contender("torch", "our reference, blocks gathered", _torch, gathers=True),
-    Contender("flash", "SDPA flash, keys in one piece already", _sdpa(SDPBackend.FLASH_ATTENTION, False)),
-    Contender("flash + gather", "SDPA flash, blocks gathered", _sdpa(SDPBackend.FLASH_ATTENTION, True), gathers=True),
-    Contender(
-        "cudnn", "SDPA cuDNN, keys in one piece already, mask made already", _sdpa(SDPBackend.CUDNN_ATTENTION, False)
-    ),
-    Contender("flex", "FlexAttention compiled, keys in one piece and mask made already", _flex(False)),
-    Contender("flex + mask", "FlexAttention compiled, the block mask made, too", _flex(True)),
-)
+CONTENDERS: dict[str, Contender] = {
+    "triton": _triton(None),
+    "triton unsplit": _triton(1),
+    "torch": _torch,
+    "flash": _sdpa(SDPBackend.FLASH_ATTENTION, False),
+    "flash + gather": _sdpa(SDPBackend.FLASH_ATTENTION, True),
+    "cudnn": _sdpa(SDPBackend.CUDNN_ATTENTION, False),
+    "flex": _flex(False),
+    "flex + mask": _flex(True),
+}

@@ -1,97 +1,48 @@
-"""One problem, all contenders: each result is held against the reference before anything is timed."""
+"""Errors and times of attention. Results are held against the reference before anything is timed."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import product
-from statistics import median
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ragorder.eval.experiments.attention.contenders import Contender, MissingError
-from ragorder.eval.experiments.attention.shapes import Problem, Shape, make_problem
+from ragorder.eval.experiments.attention.cells import TOLERANCE
+from ragorder.eval.experiments.attention.contenders import CONTENDERS, Compute, MissingError
+from ragorder.eval.experiments.attention.shapes import AttentionProblem, AttentionShape, make_problem
 from ragorder.kernels.attention.table import architecture, choose_splits, choose_tile
 
-__all__ = ["TOLERANCE", "Row", "measure", "reference", "splits_of"]
-
-TOLERANCE = {"fp32": 1e-5, "fp16": 2e-3, "bf16": 1.6e-2}
-"""How far a number may be from the reference, above 1 relative to it."""
+__all__ = ["measure", "reference", "splits_of"]
 
 _WARM_UP = 5
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """What became of one contender. `missing` says why it was not there, `error` how far off it was at most; `ms` are
-    all its times, none where it is missing or wrong, or there is no GPU."""
-
-    shape: Shape
-    contender: str
-    missing: str | None = None
-    error: float | None = None
-    ms: list[float] = field(default_factory=list)
-
-    @property
-    def right(self) -> bool:
-        """Whether nothing speaks against it."""
-        return self.error is None or self.error <= TOLERANCE[self.shape.dtype]
-
-    @property
-    def median_ms(self) -> float | None:
-        """Of its times."""
-        return median(self.ms) if self.ms else None
-
-    @property
-    def tflops(self) -> float | None:
-        """TFLOP/s of what the mask leaves."""
-        return None if self.median_ms is None else self.shape.flops / self.median_ms / 1e9
-
-    @property
-    def gbytes(self) -> float | None:
-        """GB/s, if each byte is moved once."""
-        return None if self.median_ms is None else self.shape.bytes / self.median_ms / 1e6
-
-    def as_json(self) -> dict[str, Any]:
-        """Everything, with the medians."""
-        return {
-            **{name: getattr(self.shape, name) for name in self.shape.__dataclass_fields__},
-            "contender": self.contender,
-            "missing": self.missing,
-            "error": self.error,
-            "right": self.right,
-            "median_ms": self.median_ms,
-            "tflops": self.tflops,
-            "gbytes": self.gbytes,
-            "ms": self.ms,
-        }
-
-
 def measure(
-    shape: Shape, contenders: Sequence[Contender], *, device: torch.device, repeats: int, seed: int
-) -> Iterator[Row]:
-    """A row for each contender, in their order. On a CPU nothing is timed."""
+    shape: AttentionShape, names: Sequence[str], *, device: torch.device, repeats: int, seed: int
+) -> Iterator[tuple[str, tuple[float, list[float]] | MissingError]]:
+    """Each contender's greatest error and its times in ms, or why there are none. On a CPU, with `repeats` 0, and of a
+    wrong result there are no times."""
     problem = make_problem(shape, device, seed)
     wanted = reference(problem)
-    for contender in contenders:
+    for name in names:
         try:
-            run = contender.prepare(problem)
-            found = run()
-        except (MissingError, RuntimeError, NotImplementedError) as error:
-            yield Row(shape, contender.name, missing=_first_line(error))
-            continue
-        row = Row(shape, contender.name, error=_error(found, wanted))
-        if row.right and device.type == "cuda":
-            row.ms.extend(_time(run, device, repeats))
-        yield row
+            compute = CONTENDERS[name](problem)
+            error = _error(compute(), wanted)
+        except MissingError as missing:
+            yield name, missing
+        except (RuntimeError, NotImplementedError) as raised:
+            line = next(iter(str(raised).strip().splitlines()), "")
+            yield name, MissingError(f"{type(raised).__name__}: {line}")
+        else:
+            timed = repeats and error <= TOLERANCE[shape.dtype] and device.type == "cuda"
+            yield name, (error, _time(compute, device, repeats) if timed else [])
 
 
-def splits_of(shape: Shape, device: torch.device) -> int:
-    """How the table splits it there; 1 without a GPU."""
+def splits_of(shape: AttentionShape, device: torch.device) -> int:
+    """Into how many parts the table splits the keys; 1 without a GPU."""
     if device.type != "cuda":
         return 1
     family = architecture(torch.cuda.get_device_capability(device))
@@ -103,8 +54,8 @@ def splits_of(shape: Shape, device: torch.device) -> int:
     return choose_splits(programs, shape.context + shape.query, multiprocessors)
 
 
-def reference(problem: Problem) -> Tensor:
-    """softmax(q k / sqrt(d)) v in double precision, (tokens, query heads, D): nothing of ours is in it."""
+def reference(problem: AttentionProblem) -> Tensor:
+    """softmax(q k / sqrt(d)) v in double precision, (tokens, query heads, D), without any code of the product."""
     shape = problem.shape
     q = problem.queries().unflatten(1, (shape.kv_heads, -1))
     k, v = problem.gather()
@@ -121,16 +72,16 @@ def _error(found: Tensor, wanted: Tensor) -> float:
     return float(torch.nan_to_num(difference, nan=math.inf).max())
 
 
-def _time(run: Callable[[], Tensor], device: torch.device, repeats: int) -> list[float]:
+def _time(compute: Compute, device: torch.device, repeats: int) -> list[float]:
     """Milliseconds on the device, each from a cold L2."""
     flush = _flush(device)
     for _ in range(_WARM_UP):
-        run()
+        compute()
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
     for begin, end in events:
         flush.zero_()
         begin.record()
-        run()
+        compute()
         end.record()
     torch.cuda.synchronize(device)
     return [begin.elapsed_time(end) for begin, end in events]
@@ -141,8 +92,3 @@ def _flush(device: torch.device) -> Tensor:
     """Four times the L2 is surely more than it holds."""
     size = max(4 * torch.cuda.get_device_properties(device).L2_cache_size, 1 << 28)
     return torch.empty(size, dtype=torch.int8, device=device)
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines and not isinstance(error, MissingError) else str(error)

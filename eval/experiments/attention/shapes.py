@@ -1,24 +1,22 @@
-"""Shapes that are measured, and their tensors in the engine's layout."""
+"""Shapes of problems, and their tensors in the engine's layout."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
 
 import torch
 from torch import Tensor
 
 from ragorder.kernels.attention import PackedBatch
 
-__all__ = ["DTYPES", "Problem", "Shape", "make_problem", "make_shapes"]
+__all__ = ["AttentionProblem", "AttentionShape", "make_problem"]
 
-DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
-    """So many requests, all alike: `query` new tokens behind `context` cached ones."""
+class AttentionShape:
+    """Requests that are all alike: `query` new tokens behind `context` cached ones."""
 
     batch: int
     query: int
@@ -31,23 +29,23 @@ class Shape:
 
     @property
     def flops(self) -> int:
-        """Of both products, of what the causal mask leaves."""
+        """Of both products, where the causal mask leaves them."""
         pairs = self.query * self.context + self.query * (self.query + 1) // 2
         return 4 * self.head_dim * self.heads * self.batch * pairs
 
     @property
     def bytes(self) -> int:
-        """That have to be moved at least: keys and values once, queries in, results out."""
+        """Moved at least: keys and values once, queries in, results out."""
         keys = 2 * (self.context + self.query) * self.kv_heads
-        itemsize: int = DTYPES[self.dtype].itemsize
+        itemsize: int = _DTYPES[self.dtype].itemsize
         return self.batch * (keys + 2 * self.query * self.heads) * self.head_dim * itemsize
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
-    """A shape's tensors: new tokens packed, and a cache whose blocks are in no order."""
+class AttentionProblem:
+    """New tokens, packed, and a cache with its blocks in random order."""
 
-    shape: Shape
+    shape: AttentionShape
     q: Tensor
     k: Tensor
     v: Tensor
@@ -56,8 +54,8 @@ class Problem:
     batch: PackedBatch
 
     def gather(self) -> tuple[Tensor, Tensor]:
-        """All keys and values in one piece, (batch, KV heads, context + query, D): what others need. One copy of them:
-        the new tokens' are in the cache already, as an engine puts them there."""
+        """Keys and values in one piece, (batch, KV heads, context + query, D), in one copy: those of the new tokens are
+        in the cache already, as in an engine."""
         key, value = (
             cache[self.batch.block_tables.long()]
             .flatten(1, 2)[:, : self.shape.context + self.shape.query]
@@ -71,26 +69,9 @@ class Problem:
         return self.q.view(self.shape.batch, self.shape.query, *self.q.shape[1:]).transpose(1, 2)
 
 
-def make_shapes(
-    batches: Sequence[int],
-    queries: Sequence[int],
-    contexts: Sequence[int],
-    heads: Sequence[tuple[int, int]],
-    head_dims: Sequence[int],
-    dtype: str,
-    block_size: int,
-) -> Iterator[Shape]:
-    """All of them, from small to large."""
-    for batch, head_dim, (query_heads, kv_heads), context, query in product(
-        batches, head_dims, heads, contexts, queries
-    ):
-        yield Shape(batch, query, context, query_heads, kv_heads, head_dim, dtype, block_size)
-
-
-def make_problem(shape: Shape, device: torch.device, seed: int) -> Problem:
-    """Random ones."""
+def make_problem(shape: AttentionShape, device: torch.device, seed: int) -> AttentionProblem:
     rng = torch.Generator(device).manual_seed(seed)
-    dtype = DTYPES[shape.dtype]
+    dtype = _DTYPES[shape.dtype]
 
     def normal(*sizes: int) -> Tensor:
         return torch.randn(sizes, generator=rng, device=device, dtype=torch.float32).to(dtype)
@@ -116,4 +97,4 @@ def make_problem(shape: Shape, device: torch.device, seed: int) -> Problem:
     written = tables[:, places // shape.block_size].long()
     for cache, new in ((pool[:, 0], k), (pool[:, 1], v)):
         cache[written, places % shape.block_size] = new.view(shape.batch, shape.query, *new.shape[1:])
-    return Problem(shape, q, k, v, pool[:, 0], pool[:, 1], batch)
+    return AttentionProblem(shape, q, k, v, pool[:, 0], pool[:, 1], batch)

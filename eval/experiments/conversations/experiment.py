@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
 from ragorder.eval.data.machine import load_average
-from ragorder.eval.data.names import unknown
 from ragorder.eval.engines.models import load_tokenizer
 from ragorder.eval.engines.server import VLLMServer
 from ragorder.eval.engines.tiny_model import make_model
 from ragorder.eval.experiments.conversations.layouts import LAYOUTS, TEMPLATE, Body, ChatTurn, conversations
-from ragorder.eval.running.cells import SuiteCell
+from ragorder.eval.running.cells import SuiteCell, one_of
 from ragorder.eval.running.experiment import Experiment, Job, Line
 from ragorder.eval.running.record import RunRecord
 
@@ -27,8 +24,7 @@ if TYPE_CHECKING:
 
     from ragorder.eval.experiments.conversations.server import SimulatedServer
     from ragorder.eval.report.part import Part
-    from ragorder.eval.report.reading import Results
-    from ragorder.eval.report.suites import SuiteInfo
+    from ragorder.eval.running.reading import Results
     from ragorder.eval.running.suite import Suite
 
     ChatServer = VLLMServer | SimulatedServer
@@ -40,17 +36,11 @@ _LONGEST_PROMPT = 8192
 _PREDICTED = "x-ragorder-predicted-cached-tokens"
 
 
-def _layout(name: str) -> str:
-    if name not in LAYOUTS:
-        raise ValueError(unknown("layout", name, LAYOUTS))
-    return name
-
-
 class ConversationCell(SuiteCell):
     """`layout` is where the documents stand, `blocks` the size of the cache. With `tokenizer` the proxy has that of the
     served model, and estimates no lengths."""
 
-    layout: Annotated[str, AfterValidator(_layout)]
+    layout: Annotated[str, one_of("layout", LAYOUTS)]
     conversations: int = Field(15, ge=1)
     turns: int = Field(3, ge=1)
     blocks: int = Field(511, ge=1)
@@ -69,15 +59,12 @@ class Conversations(Experiment):
     record = ConversationRecord
     cell = ConversationCell
     policies: ClassVar[Any] = ("retrieval", "ragorder")
+    one_job = True
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._stack = ExitStack()
         self._running: tuple[int, ChatServer] | None = None
         self._model: Path | None = None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._stack.close()
 
     def obstacle(self, suite: Suite, cell: ConversationCell, policy: str) -> str | None:
         if self.options.engine not in ("sim", "openai") or self.options.base_url is not None:
@@ -85,9 +72,6 @@ class Conversations(Experiment):
         if cell.tokenizer and self.options.engine == "sim":
             return "the simulated server has no tokenizer: use --engine openai"
         return None
-
-    def together(self, suite: Suite, policies: Sequence[str]) -> list[tuple[str, ...]]:
-        return [tuple(policies)] if policies else []
 
     def requests(self, suite: Suite, cell: ConversationCell) -> int:
         asked = cell.conversations * cell.turns
@@ -118,7 +102,7 @@ class Conversations(Experiment):
 
     def _server(self, cell: ConversationCell, chats: Sequence[Sequence[ChatTurn]]) -> ChatServer:
         if self._running is None or self._running[0] != cell.blocks:
-            self._stack.close()
+            self.resources.close()
             self._running = None
             self._running = cell.blocks, self._start(cell.blocks, chats)
         return self._running[1]
@@ -129,16 +113,16 @@ class Conversations(Experiment):
 
             return SimulatedServer(blocks)
         if self.options.model is None:
-            folder = Path(self._stack.enter_context(TemporaryDirectory()))
+            folder = Path(self.resources.enter_context(TemporaryDirectory()))
             texts = [text for turns in chats for turn in turns for _, text in turn.documents]
             shape = {"layers": 2, "hidden_size": 256, "vocab_size": 4096, "max_position_embeddings": _LONGEST_PROMPT}
             self._model = make_model(folder / "model", texts=texts, **shape)
         else:
             self._model = self.options.model
-        return self._stack.enter_context(VLLMServer(self._model, blocks=blocks, max_model_len=_LONGEST_PROMPT))
+        return self.resources.enter_context(VLLMServer(self._model, blocks=blocks, max_model_len=_LONGEST_PROMPT))
 
     @classmethod
-    def report(cls, suite: SuiteInfo, results: Results) -> Part:
+    def report(cls, suite: Suite, results: Results) -> Part:
         from ragorder.eval.experiments.conversations.report import conversations_part
 
         return conversations_part(suite, results)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from ragorder.eval.data.corpora import Corpus, load_pydocs
 
-__all__ = ["LAYOUTS", "TEMPLATE", "ChatTurn", "Layout", "conversations"]
+__all__ = ["LAYOUTS", "TEMPLATE", "ChatLayout", "ChatTurn", "conversations"]
 
 _SYSTEM = {"role": "system", "content": "Answer the question from the documents."}
 TEMPLATE = '<document id="{id}">\n{text}\n</document>'
@@ -93,7 +93,7 @@ def _tagged(turns: Sequence[ChatTurn]) -> dict[str, Any]:
     return {"messages": [_SYSTEM], "ragorder": {"documents": documents, "query": turns[-1].question}}
 
 
-class Layout(NamedTuple):
+class ChatLayout(NamedTuple):
     """Request bodies in retrieval order and for the proxy, and the proxy's options."""
 
     retrieval: Body
@@ -102,15 +102,15 @@ class Layout(NamedTuple):
 
 
 LAYOUTS = {
-    "each turn": Layout(_each_turn, _each_turn),
-    "first turn only": Layout(_first_turn, _first_turn),
-    "system message replaced": Layout(_system, _system),
-    "last turn behind history": Layout(_last_turn, _last_turn),
-    "one turn": Layout(_one_turn, _one_turn),
-    "one turn tagged": Layout(_one_turn, _tagged),
-    "one turn in parts": Layout(_parts, _parts),
-    "one turn ids are ranks": Layout(_ranks, _ranks),
-    "the same --number-by-place": Layout(_ranks, _ranks, {"number_by_place": True}),
+    "each turn": ChatLayout(_each_turn, _each_turn),
+    "first turn only": ChatLayout(_first_turn, _first_turn),
+    "system message replaced": ChatLayout(_system, _system),
+    "last turn behind history": ChatLayout(_last_turn, _last_turn),
+    "one turn": ChatLayout(_one_turn, _one_turn),
+    "one turn tagged": ChatLayout(_one_turn, _tagged),
+    "one turn in parts": ChatLayout(_parts, _parts),
+    "one turn ids are ranks": ChatLayout(_ranks, _ranks),
+    "the same --number-by-place": ChatLayout(_ranks, _ranks, {"number_by_place": True}),
 }
 
 

@@ -8,15 +8,15 @@ from ragorder.eval.experiments.conversations.experiment import ConversationRecor
 from ragorder.eval.report.groups import group_runs
 from ragorder.eval.report.metrics import CACHED
 from ragorder.eval.report.part import Part
-from ragorder.eval.report.reading import Results
-from ragorder.eval.report.suites import SuiteInfo
 from ragorder.eval.report.tables import Entry, Table
 from ragorder.eval.report.words import figure
+from ragorder.eval.running.reading import Results
+from ragorder.eval.running.suite import Suite
 
 __all__ = ["conversations_part"]
 
 
-def conversations_part(suite: SuiteInfo, results: Results) -> Part:
+def conversations_part(suite: Suite, results: Results) -> Part:
     table = Table("Predicted by the proxy", ["", "prompt tokens", "cached, %", "predicted, %"])
     for group in group_runs(results.of(ConversationRecord, suite.name)):
         tokens = group.values("ragorder", "prompt_tokens").sum()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ragorder.eval.data.machine import load_average
@@ -15,8 +15,7 @@ from ragorder.eval.running.experiment import Experiment, Job, Line, Missing
 
 if TYPE_CHECKING:
     from ragorder.eval.report.part import Part
-    from ragorder.eval.report.reading import Results
-    from ragorder.eval.report.suites import SuiteInfo
+    from ragorder.eval.running.reading import Results
     from ragorder.eval.running.suite import Suite
 
 __all__ = ["Embedded"]
@@ -29,6 +28,7 @@ class Embedded(Experiment):
     kind = "embedded"
     record = EmbeddedRecord
     cell = EmbeddedCell
+    one_job = True
     unit = "prompts"
 
     def __init__(self, *arguments: Any) -> None:
@@ -52,12 +52,6 @@ class Embedded(Experiment):
 
     def missing(self, suite: Suite, cell: EmbeddedCell, policy: str, reason: str) -> Missing | None:
         return None if reason == _NOT_COMPARED else super().missing(suite, cell, policy, reason)
-
-    def together(self, suite: Suite, policies: Sequence[str]) -> Iterable[tuple[str, ...]]:
-        return [tuple(policies)] if policies else []
-
-    def requests(self, suite: Suite, cell: EmbeddedCell) -> int:
-        return min(cell.requests, self.options.limit or cell.requests)
 
     def steps(self, job: Job) -> int:
         cell: EmbeddedCell = job.cell
@@ -100,7 +94,7 @@ class Embedded(Experiment):
                 yield arm, 0, rows
 
     @classmethod
-    def report(cls, suite: SuiteInfo, results: Results) -> Part:
+    def report(cls, suite: Suite, results: Results) -> Part:
         from ragorder.eval.experiments.embedded.report import embedded_part
 
         return embedded_part(suite, results)

@@ -10,7 +10,7 @@ from itertools import accumulate
 from operator import attrgetter
 
 from ragorder.document import Document
-from ragorder.eval.data.trace import Request
+from ragorder.eval.data.trace import TraceRequest
 from ragorder.eval.engines.prompts import PromptIds
 
 __all__ = ["Layout", "RandomPrompts", "ask_again", "draw_prompt"]
@@ -64,10 +64,10 @@ class RandomPrompts:
 
     document_tokens = staticmethod(attrgetter("token_count"))
 
-    def suffix_tokens(self, request: Request) -> int:
+    def suffix_tokens(self, request: TraceRequest) -> int:
         return self.question_tokens
 
-    def token_ids(self, number: int, request: Request, documents: Sequence[Document]) -> PromptIds:
+    def token_ids(self, number: int, request: TraceRequest, documents: Sequence[Document]) -> PromptIds:
         parts = [self._part("system", self.prefix_tokens)]
         parts += [self._part(document.key, document.token_count) for document in documents]
         question = _draw(f"question {number}", self._vocabulary, self.question_tokens)

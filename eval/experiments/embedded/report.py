@@ -13,12 +13,12 @@ from ragorder.eval.experiments.embedded.shapes import ONE_THREAD
 from ragorder.eval.report.canvas import Picture, draw, style
 from ragorder.eval.report.groups import Group, group_runs
 from ragorder.eval.report.part import Part
-from ragorder.eval.report.reading import Results
 from ragorder.eval.report.statistics import StatisticsError
-from ragorder.eval.report.suites import SuiteInfo
 from ragorder.eval.report.tables import Entry, Table
 from ragorder.eval.report.words import figure
 from ragorder.eval.running.measures import percentile
+from ragorder.eval.running.reading import Results
+from ragorder.eval.running.suite import Suite
 
 __all__ = ["embedded_part"]
 
@@ -32,7 +32,7 @@ _TITLES = {
 _CLOCKS = {"wall_ms": "wall ms", "cpu_ms": "CPU ms"}
 
 
-def embedded_part(suite: SuiteInfo, results: Results) -> Part:
+def embedded_part(suite: Suite, results: Results) -> Part:
     groups = group_runs(results.of(EmbeddedRecord, suite.name))
     return Part(
         [_serving(each) if _cell(each).measure == "serving" else _prefill(each) for each in groups],

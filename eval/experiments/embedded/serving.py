@@ -11,9 +11,9 @@ from contextlib import closing
 from typing import Any
 
 from ragorder.document import Document
-from ragorder.eval.data.trace import Request, Trace, trace_of_workload
+from ragorder.eval.data.trace import Trace, TraceRequest, trace_of_workload
 from ragorder.eval.data.workloads import make_workload
-from ragorder.eval.engines.base import Completion
+from ragorder.eval.engines.base import EngineCompletion
 from ragorder.eval.engines.torch import TorchEngine, TorchModel
 from ragorder.eval.experiments.embedded.cells import CacheSetup, EmbeddedCell
 from ragorder.eval.experiments.embedded.clocks import timed
@@ -36,7 +36,7 @@ def draw_trace(name: str, seed: int, requests: int, top_k: int | None) -> Trace:
     stream = skewed_stream(name, seed, top_k=top_k or 2, requests=requests)
     documents = {number: Document(f"d{number}", tokens=tokens) for number, tokens in enumerate(stream.tokens)}
     drawn = [
-        Request(f"What about {number}?", [documents[each] for each in chosen])
+        TraceRequest(f"What about {number}?", [documents[each] for each in chosen])
         for number, chosen in enumerate(stream.requests)
     ]
     return Trace(name, drawn, sum(stream.tokens))
@@ -105,7 +105,7 @@ class _ClockedEngine(TorchEngine):
         self.wall_ms: list[float] = []
         self.cpu_ms: list[float] = []
 
-    def generate(self, token_ids: Sequence[int]) -> Completion:
+    def generate(self, token_ids: Sequence[int]) -> EngineCompletion:
         completion, wall_ms, cpu_ms = timed(lambda: super(_ClockedEngine, self).generate(token_ids))
         self.wall_ms.append(wall_ms)
         self.cpu_ms.append(cpu_ms)

@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any
 
 from ragorder.adapters.openai.pipelined import OrderedPrompts, PromptRequest
-from ragorder.eval.data.trace import Request
+from ragorder.eval.data.trace import TraceRequest
 from ragorder.eval.experiments.pipelining.modes import ask, in_turn, make_pipeline
 from ragorder.eval.experiments.pipelining.search import played
 from ragorder.eval.experiments.pipelining.server import MeasuredServer
@@ -26,7 +26,7 @@ _CALIBRATING = 5
 async def measure_cold(
     server: MeasuredServer,
     builder: PromptBuilder,
-    requests: Sequence[Request],
+    requests: Sequence[TraceRequest],
     retrieval_s: float,
     advance: Callable[[], None],
 ) -> dict[str, dict[str, list[Any]]]:

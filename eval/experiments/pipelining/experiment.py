@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from ragorder.eval.data.cache import cache_folder
 from ragorder.eval.data.corpora import Corpus
 from ragorder.eval.data.machine import load_average
-from ragorder.eval.data.trace import Request
+from ragorder.eval.data.trace import TraceRequest
 from ragorder.eval.engines.prompts import SYSTEM_PROMPT
 from ragorder.eval.experiments.pipelining.cells import PIPELINE_POLICIES, PipeliningCell
 from ragorder.eval.experiments.pipelining.record import PipeliningRecord
@@ -102,7 +102,7 @@ async def _measure(
     cell: PipeliningCell,
     facts: ServerFacts,
     corpus: Corpus,
-    requests: Sequence[tuple[int, Request]],
+    requests: Sequence[tuple[int, TraceRequest]],
     advance: Callable[[], None],
 ) -> dict[str, Any]:
     from ragorder.eval.experiments.pipelining.cold import measure_cold, time_system
@@ -127,7 +127,7 @@ async def _search(
     server: MeasuredServer,
     builder: Any,
     corpus: Corpus,
-    requests: Sequence[tuple[int, Request]],
+    requests: Sequence[tuple[int, TraceRequest]],
     advance: Callable[[], None],
 ) -> dict[str, Any]:
     from ragorder.eval.experiments.pipelining.search import embed, paced, plan_search, real_retrieval
@@ -159,14 +159,14 @@ async def _search(
     return {"shares": [round(share, 4) for share in plan.shares], "rows": rows}
 
 
-def _requests(cell: PipeliningCell, corpus: Corpus, seed: int, count: int) -> list[tuple[int, Request]]:
+def _requests(cell: PipeliningCell, corpus: Corpus, seed: int, count: int) -> list[tuple[int, TraceRequest]]:
     """Consecutive questions of the corpus with their numbers, from a random one on: neighbours share documents."""
     start = random.Random(seed).randrange(len(corpus.questions))
     numbers = [(start + each) % len(corpus.questions) for each in range(count)]
     return [
         (
             number,
-            Request(
+            TraceRequest(
                 corpus.questions[number].text, [corpus.documents[d] for d in corpus.rankings[number][: cell.top_k]]
             ),
         )

@@ -19,7 +19,7 @@ from statistics import median
 from ragorder.adapters.http_client import Server, ServerError
 from ragorder.adapters.vllm.cache_config import cache_config
 from ragorder.eval.data.machine import describe_environment
-from ragorder.eval.engines.base import Completion, EngineError, RequestError
+from ragorder.eval.engines.base import EngineCompletion, EngineError, RequestError
 from ragorder.eval.engines.models import longest_prompt, random_model
 from ragorder.eval.engines.openai import OpenAIEngine, find_model
 from ragorder.eval.engines.server import VLLMServer
@@ -225,7 +225,7 @@ class _Requests:
             del self._prefixes[cell]
         raise EngineError(problem)
 
-    async def _ask(self, cell: Cell) -> Completion:
+    async def _ask(self, cell: Cell) -> EngineCompletion:
         """Raises RequestError."""
         cached, new = cell
         salt, prefix = self._prefixes.setdefault(cell, (secrets.token_hex(16), self.token_ids(cached)))

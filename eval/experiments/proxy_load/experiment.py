@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
@@ -19,8 +17,7 @@ from ragorder.eval.running.record import Record, as_column
 
 if TYPE_CHECKING:
     from ragorder.eval.report.part import Part
-    from ragorder.eval.report.reading import Results
-    from ragorder.eval.report.suites import SuiteInfo
+    from ragorder.eval.running.reading import Results
     from ragorder.eval.running.suite import Suite
 
 __all__ = ["ProxyLoad", "ProxyLoadCell", "ProxyLoadRecord"]
@@ -60,22 +57,16 @@ class ProxyLoad(Experiment):
     record = ProxyLoadRecord
     cell = ProxyLoadCell
     policies: ClassVar[Any] = ("direct", "proxied")
+    one_job = True
     unit = "sides"
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._stack = ExitStack()
         self._ports: tuple[int, int] | None = None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._stack.close()
 
     def asked(self, suite: Suite) -> Sequence[str]:
         """Both sides: they are compared pair by pair."""
         return suite.policies
-
-    def together(self, suite: Suite, policies: Sequence[str]) -> list[tuple[str, ...]]:
-        return [tuple(policies)] if policies else []
 
     def requests(self, suite: Suite, cell: ProxyLoadCell) -> int:
         asked = round(cell.rate * cell.seconds)
@@ -88,7 +79,7 @@ class ProxyLoad(Experiment):
         cell: ProxyLoadCell = job.cell
         if self._ports is None:
             allow_many_connections()
-            self._ports = self._stack.enter_context(servers())
+            self._ports = self.resources.enter_context(servers())
         load = load_average()
         seconds = job.requests / cell.rate
         pairs = asyncio.run(measure_latency(*self._ports, cell.rate, seconds, job.seed)) if seconds else []
@@ -113,7 +104,7 @@ class ProxyLoad(Experiment):
             advance()
 
     @classmethod
-    def report(cls, suite: SuiteInfo, results: Results) -> Part:
+    def report(cls, suite: Suite, results: Results) -> Part:
         from ragorder.eval.experiments.proxy_load.report import proxy_load_part
 
         return proxy_load_part(suite, results)

@@ -44,7 +44,7 @@ async def measure_latency(
     Returns for each pair whether it was tagged, and the latencies in ms of server and proxy.
     """
     rng = random.Random(seed)
-    clients = _ConnectionPool(upstream), _ConnectionPool(proxy)
+    clients = _Connections(upstream), _Connections(proxy)
     sent = []
     start = time.perf_counter() + 0.1
     for number in range(max(2, round(rate * seconds))):
@@ -79,7 +79,7 @@ async def post(port: int, body: bytes) -> bytes:
         connection.close()
 
 
-class _ConnectionPool:
+class _Connections:
     def __init__(self, port: int) -> None:
         self._port = port
         self._free: list[_Connection] = []

@@ -10,11 +10,11 @@ import numpy as np
 from ragorder.eval.experiments.proxy_load.experiment import ProxyLoadRecord
 from ragorder.eval.report.canvas import Picture, draw, label_ends, style
 from ragorder.eval.report.part import Part
-from ragorder.eval.report.reading import Results
-from ragorder.eval.report.suites import SuiteInfo
 from ragorder.eval.report.tables import Table
 from ragorder.eval.report.words import cell_words, figure
+from ragorder.eval.running.reading import Results
 from ragorder.eval.running.record import key_of
+from ragorder.eval.running.suite import Suite
 
 __all__ = ["proxy_load_part"]
 
@@ -24,7 +24,7 @@ _NOTE = (
 )
 
 
-def proxy_load_part(suite: SuiteInfo, results: Results) -> Part:
+def proxy_load_part(suite: Suite, results: Results) -> Part:
     cells: dict[object, dict[str, dict[int, ProxyLoadRecord]]] = {}
     for record in results.of(ProxyLoadRecord, suite.name):
         sides = cells.setdefault(key_of(record.cell), {"direct": {}, "proxied": {}})

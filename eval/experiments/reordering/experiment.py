@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
-from types import TracebackType
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
 from ragorder.eval.data.arrivals import poisson_arrivals
 from ragorder.eval.data.machine import load_average
-from ragorder.eval.data.names import unknown
 from ragorder.eval.data.trace import Trace, trace_of_workload
 from ragorder.eval.data.workloads import WORKLOADS, make_workload
 from ragorder.eval.experiments.reordering.queueing import (
@@ -21,24 +18,17 @@ from ragorder.eval.experiments.reordering.queueing import (
     SimulatedQueues,
     own_server,
 )
-from ragorder.eval.running.cells import SuiteCell
+from ragorder.eval.running.cells import SuiteCell, one_of
 from ragorder.eval.running.experiment import Experiment, Job, Line
 from ragorder.eval.running.load import ServiceTimes
 from ragorder.eval.running.record import RunRecord
 
 if TYPE_CHECKING:
     from ragorder.eval.report.part import Part
-    from ragorder.eval.report.reading import Results
-    from ragorder.eval.report.suites import SuiteInfo
+    from ragorder.eval.running.reading import Results
     from ragorder.eval.running.suite import Suite
 
 __all__ = ["Reordering", "ReorderingCell", "ReorderingRecord"]
-
-
-def _workload(name: str) -> str:
-    if name not in WORKLOADS:
-        raise ValueError(unknown("workload", name, WORKLOADS))
-    return name
 
 
 def _capacity(value: object) -> object:
@@ -52,7 +42,7 @@ class ReorderingCell(SuiteCell):
     the reordered queues'. `prefill_rate`, in tokens/s, is the simulated engine's.
     """
 
-    workload: Annotated[str, BeforeValidator(_workload)]
+    workload: Annotated[str, one_of("workload", WORKLOADS)]
     capacity_tokens: Annotated[Annotated[int, Field(ge=1)] | None, BeforeValidator(_capacity)] = 16_000
     load: float = Field(gt=0)
     requests: int = Field(600, ge=1)
@@ -73,16 +63,13 @@ class Reordering(Experiment):
     record = ReorderingRecord
     cell = ReorderingCell
     policies: ClassVar[Any] = DISCIPLINES
+    one_job = True
     unit = "queues"
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._stack = ExitStack()
         self._live: tuple[object, LiveQueues] | None = None
         self._rates: dict[object, float] = {}
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._stack.close()
 
     def obstacle(self, suite: Suite, cell: ReorderingCell, policy: str) -> str | None:
         if self.options.engine not in ("sim", "openai"):
@@ -90,12 +77,6 @@ class Reordering(Experiment):
         if self.options.base_url is not None and len({each.capacity_tokens for each in suite.cells}) > 1:
             return "a running server has one cache size: leave out --base-url, or --set capacity_tokens=unlimited"
         return None
-
-    def together(self, suite: Suite, policies: Sequence[str]) -> list[tuple[str, ...]]:
-        return [tuple(policies)] if policies else []
-
-    def requests(self, suite: Suite, cell: ReorderingCell) -> int:
-        return min(cell.requests, self.options.limit or cell.requests)
 
     def steps(self, job: Job) -> int:
         return len(job.policies)
@@ -141,14 +122,14 @@ class Reordering(Experiment):
             return SimulatedQueues(cell.capacity_tokens, *shape, ServiceTimes(cell.prefill_rate))
         key = (None if options.base_url else cell.capacity_tokens, *shape)
         if self._live is None or self._live[0] != key:
-            self._stack.close()
+            self.resources.close()
             self._live = None
-            url = options.base_url or self._stack.enter_context(own_server(options.model, key[0])).base_url
+            url = options.base_url or self.resources.enter_context(own_server(options.model, key[0])).base_url
             self._live = key, LiveQueues(url, *shape, options)
         return self._live[1]
 
     @classmethod
-    def report(cls, suite: SuiteInfo, results: Results) -> Part:
+    def report(cls, suite: Suite, results: Results) -> Part:
         from ragorder.eval.experiments.reordering.report import reordering_part
 
         return reordering_part(suite, results)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ragorder.document import Document
 from ragorder.eval.data.trace import Trace
-from ragorder.eval.engines.base import Cache, Completion, EngineError
+from ragorder.eval.engines.base import Cache, EngineCompletion, EngineError
 from ragorder.eval.engines.openai import OpenAIEngine, find_model
 from ragorder.eval.engines.prompts import NumberedPrompts, Prompts
 from ragorder.eval.engines.server import VLLMServer
@@ -63,7 +63,7 @@ class QueueOutcome:
         self.total_s = 0.0
         self.largest_overtaking = 0
 
-    def served(self, number: int, completion: Completion, ttft_s: float) -> None:
+    def served(self, number: int, completion: EngineCompletion, ttft_s: float) -> None:
         self.ttft_s[number] = ttft_s
         self.prompt_tokens[number] = completion.prompt_tokens
         self.cached_tokens[number] = completion.cached_tokens
@@ -127,7 +127,7 @@ class SimulatedQueues:
         queue = _Queue(trace, discipline, engine, prompts)
         outcome = QueueOutcome(len(at_s))
         clock = prefill_ends = 0.0
-        running: list[tuple[float, int, int, Ordering[Document], Completion]] = []
+        running: list[tuple[float, int, int, Ordering[Document], EngineCompletion]] = []
         sent: deque[tuple[int, Ordering[Document]]] = deque()
         arrived = 0
         while arrived < len(at_s) or running:

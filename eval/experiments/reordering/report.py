@@ -8,10 +8,10 @@ from ragorder.eval.experiments.reordering.experiment import ReorderingRecord
 from ragorder.eval.report.groups import Group, group_runs
 from ragorder.eval.report.metrics import TTFT_MEAN
 from ragorder.eval.report.part import Part
-from ragorder.eval.report.reading import Results
-from ragorder.eval.report.suites import SuiteInfo
 from ragorder.eval.report.tables import Entry, Table
 from ragorder.eval.report.words import figure
+from ragorder.eval.running.reading import Results
+from ragorder.eval.running.suite import Suite
 
 __all__ = ["reordering_part"]
 
@@ -22,7 +22,7 @@ _NOTE = (
 )
 
 
-def reordering_part(suite: SuiteInfo, results: Results) -> Part:
+def reordering_part(suite: Suite, results: Results) -> Part:
     groups = group_runs(results.of(ReorderingRecord, suite.name))
     policies = list(dict.fromkeys(policy for group in groups for policy in group.policies if policy != _BASELINE))
     table = Table("Mean TTFT, times shorter", ["", *policies], note=_NOTE)

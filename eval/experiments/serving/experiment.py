@@ -29,6 +29,7 @@ class Serving(Experiment):
     kind = "serve"
     record = RunRecord
     cell = ServingCell
+    one_job = True
     policies: ClassVar[Any] = POLICIES
     planned = True
 
@@ -73,7 +74,7 @@ class Serving(Experiment):
     def together(self, suite: Suite, policies: Sequence[str]) -> Iterable[tuple[str, ...]]:
         """All policies take turns. The baseline is not measured alone if other policies were asked for."""
         alone = list(policies) == [suite.baseline] and len(self.asked(suite)) > 1
-        return [] if alone or not policies else [tuple(policies)]
+        return [] if alone else super().together(suite, policies)
 
     def seeds(self, cell: ServingCell) -> Sequence[int]:
         return super().seeds(cell) if self.options.engine == "sim" else self.options.seeds

@@ -1,1 +1,1 @@
-"""Staged searches against plain ones."""
+"""Searches in stages against plain ones: suite staged-search."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -33,6 +33,7 @@ class Tiering(Experiment):
     kind = "tiering"
     record = TieringRecord
     cell = TieringCell
+    one_job = True
     policies: ClassVar[Any] = ARMS
 
     _drawn: _PromptStreams | None = None
@@ -53,9 +54,6 @@ class Tiering(Experiment):
     def missing(self, suite: Suite, cell: TieringCell, policy: str, reason: str) -> Missing | None:
         named = {} if self._no_engine() else cell.fields
         return Missing(suite.name, named, policy, reason) if policy == ARMS[1] else None
-
-    def together(self, suite: Suite, policies: Sequence[str]) -> Iterable[tuple[str, ...]]:
-        return [tuple(policies)] if policies else []
 
     def steps(self, job: Job) -> int:
         return len(ARMS) * job.requests

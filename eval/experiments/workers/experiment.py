@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from itertools import accumulate
 from time import perf_counter
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -18,7 +17,7 @@ from ragorder import Orderer, PromptBuilder
 from ragorder.eval.data.cache import cache_folder
 from ragorder.eval.data.corpora import load_pydocs
 from ragorder.eval.data.machine import load_average
-from ragorder.eval.data.trace import Request
+from ragorder.eval.data.trace import TraceRequest
 from ragorder.eval.engines.models import load_tokenizer
 from ragorder.eval.engines.prompts import SYSTEM_PROMPT
 from ragorder.eval.engines.server import VLLMServer
@@ -30,7 +29,7 @@ from ragorder.eval.running.record import RunRecord
 if TYPE_CHECKING:
     from ragorder.eval.running.suite import Suite
 
-__all__ = ["Workers", "WorkersCell", "WorkersRecord", "questions_by_topic"]
+__all__ = ["SeveralOrderers", "WorkersCell", "WorkersRecord", "questions_by_topic"]
 
 _TOPICS = 25
 _BLOCKS = 511
@@ -69,19 +68,16 @@ class _TimedOrderer(Orderer):
         return ordering
 
 
-class Workers(Experiment):
+class SeveralOrderers(Experiment):
     kind = "workers"
     record = WorkersRecord
     cell = WorkersCell
     policies: ClassVar[Any] = ("retrieval", "mirror", "events")
+    one_job = True
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._stack = ExitStack()
         self._running: tuple[VLLMServer, PromptBuilder] | None = None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._stack.close()
 
     def obstacle(self, suite: Suite, cell: WorkersCell, policy: str) -> str | None:
         if self.options.engine != "openai" or self.options.base_url is not None:
@@ -92,9 +88,6 @@ class Workers(Experiment):
 
     def missing(self, suite: Suite, cell: WorkersCell, policy: str, reason: str) -> Missing | None:
         return None if reason == _MEASURED_ONCE else super().missing(suite, cell, policy, reason)
-
-    def together(self, suite: Suite, policies: Sequence[str]) -> list[tuple[str, ...]]:
-        return [tuple(policies)] if policies else []
 
     def requests(self, suite: Suite, cell: WorkersCell) -> int:
         return min(cell.questions, self.options.limit or cell.questions)
@@ -136,18 +129,18 @@ class Workers(Experiment):
                 texts = [document.text for document in load_pydocs(cache=cache_folder()).documents]
                 model = make_model(cache_folder() / "random-2x256", texts=texts, layers=2, hidden_size=256)
             builder = PromptBuilder(SYSTEM_PROMPT, tokenizer=load_tokenizer(model))
-            server = self._stack.enter_context(VLLMServer(model, blocks=_BLOCKS, max_model_len=8192))
+            server = self.resources.enter_context(VLLMServer(model, blocks=_BLOCKS, max_model_len=8192))
             self._running = server, builder
         return self._running
 
 
-def questions_by_topic(count: int, seed: int, top_k: int) -> list[Request]:
+def questions_by_topic(count: int, seed: int, top_k: int) -> list[TraceRequest]:
     """Questions about the standard library on 25 topics, some of them far more popular (1/rank)."""
     corpus = load_pydocs(cache=cache_folder())
     topics = defaultdict(list)
     for question, ranking in zip(corpus.questions, corpus.rankings, strict=True):
         documents = [corpus.documents[place] for place in ranking[:top_k]]
-        topics[question.id.partition("/")[0]].append(Request(question.text, documents))
+        topics[question.id.partition("/")[0]].append(TraceRequest(question.text, documents))
     rng = random.Random(seed)
     asked = rng.sample(sorted(topics), _TOPICS)
     popularity = list(accumulate(1 / rank for rank in range(1, _TOPICS + 1)))
@@ -168,7 +161,7 @@ def _serve(
     orderers: Sequence[_TimedOrderer],
     server: VLLMServer,
     builder: PromptBuilder,
-    requests: Sequence[Request],
+    requests: Sequence[TraceRequest],
     advance: Callable[[], None],
 ) -> dict[str, list[Any]]:
     """The columns of a run."""

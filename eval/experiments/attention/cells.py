@@ -1,0 +1,48 @@
+"""A cell of a suite about the attention kernel: the shape of one problem."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field
+
+from ragorder.eval.running.cells import SuiteCell
+
+__all__ = ["TOLERANCE", "AttentionCell"]
+
+TOLERANCE = {"fp32": 1e-5, "fp16": 2e-3, "bf16": 1.6e-2}
+"""The greatest error of a number, above 1 relative to it."""
+
+
+def _heads(value: str) -> str:
+    found = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", value)
+    if found is None or int(found[1]) % int(found[2]):
+        raise ValueError(f"{value!r}: give query heads and KV heads such as 32/8")
+    return value
+
+
+class AttentionCell(SuiteCell):
+    """What one cell may say: `batch` requests, each of `query` new tokens behind `context` cached ones; `heads` are
+    query heads and KV heads ("32/8"). Without `timed` results are checked, which needs no GPU."""
+
+    batch: int = Field(1, ge=1)
+    query: int = Field(ge=1)
+    context: int = Field(0, ge=0)
+    heads: Annotated[str, AfterValidator(_heads)] = "32/8"
+    head_dim: int = Field(128, ge=1)
+    dtype: Literal["fp16", "bf16", "fp32"] = "bf16"
+    block_size: int = Field(16, ge=1, le=1024)
+    repeats: int = Field(50, ge=30)
+    timed: bool = True
+
+    @property
+    def varies_with_seed(self) -> bool:
+        return False
+
+    @property
+    def shape(self) -> dict[str, Any]:
+        """Fields of `AttentionShape`."""
+        heads, kv_heads = map(int, self.heads.split("/"))
+        names = ("batch", "query", "context", "head_dim", "dtype", "block_size")
+        return {**{name: getattr(self, name) for name in names}, "heads": heads, "kv_heads": kv_heads}

@@ -1,0 +1,100 @@
+"""The attention kernel against other implementations: the suites of kind "attention"."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from ragorder.eval.engines.base import EngineError
+from ragorder.eval.engines.torch import need_torch
+from ragorder.eval.experiments.attention.cells import TOLERANCE, AttentionCell
+from ragorder.eval.experiments.attention.record import AttentionRecord
+from ragorder.eval.running.experiment import Experiment, Job, Line, Missing
+
+if TYPE_CHECKING:
+    from ragorder.eval.report.part import Part
+    from ragorder.eval.running.reading import Results
+    from ragorder.eval.running.suite import Suite
+
+__all__ = ["Attention"]
+
+_NO_GPU = "times need a GPU, and there is none here: attention-check checks results without one"
+
+
+class Attention(Experiment):
+    kind = "attention"
+    record = AttentionRecord
+    cell = AttentionCell
+    policies: ClassVar[Any] = (
+        "triton",
+        "triton unsplit",
+        "torch",
+        "flash",
+        "flash + gather",
+        "cudnn",
+        "flex",
+        "flex + mask",
+    )
+    unit = "shapes"
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._checked = self._wrong = 0
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        super().__exit__(kind, error, at)
+        if error is None and self._wrong:
+            raise EngineError(f"{self._wrong} of {self._checked} results are wrong: see the report")
+
+    def obstacle(self, suite: Suite, cell: AttentionCell, policy: str) -> str | None:
+        try:
+            need_torch()
+        except ImportError as error:
+            return str(error)
+        import torch
+
+        return _NO_GPU if cell.timed and not torch.cuda.is_available() else None
+
+    def missing(self, suite: Suite, cell: AttentionCell, policy: str, reason: str) -> Missing | None:
+        return Missing(suite.name, {}, policy, reason)
+
+    def together(self, suite: Suite, policies: Sequence[str]) -> Iterable[tuple[str, ...]]:
+        return [tuple(policies)] if policies else []
+
+    def steps(self, job: Job) -> int:
+        return 1
+
+    def measure(self, job: Job, advance: Callable[[], None]) -> Iterator[Line | Missing]:
+        import torch
+
+        from ragorder.eval.experiments.attention.contenders import MissingError
+        from ragorder.eval.experiments.attention.measuring import measure, splits_of
+        from ragorder.eval.experiments.attention.shapes import AttentionShape
+
+        cell: AttentionCell = job.cell
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        shape = AttentionShape(**cell.shape)
+        engine = {
+            "name": "attention",
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU",
+        }
+        facts = {"flops": shape.flops, "bytes": shape.bytes, "splits": splits_of(shape, device)}
+        repeats = cell.repeats if cell.timed else 0
+        for name, found in measure(shape, job.policies, device=device, repeats=repeats, seed=job.seed):
+            if isinstance(found, MissingError):
+                yield Missing(job.suite.name, {}, name, str(found))
+                continue
+            error, ms = found
+            self._checked += 1
+            self._wrong += error > TOLERANCE[cell.dtype]
+            yield {"policy": name, "engine": engine, "facts": {**facts, "error": error}, "rows": {"ms": ms}}
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        advance()
+
+    @classmethod
+    def report(cls, suite: Suite, results: Results) -> Part:
+        from ragorder.eval.experiments.attention.report import attention_part
+
+        return attention_part(suite, results)

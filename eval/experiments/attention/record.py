@@ -1,0 +1,46 @@
+"""The record of the attention kernel."""
+
+from __future__ import annotations
+
+from statistics import median
+from typing import Any, ClassVar, Literal, Self
+
+from pydantic import model_validator
+
+from ragorder.eval.experiments.attention.cells import TOLERANCE, AttentionCell
+from ragorder.eval.running.record import Record
+
+__all__ = ["AttentionRecord"]
+
+
+class AttentionRecord(Record):
+    """One contender on one problem. `facts`: its error against the reference, the FLOPs that the mask leaves, the bytes
+    that must be moved, the splits of the keys. Column `ms` has its times: none without a GPU, or of a wrong result."""
+
+    called: ClassVar[str] = "a measurement of attention"
+    is_run: ClassVar[bool] = False
+
+    type: Literal["attention"] = "attention"
+    cell: dict[str, Any]
+    facts: dict[str, Any]
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        if not (
+            isinstance(self.rows.get("ms"), list) and self.setting and self.facts.keys() >= {"error", "flops", "bytes"}
+        ):
+            raise ValueError("facts or times are missing")
+        return self
+
+    @property
+    def setting(self) -> AttentionCell:
+        """The cell with its defaults."""
+        return AttentionCell.model_validate(self.cell)
+
+    @property
+    def right(self) -> bool:
+        return float(self.facts["error"]) <= TOLERANCE[self.setting.dtype]
+
+    @property
+    def median_ms(self) -> float | None:
+        return median(self.rows["ms"]) if self.rows["ms"] else None
