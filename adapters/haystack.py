@@ -1,4 +1,4 @@
-"""Haystack: a ranker that orders documents for the engine's prefix cache."""
+"""Haystack: a ranker in cache order."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class CacheOrderRanker:
         return self._reorder.orderer
 
     def to_dict(self) -> dict[str, Any]:
-        """The ranker's parameters. Raises haystack's SerializationError for functions without a name."""
+        """Raises haystack's SerializationError for functions without a name."""
         functions = {name: getattr(self._reorder, name) for name in _FUNCTIONS}
         return default_to_dict(
             self,

@@ -1,4 +1,4 @@
-"""The step of a chain that orders documents."""
+"""Step of a chain that orders documents."""
 
 from __future__ import annotations
 

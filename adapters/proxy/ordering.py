@@ -10,7 +10,7 @@ from operator import add
 from ragorder.adapters.http_server.headers import Headers
 from ragorder.adapters.proxy.parsing import ParsedBody
 from ragorder.adapters.proxy.schema import PERMUTATION, PREDICTED
-from ragorder.adapters.proxy.usage import AnswerReader, reader_for
+from ragorder.adapters.proxy.usage import StreamReader, WholeReader, reader_for
 from ragorder.adapters.request_facts import add_facts
 from ragorder.adapters.usage import AnswerLength
 from ragorder.document import Document
@@ -38,7 +38,7 @@ class OrderedRequest:
         self._ordering: Ordering[Document] | None = ordering
         self._choices = choices
         self._answer_length = answer_length
-        self._reader: AnswerReader | None = None
+        self._reader: WholeReader | StreamReader | None = None
 
     def take_body(self) -> bytes:
         """Once: the body is not kept while the answer comes."""

@@ -38,13 +38,14 @@ _MISSING = re.compile(r"Object missing required field `(\w+)`")
 # A client may make up a name that looks like a place: only our own are believed.
 _PLACE = re.compile(r" - at `\$((?:\.(?:documents|query|scope|id|text|title|tokens)|\[\d+\])*)`$")
 
-_LENGTH = "Its length in the prompt, header included, in tokens of the model; estimated if it is absent. A proxy with "
-_LENGTH += "the model's tokenizer counts by itself."
+_LENGTH = (
+    "Its length in the prompt, header included, in tokens of the model; estimated if it is absent. A proxy with the "
+    "model's tokenizer counts by itself."
+)
 _TENANT = (
     "The tenant: requests of different scopes share nothing in the cache. It is sent as the body's `cache_salt`; if "
+    "the body has one as well, they must be equal."
 )
-_TENANT += "the body has one as well, they must be equal."
-
 
 _REFERENCE = "#/components/schemas/"
 _HEADERS = {

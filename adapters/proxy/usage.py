@@ -1,36 +1,24 @@
-"""Usage of an answer, read from its bytes as they pass."""
+"""Usage of an answer, read from its bytes as they pass.
+
+Readers never raise. `served`: the prompt has been computed; `done`: the answer says that nothing follows.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
-
-import msgspec
+from typing import Any
 
 from ragorder.adapters.http_server.headers import Headers, header
+from ragorder.adapters.proxy.body import decode
 from ragorder.adapters.usage import ReportedUsage, answers_something, member, read_usage
 
-__all__ = ["AnswerReader", "reader_for"]
+__all__ = ["StreamReader", "WholeReader", "reader_for"]
 
 _MAX_ANSWER = 1 << 22
 _MAX_LINE = 1 << 20
 
 
-class AnswerReader(Protocol):
-    """Never raises. `served`: the prompt has been computed; `done`: the answer says that nothing follows."""
-
-    @property
-    def served(self) -> bool: ...
-
-    @property
-    def done(self) -> bool: ...
-
-    def feed(self, chunk: bytes) -> None: ...
-
-    def usage(self) -> ReportedUsage: ...
-
-
-def reader_for(headers: Headers) -> AnswerReader:
+def reader_for(headers: Headers) -> WholeReader | StreamReader:
     if (header(headers, b"content-encoding") or b"identity").lower() != b"identity":
         return WholeReader(limit=0)
     media_type = (header(headers, b"content-type") or b"").partition(b";")[0]
@@ -56,7 +44,7 @@ class WholeReader:
             self._chunks.clear()
 
     def usage(self) -> ReportedUsage:
-        return read_usage(member(_decode(b"".join(self._chunks)), "usage"))
+        return read_usage(member(decode(b"".join(self._chunks), object), "usage"))
 
 
 class StreamReader:
@@ -95,17 +83,10 @@ class StreamReader:
         self.done = self.done or line.rstrip() == b"data: [DONE]"
         if not line.startswith(b"data:") or (self.served and b'"usage"' not in line):
             return
-        event = _decode(line[5:])
+        event = decode(line[5:], object)
         self.served = self.served or _has_token(event)
         if isinstance(event, Mapping) and isinstance(event.get("usage"), Mapping):
             self._usage = read_usage(event["usage"])
-
-
-def _decode(content: bytes) -> Any:
-    try:
-        return msgspec.json.decode(content)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return None
 
 
 def _has_token(event: Any) -> bool:

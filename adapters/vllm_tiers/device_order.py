@@ -8,37 +8,22 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue
 
 from ragorder.kernels.policies import Tier
 from ragorder.trie.tree import Key
 
-__all__ = ["DeviceOrder", "QueueWatcher", "WatchedQueue"]
+__all__ = ["DeviceOrder", "WatchedQueue"]
 
 _logger = logging.getLogger("ragorder")
 
 
-class QueueWatcher(Protocol):
-    """Receives all changes of a queue. The methods must not raise."""
-
-    def leaving(self, count: int) -> None:
-        """`count` blocks are about to be taken from the front."""
-
-    def left(self, blocks: Sequence[Any]) -> None: ...
-
-    def hit(self, block: Any) -> None:
-        """The content of this block was found."""
-
-    def returned(self, blocks: Sequence[Any]) -> None:
-        """These blocks are free again."""
-
-
 class WatchedQueue(FreeKVCacheBlockQueue):  # type: ignore[misc]
-    """vLLM's free queue with a watcher: every block that is taken or freed passes it."""
+    """vLLM's free queue with a watcher: every block that is taken or freed passes it. The watcher must not raise."""
 
-    def __init__(self, blocks: list[Any], watcher: QueueWatcher) -> None:
+    def __init__(self, blocks: list[Any], watcher: DeviceOrder) -> None:
         super().__init__(blocks)
         self._watcher = watcher
 
@@ -119,12 +104,14 @@ class DeviceOrder:
         self._safely(self._use, block_ids, cached_tokens, cost, documents_end)
 
     def leaving(self, count: int) -> None:
+        """`count` blocks are about to be taken from the front."""
         self._safely(self._make_room, count)
 
     def left(self, blocks: Sequence[Any]) -> None:
         self._safely(self._overwritten, blocks)
 
     def hit(self, block: Any) -> None:
+        """The content of this block was found."""
         self._safely(self._pin, block)
 
     def returned(self, blocks: Sequence[Any]) -> None:

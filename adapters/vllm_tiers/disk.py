@@ -27,7 +27,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 from ragorder.adapters.vllm_tiers.disk_identity import disk_identity
 from ragorder.adapters.vllm_tiers.disk_jobs import ChunkJob, JobThreads
 from ragorder.adapters.vllm_tiers.metrics import TierCounts, metric_definitions
-from ragorder.adapters.vllm_tiers.paths import path_of
+from ragorder.adapters.vllm_tiers.request_state import path_of, state_of
 from ragorder.adapters.vllm_tiers.weights import UnknownWeightsError
 from ragorder.kernels.store import ChunkStore, StoreRefusedError
 
@@ -127,7 +127,7 @@ class DiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typed
         last, cost = len(path.keys) if path.last is None else path.last, path.cost
         used = {key for key in transfer.keys if path.places.get(key, last) < last}
         protected = frozenset(path.keys)
-        _written(request).update(key for key in transfer.keys if key not in store)
+        state_of(request, _Written, _Written).update(key for key in transfer.keys if key not in store)
 
         def write(step: int) -> bool:
             key = transfer.keys[step]
@@ -192,7 +192,7 @@ class DiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typed
         if store is None:
             return
         path = path_of(req_context)
-        written = _written(req_context)
+        written = state_of(req_context, _Written, _Written)
         used = [key for key in path.keys[: path.last] if key not in written]
         if not used:
             return
@@ -270,11 +270,3 @@ class DiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typed
 
     def _event(self, keys: Sequence[OffloadKey], *, removed: bool) -> OffloadingEvent:
         return OffloadingEvent(keys=list(keys), medium=Medium.STORAGE, removed=removed, locality=self.locality)
-
-
-def _written(request: ReqContext) -> _Written:
-    written: _Written | None = request.get_state(_Written)
-    if written is None:
-        written = _Written()
-        request.set_state(written)
-    return written

@@ -18,9 +18,9 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
 from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager, TieringOffloadingManager
 
-from ragorder.adapters.vllm_tiers.facts import facts_of, readable
 from ragorder.adapters.vllm_tiers.metrics import RequestCounts
 from ragorder.adapters.vllm_tiers.policy import HostPolicy
+from ragorder.adapters.vllm_tiers.request_state import facts_of
 
 __all__ = ["TierManager"]
 
@@ -106,8 +106,9 @@ class TierManager(TieringOffloadingManager):  # type: ignore[misc]
         return stats if of_vllm is None else stats.aggregate(of_vllm)
 
     def _count_facts(self, request: ReqContext) -> None:
-        facts, counts = facts_of(request), self._requests
-        if not readable(request):
+        read, counts = facts_of(request), self._requests
+        facts = read.facts
+        if not read.readable:
             counts.unreadable += 1
         elif facts is None:
             counts.without_facts += 1

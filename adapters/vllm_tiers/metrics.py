@@ -7,25 +7,7 @@ from dataclasses import dataclass, field
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMetadata, OffloadingMetricMetadata
 
-__all__ = [
-    "BYTES",
-    "CAPACITY_BYTES",
-    "CHUNKS",
-    "DEVICE_ORDER",
-    "DOCUMENTS",
-    "EVICTED_CHUNKS",
-    "FAILED_TRANSFERS",
-    "OLDEST_SECONDS",
-    "REFUSED_CHUNKS",
-    "REQUESTS_WITHOUT_FACTS",
-    "REQUESTS_WITH_FACTS",
-    "REQUESTS_WITH_UNREADABLE_FACTS",
-    "STORED_CHUNKS",
-    "TENANTS",
-    "RequestCounts",
-    "TierCounts",
-    "metric_definitions",
-]
+__all__ = ["DEVICE_ORDER", "RequestCounts", "TierCounts", "metric_definitions"]
 
 CHUNKS = "vllm:ragorder_chunks"
 BYTES = "vllm:ragorder_bytes"

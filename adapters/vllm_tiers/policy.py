@@ -10,9 +10,8 @@ from typing_extensions import override
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 from vllm.v1.kv_offload.cpu.policies.base import CachePolicy, ChunkStatus
 
-from ragorder.adapters.vllm_tiers.facts import facts_of
 from ragorder.adapters.vllm_tiers.metrics import TierCounts
-from ragorder.adapters.vllm_tiers.paths import RequestPath, path_of
+from ragorder.adapters.vllm_tiers.request_state import RequestPath, facts_of, path_of
 from ragorder.kernels.policies import History, Tier, make_policy
 from ragorder.kernels.profile import LINEAR, PrefillProfile
 
@@ -53,7 +52,7 @@ class HostPolicy(CachePolicy):  # type: ignore[misc]
         if path.counted:
             return
         path.counted = True
-        facts = facts_of(request)
+        facts = facts_of(request).facts
         tokens = path.ends[-1] if path.ends else 0
         cached = path.ends[path.cached - 1] if path.cached else 0
         computed = set(path.keys[path.cached :])

@@ -1,16 +1,22 @@
-"""The path of a request through the knowledge tree, in vLLM's chunks."""
+"""State of a request in vLLM's scheduler: its facts, and its path through the knowledge tree in vLLM's chunks."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+from ragorder.adapters.request_facts import RequestFacts, read_facts
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 
-__all__ = ["RequestPath", "path_of"]
+__all__ = ["ReadFacts", "RequestPath", "facts_of", "path_of", "state_of"]
+
+T = TypeVar("T")
 
 
 class RequestPath:
@@ -78,11 +84,35 @@ class RequestPath:
         self.places = {key: place for place, key in enumerate(self.keys)}
 
 
+@dataclass(frozen=True, slots=True)
+class ReadFacts:
+    """The facts of a request, if any; not `readable` if they are malformed."""
+
+    facts: RequestFacts | None
+    readable: bool = True
+
+
 def path_of(request: ReqContext) -> RequestPath:
-    path: RequestPath | None = request.get_state(RequestPath)
-    if path is None:
-        # vLLM's public get_offload_key_position needs a key, and a manager never gets the keys of a request's chunks
-        # that were on the device. They count as used all the same.
-        path = RequestPath(request._offload_key_positions)
-        request.set_state(path)
-    return path
+    # vLLM's public get_offload_key_position needs a key, and a manager never gets the keys of a request's chunks that
+    # were on the device. They count as used all the same.
+    return state_of(request, RequestPath, lambda: RequestPath(request._offload_key_positions))
+
+
+def facts_of(request: ReqContext) -> ReadFacts:
+    return state_of(request, ReadFacts, lambda: _read_facts(request.kv_transfer_params))
+
+
+def state_of(request: ReqContext, kind: type[T], make: Callable[[], T]) -> T:
+    """The state of this type that vLLM keeps with the request, made on first use."""
+    state: T | None = request.get_state(kind)
+    if state is None:
+        state = make()
+        request.set_state(state)
+    return state
+
+
+def _read_facts(kv_transfer_params: object) -> ReadFacts:
+    try:
+        return ReadFacts(read_facts(kv_transfer_params))
+    except ValueError:
+        return ReadFacts(None, readable=False)
