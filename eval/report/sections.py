@@ -16,7 +16,7 @@ from ragorder.eval.report.paper import paper_rows
 from ragorder.eval.report.part import Reporter
 from ragorder.eval.report.statistics import BLOCK, need_scipy
 from ragorder.eval.report.tables import Entry, Table
-from ragorder.eval.report.words import cell_words, figure, policy_words
+from ragorder.eval.report.words import cell_words, format_number, policy_words
 from ragorder.eval.running.experiment import experiments
 from ragorder.eval.running.progress import Progress, silent
 from ragorder.eval.running.reading import Results
@@ -149,7 +149,13 @@ def _overview(sections: Sequence[Section]) -> Table:
             found = [each for group in section.groups if (each := group.compare(policy, section.baseline, metric))]
             scale = 100 if metric.relative else 1
             low, high = (f(scale * each.difference for each in found) if found else None for f in (min, max))
-            row.append(Entry(figure(low) if low == high or len(found) < 2 else f"{figure(low)} to {figure(high)}"))
+            row.append(
+                Entry(
+                    format_number(low)
+                    if low == high or len(found) < 2
+                    else f"{format_number(low)} to {format_number(high)}"
+                )
+            )
             verdicts = [each.verdict if each.known else "too few requests" for each in found]
             counted = [f"{verdicts.count(v)} {v}" for v in dict.fromkeys(verdicts)]
             if counted:

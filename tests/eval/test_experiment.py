@@ -66,7 +66,7 @@ policies = ["low", "high"]
 [sweep]
 sides = [6, 20]
 [report]
-figure = "eyes"
+chart = "eyes"
 """
 
 

@@ -55,7 +55,7 @@ capacity_tokens = 100000
 [sweep]
 workload = ["paper", "paper-shuf"]
 [report]
-figure = "strategies"
+chart = "strategies"
 [[paper]]
 policy = "retrieval"
 label = "APC+Retrieval"
@@ -82,7 +82,7 @@ baseline = "retrieval"
 [sweep]
 workload = ["ov0.0", "ov0.2", "ov0.4", "ov0.6", "ov0.8"]
 [report]
-figure = "sweep"
+chart = "sweep"
 x = "workload"
 [[paper]]
 policy = "retrieval"
@@ -108,7 +108,7 @@ policies = ["retrieval", "auto"]
 workload = ["mix8", "geo"]
 capacity_tokens = ["5%", "10%", "25%", "50%", "100%"]
 [report]
-figure = "sweep"
+chart = "sweep"
 x = "capacity_tokens"
 """,
     "guards": """
@@ -119,7 +119,7 @@ policies = ["retrieval", "auto"]
 [sweep]
 workload = ["paper-shuf"]
 [report]
-figure = "position"
+chart = "position"
 """,
     "table-2": """
 title = "Answers on HotpotQA"
@@ -130,7 +130,7 @@ policies = ["retrieval", "auto"]
 [sweep]
 dataset = ["hotpotqa"]
 [report]
-figure = "quality"
+chart = "quality"
 [[paper]]
 policy = "retrieval"
 label = "APC+Retrieval"
@@ -143,7 +143,7 @@ source = "RAGCache++ Table 5"
 says = ""
 needs = "pipelining, which does not exist yet"
 [report]
-figure = "sweep"
+chart = "sweep"
 """,
 }
 

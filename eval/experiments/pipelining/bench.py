@@ -1,4 +1,4 @@
-"""Benchmark of pipelines: every request retrieves first, and its time counts from the question."""
+"""The benchmark of pipelines, whose times include retrieval."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class PipelineError(BenchError):
 
 @dataclass(frozen=True, slots=True)
 class PipelineResult:
-    """One policy in one pipeline on one trace. `ttft_ms` counts from the question; `exposed_ms` is the mean retrieval
-    time that overlaps with nothing. Of the `speculations`, `right` were used, and `wasted_prompt_tokens` are the
-    prompts of the others; `refused` ones had no room. Failed requests count only in `failures`."""
+    """`ttft_ms` counts from the question; `exposed_ms` is the mean retrieval time that overlaps with nothing. Of the
+    `speculations`, `right` were used; `wasted_prompt_tokens` are those of the others, `refused` ones had no room.
+    Failed requests count only in `failures`."""
 
     workload: str
     policy: str
@@ -70,10 +70,8 @@ def run_pipelines(
 ) -> list[PipelineResult]:
     """Every policy on every trace and seed, with this pipeline and without, on one server.
 
-    Retrieval is a pause of `delay_ms`, in 4 stages for "speculative" (see `played`). Without `concurrency` both modes
-    take turns and share the server's cache, each with its own salt; otherwise one runs after the other.
-
-    Raises PipelineError for a combination that cannot be measured, and as `run_bench` does.
+    Retrieval is a pause of `delay_ms`, in 4 stages for "speculative". Without `concurrency` both modes take turns, each
+    with its own salt; otherwise one runs after the other. Raises PipelineError, and as `run_bench` does.
     """
     _check_pipeline(bench, pipeline, delay_ms)
     check_bench(bench)
@@ -237,7 +235,6 @@ def _facts(bench: Bench, stack: ExitStack) -> ServerFacts:
 
 
 def _check_lengths(trace: Trace, builder: PromptBuilder, facts: ServerFacts, output_tokens: int) -> None:
-    """Raises EngineError for a prompt that does not fit with its answer."""
     room = (facts.longest_tokens or 1 << 60) - output_tokens - builder.prefix_tokens
     for request in trace.requests:
         tokens = builder.suffix_tokens(request.question) + sum(map(builder.document_tokens, request.documents))

@@ -1,4 +1,4 @@
-"""Cold starts: times to the first token with and without a warm-up during retrieval (RAGCache++ Tables 5 and 6)."""
+"""Cold starts with and without a warm-up during retrieval (RAGCache++ Tables 5 and 6)."""
 
 from __future__ import annotations
 
@@ -32,11 +32,8 @@ async def measure_cold(
 ) -> dict[str, dict[str, list[Any]]]:
     """Each request in each mode in turn, with its own salt: the system prompt is never cached. Retrieval is a pause.
 
-    Rows of "none" and "warmup": `ttft_ms` counts from the question, `warmed_up` says whether a warm-up was sent. Rows
-    of "alone": `system_ms` (T_sys) is the system prompt's time, `documents_ms` (T_docs) that of the whole prompt
-    directly after it.
-
-    Raises EngineError for a server that does not answer or has other clients, and what the engine raises.
+    Rows of "alone": `system_ms` (T_sys) is the system prompt's time, `documents_ms` (T_docs) that of the whole prompt
+    directly after it. Raises EngineError for a server that does not answer or has other clients.
     """
     rankings = [request.documents for request in requests]
     orderers = {mode: server.orderer(builder) for mode in _MODES}
@@ -75,7 +72,7 @@ async def measure_cold(
 
 
 async def time_system(server: MeasuredServer, builder: PromptBuilder) -> float:
-    """The median time of the system prompt alone, in seconds."""
+    """Median seconds of the system prompt alone."""
     times = []
     for _ in range(_CALIBRATING):
         await server.quiet()
@@ -88,7 +85,6 @@ def _system(builder: PromptBuilder, salt: str) -> PromptRequest:
 
 
 async def _time(server: MeasuredServer, request: PromptRequest) -> float:
-    """Seconds to the first token."""
     start, first_s = time.perf_counter(), 0.0
     async with aclosing(server.streams.stream(request)) as chunks:
         async for _ in chunks:

@@ -1,4 +1,4 @@
-"""The experiment of the suites of kind "pipelining": pipelines on one server."""
+"""The experiment of the suites of kind "pipelining"."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ async def _search(
 
 
 def _requests(cell: PipeliningCell, corpus: Corpus, seed: int, count: int) -> list[tuple[int, TraceRequest]]:
-    """Consecutive questions of the corpus with their numbers, from a random one on: neighbours share documents."""
+    """Consecutive questions from a random one on, with their numbers: neighbours share documents."""
     start = random.Random(seed).randrange(len(corpus.questions))
     numbers = [(start + each) % len(corpus.questions) for each in range(count)]
     return [

@@ -38,7 +38,7 @@ class Asked(Question):
 
 
 def ask(number: int, query: str, scope: str, output_tokens: int = 1) -> Asked:
-    """A question of tenant `scope` with an answer of exactly `output_tokens`, on servers that know ignore_eos."""
+    """A question of tenant `scope` with exactly `output_tokens`, where the server knows ignore_eos."""
     options = {"extra_body": {"ignore_eos": True}}
     return Asked(query, scope, max_tokens=output_tokens, options=options, number=number)
 
@@ -69,7 +69,7 @@ def make_pipeline(
 
 
 def long_builder(system: str, tokenizer: Any, system_tokens: int) -> PromptBuilder:
-    """Prompts with a system prompt of `system_tokens` tokens or a few more: `system` and rules."""
+    """Prompts with a system prompt of at least `system_tokens`: `system` and rules."""
     rules: list[str] = []
     while True:
         builder = PromptBuilder("\n".join([system, *rules]), tokenizer=tokenizer)
@@ -79,6 +79,5 @@ def long_builder(system: str, tokenizer: Any, system_tokens: int) -> PromptBuild
 
 
 def in_turn(number: int, modes: Sequence[str]) -> list[str]:
-    """The modes, rotated by one place from request to request."""
     first = number % len(modes)
     return [*modes[first:], *modes[:first]]

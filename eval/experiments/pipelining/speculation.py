@@ -47,13 +47,11 @@ async def measure_speculation(
     cautious: bool = False,
     output_tokens: int = 1,
 ) -> dict[str, dict[str, list[Any]]]:
-    """Each question in both `MODES` in turn, one at a time. Each mode is a tenant with its own salt and orderer.
+    """Each question in both `MODES` in turn, one at a time; each mode is a tenant with its own salt and orderer.
 
-    `searches` are by mode. `exposed_ms` is T1 of Table 3 with speculation, T2 without. `computed_tokens` are prompt
-    tokens computed by the server between two requests, wrong speculations included. `started_stages` are those whose
-    documents were new, so that a speculation began (unless `cautious`); since `settled_stage` they are final.
-
-    Raises EngineError for a server that does not answer or has other clients, and what the engine raises.
+    `exposed_ms` is T1 of Table 3 with speculation, T2 without. `computed_tokens` includes wrong speculations.
+    `started_stages` had new documents, so that a speculation began (unless `cautious`); since `settled_stage` they are
+    final. Raises EngineError for a server that does not answer or has other clients.
     """
     salts = {mode: secrets.token_hex(16) for mode in MODES}
     watched = {mode: _Watched(searches[mode]) for mode in MODES}
@@ -103,11 +101,11 @@ async def measure_throughput(
     cautious: bool = False,
     output_tokens: int = 1,
 ) -> dict[str, dict[str, list[Any]]]:
-    """The questions in `segments`, each in both `MODES` in turn, by `clients` in a closed loop. None: enough clients
-    for `overload` times what the engine serves, if each question took as long as alone (`alone_s`). A row is a segment;
-    its `requests_per_s` leaves out as many answers as clients at both ends, where the engine is not saturated.
+    """The questions in `segments`, each in both `MODES` in turn, by `clients` in a closed loop (None: enough for
+    `overload` times what the engine serves).
 
-    Raises EngineError for a server that does not answer or has other clients, and what the engine raises.
+    A row is a segment; its `requests_per_s` leaves out as many answers as clients at both ends, where the engine is not
+    saturated. Raises EngineError as `measure_speculation`.
     """
     salts = {mode: secrets.token_hex(16) for mode in MODES}
     pipelines = _pipelines(server, builder, searches, max_prefill_bs, cautious)
@@ -143,7 +141,7 @@ async def measure_throughput(
 
 
 class _Watched:
-    """A search, and the documents of its stages for the last question."""
+    """A search that keeps the documents of its stages."""
 
     def __init__(self, retrieval: Retrieval[Any, Document]) -> None:
         self._retrieval = retrieval
@@ -157,7 +155,7 @@ class _Watched:
                 yield stage
 
     def stages(self) -> tuple[list[int], int]:
-        """The stages before the last (from 1) with new documents, and the stage since which they are final."""
+        """The stages before the last (from 1) with new documents, and the one since which they are final."""
         shown = self._shown
         new = [number for number in range(1, len(shown)) if number == 1 or shown[number - 1] != shown[number - 2]]
         settled = next(number for number in range(len(shown), 0, -1) if number == 1 or shown[number - 2] != shown[-1])
@@ -167,7 +165,7 @@ class _Watched:
 async def _clients(
     pipeline: Pipeline[Any, Document, Any], questions: Sequence[str], overload: float, output_tokens: int
 ) -> int:
-    """Clients for this overload, found with a tenant of its own."""
+    """The number of clients for this overload, found with a tenant of its own."""
     salt = secrets.token_hex(16)
     asked = [ask(number, question, salt, output_tokens) for number, question in enumerate(questions)]
     await pipeline.answer(asked[0])
@@ -181,7 +179,7 @@ async def _clients(
 async def _closed_loop(
     pipeline: Pipeline[Any, Document, Any], questions: Iterator[Asked], clients: int, advance: Advance
 ) -> tuple[list[PipelineTrace], list[float]]:
-    """The traces of all questions, and the times of their answers in seconds."""
+    """Traces of all questions, and times of their answers in seconds."""
     traces, ends_s = [], []
 
     async def client() -> None:
@@ -198,7 +196,7 @@ async def _closed_loop(
 
 
 def _rate(ends_s: Sequence[float], clients: int) -> float | None:
-    """Answers a second between the first and last time at which all clients wait; None for too few."""
+    """Answers a second while all clients wait; None for too few."""
     middle = ends_s[clients - 1 : len(ends_s) - clients]
     return (len(middle) - 1) / (middle[-1] - middle[0]) if len(middle) > clients else None
 

@@ -20,8 +20,7 @@ class QualityError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class GradedQuestion:
-    """`answers` are all accepted ones (at least one), `documents` in retrieval order, `gold` the ids of those that
-    support the answer."""
+    """`answers` are all accepted ones, `documents` in retrieval order, `gold` the ids of supporting documents."""
 
     id: str
     text: str
@@ -31,10 +30,10 @@ class GradedQuestion:
 
 
 class Reading:
-    """The documents of a data set while it is read, named by title; questions share documents of equal title and text.
+    """Documents of a data set while it is read. Questions share documents of equal title and text.
 
-    Another text under a known title is "title (2)". `evidence` is TriviaQA's folder, `aliases` the further answers of
-    2WikiMultiHopQA. `passed_over` counts what could not be used, by reason.
+    Another text under a known title has the id "title (2)". `evidence` is TriviaQA's folder, `aliases`
+    2WikiMultiHopQA's further answers. `passed_over` counts unusable data by reason.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""A quality benchmark without a model: a check of questions, orders, prompts and scores."""
+"""The benchmark without a model: a check of questions, orders, prompts and scores."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _CAPACITY = Capacity(tokens=100_000)
 def dry_run(
     bench: QualityBench, data: QuestionSet, orders: list[Order], todo: Sequence[list[Order]], progress: Progress
 ) -> Iterator[Line]:
-    """Each order of `todo` (one list for each of the bench's cells) with the accepted answer and with none. Raises
+    """Each order of `todo`, which has a list for each cell: first with accepted answers, then with none. Raises
     QualityError unless they score 100 and 0."""
     spec, tokenizer = bench.engine, None
     if spec.model is not None:
@@ -61,7 +61,7 @@ def _check_prompts(
     capacity_tokens: int | None,
     progress: Progress,
 ) -> None:
-    """Raises QualityError unless every order's prompts hold exactly the characters of retrieval order's."""
+    """Raises QualityError unless all orders' prompts have the same characters."""
     stub = StubAnswers(lambda question: "", bench.engine.block_size, capacity_tokens)
     advance = progress(f"{data.dataset.name}: prompts", len(data.questions) * len(orders))
     for order in orders:

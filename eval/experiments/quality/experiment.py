@@ -1,4 +1,4 @@
-"""The experiment of the suites of kind "quality": questions with known answers."""
+"""The experiment of the suites of kind "quality"."""
 
 from __future__ import annotations
 
@@ -122,7 +122,6 @@ class Quality(Experiment):
         )
 
     def _data(self, cell: QualityCell) -> Path | None:
-        """The file of questions; None: the Hub's, or none where --questions is given."""
         folder = self.options.questions
         found = sorted(folder.glob(f"{cell.dataset}.json*")) if folder is not None else []
         return found[0] if found else None

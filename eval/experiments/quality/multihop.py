@@ -1,7 +1,4 @@
-"""HotpotQA (distractor), 2WikiMultiHopQA and MuSiQue.
-
-Each question has its own paragraphs, shuffled by the authors: their order is no ranking.
-"""
+"""HotpotQA (distractor), 2WikiMultiHopQA and MuSiQue, whose paragraphs come shuffled: their order is no ranking."""
 
 from __future__ import annotations
 
@@ -22,8 +19,7 @@ def read_hotpotqa(records: Iterable[SourceRecord], reading: Reading) -> Iterator
 
 
 def read_two_wiki(records: Iterable[SourceRecord], reading: Reading) -> Iterator[GradedQuestion]:
-    """dev.json, or framolfese/2WikiMultihopQA. With id_aliases.json aliases and demonyms are accepted, as in 1.1
-    of the official script."""
+    """dev.json, or framolfese/2WikiMultihopQA; with id_aliases.json as in version 1.1 of the official script."""
     aliases = _aliases(reading.aliases) if reading.aliases else {}
     for record in records:
         more = aliases.get(record.name("answer_id"), ()) if "answer_id" in record else ()

@@ -1,11 +1,10 @@
-"""Natural Questions, open (with retrieved passages) or with the whole page.
+"""Natural Questions, open or with the whole page.
 
-Open, as DPR and FiD write it: {"question", "answers", "ctxs": [{"title", "text", "score", "has_answer"}]}, the best
-passage first. A passage is gold by `has_answer`, or else if it contains an answer.
+Open, as in DPR and FiD: {"question", "answers", "ctxs": [{"title", "text", "score", "has_answer"}]}, the best passage
+first. A passage is gold by `has_answer`, or else if it contains an answer.
 
-With the page (simplified, original, or the Hub's) the documents are its top-level long answer candidates, in the page's
-order; those around an annotator's long answer are gold. As in NQ-open, short answers of at most five tokens count, and
-questions without one are skipped.
+With the page (simplified, original, or the Hub's): its top-level long answer candidates, in the page's order; those
+around an annotator's long answer are gold. As in NQ-open, only short answers of at most five tokens count.
 """
 
 from __future__ import annotations

@@ -31,8 +31,8 @@ _POLICIES = tuple(policy for policy in POLICIES if policy not in ("events", "ora
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """A policy with its guards. With `state_ranking` the prompt states retrieval's ranking. Policy "none" is retrieval
-    order without the prefix cache."""
+    """With `state_ranking` the prompt states retrieval's ranking. Policy "none" is retrieval order without the prefix
+    cache."""
 
     name: str
     policy: str
@@ -41,7 +41,7 @@ class Order:
 
     @classmethod
     def parse(cls, name: str) -> Order:
-        """From "auto", "auto+keep_first=2", "retrieval+state_ranking". Raises QualityError."""
+        """From "auto+keep_first=2" or "retrieval+state_ranking". Raises QualityError."""
         policy, *extras = name.split("+")
         if policy not in _POLICIES:
             raise QualityError(f"unknown policy {policy!r} in {name!r}: choose from {', '.join(_POLICIES)}")
@@ -71,7 +71,7 @@ class Order:
         return self.policy != "none"
 
     def make(self, engine: Cache, prompts: BuiltPrompts, seed: int) -> Policy:
-        """A fresh policy for an empty cache. Raises QualityError for invalid guards."""
+        """Raises QualityError for invalid guards."""
         if self.policy not in ORDERERS:
             return make_policy(self.policy, engine=engine, prompts=prompts, seed=seed)
         lengths = {"tokens": prompts.document_tokens, "prefix_tokens": prompts.prefix_tokens}

@@ -1,4 +1,4 @@
-"""Quality as tables for people."""
+"""Console tables of answer quality."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ Line = Mapping[str, Any]
 
 
 def print_quality(lines: Sequence[Line], checks: Sequence[Line]) -> None:
-    """One table for each (suite, cell, seed) of these lines and what `summarise` says of them; below it whether quality
-    was measured."""
+    """A table and the verdict for each (suite, cell, seed)."""
     console = Console()
     for verdict in (check for check in checks if check["name"] == "quality-verdict"):
         rows = {line["policy"]: line for line in lines if _same(line, verdict)}

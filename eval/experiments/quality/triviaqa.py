@@ -1,7 +1,7 @@
 """TriviaQA: answers with aliases, and pages from a web search.
 
-A page is gold if it contains an alias of the answer (TriviaQA's distant supervision). The official script asks web
-questions once for each page; here each question is asked once, with all its pages.
+A page is gold if it contains an alias of the answer (distant supervision). The official script asks web questions once
+for each page; here each question is asked once, with all its pages.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _NO_PAGES = "questions without a page"
 
 
 def read_triviaqa(records: Iterable[SourceRecord], reading: Reading) -> Iterator[GradedQuestion]:
-    """qa/*.json of triviaqa-rc or triviaqa-unfiltered with evidence/, or mandarjoshi/trivia_qa. Pages of the web search
-    stand by rank, then those of Wikipedia."""
+    """qa/*.json of triviaqa-rc or triviaqa-unfiltered with evidence/, or mandarjoshi/trivia_qa: pages of the web search
+    by rank, then Wikipedia's."""
     for record in records:
         official = "QuestionId" in record
         answers = _official_answers(record) if official else _hub_answers(record)

@@ -1,4 +1,4 @@
-"""The experiment of the suites of kind "replacement": policies on simulated tiers, and the time of scheduling."""
+"""The experiment of the suites of kind "replacement"."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Replacement(Experiment):
         return _SIMULATED if self.options.engine != "sim" else super().obstacle(suite, cell, policy)
 
     def missing(self, suite: Suite, cell: ReplacementCell, policy: str, reason: str) -> Missing | None:
-        """A stream that cannot be drawn is missing under all policies: that is reported once."""
+        """A stream that cannot be drawn is reported once, not for every policy."""
         if (suite.name, reason) in self._said:
             return None
         self._said.add((suite.name, reason))
@@ -106,7 +106,7 @@ class Replacement(Experiment):
         }
 
     def _stream(self, job: Job) -> tuple[DocumentStream, int]:
-        """The stream, drawn once for all sizes, and the working set of its documents in retrieval order."""
+        """The stream and its working set in retrieval order, drawn once for all sizes."""
         cell: ReplacementCell = job.cell
         key = (cell.workload, cell.corpus, cell.order, cell.top_k, job.seed, job.requests)
         if key not in self._streams:
@@ -131,7 +131,6 @@ def _rows(stream: DocumentStream, found: Simulated) -> dict[str, list[Any]]:
 
 
 def _time(cell: ReplacementCell, seed: int, policy: str, requests: int) -> dict[str, Any]:
-    """Wall times, with the machine's load beside them."""
     from ragorder.eval.experiments.replacement.scheduling import measure_scheduling
 
     assert cell.nodes is not None

@@ -48,11 +48,8 @@ def _guards(value: Any) -> Any:
 
 
 class ServingCell(SuiteCell):
-    """Parameters of runs that are compared; the engine's or the workload's defaults otherwise.
-
-    `corpus` is a folder below --corpora, or "pydocs". `capacity_tokens` None: unlimited. `residency`: evictions are
-    ignored ("none", as in the paper), mirrored ("lru"), or read from KV events ("events").
-    """
+    """`corpus` is a folder below --corpora, or "pydocs". `capacity_tokens` None: unlimited. `residency`: evictions are
+    ignored ("none", as in the paper), mirrored ("lru"), or read from KV events ("events")."""
 
     workload: str | None = None
     corpus: str | None = None

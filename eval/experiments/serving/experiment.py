@@ -1,4 +1,4 @@
-"""The experiment of the suites of kind "serve": policies compared on one engine, request by request."""
+"""The experiment of the suites of kind "serve"."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ class Serving(Experiment):
         return super().seeds(cell) if self.options.engine == "sim" else self.options.seeds
 
     def in_order(self, jobs: Sequence[Job]) -> list[Job]:
-        """Jobs of one engine size in a row, since another size needs another engine; among jobs that measure the same,
-        the one with most policies first, so that its runs serve the others as well."""
+        """Jobs of one engine size in a row; among jobs that measure the same, the one with most policies first, so that
+        its runs serve the others as well."""
 
         def size(job: Job) -> tuple[object, ...]:
             cell = job.cell

@@ -1,4 +1,4 @@
-"""The experiment of the suites of kind "tiering": tiers on a real engine, measured on two servers."""
+"""The experiment of the suites of kind "tiering"."""
 
 from __future__ import annotations
 
@@ -111,8 +111,6 @@ class Tiering(Experiment):
 
 
 class _PromptStreams:
-    """Requests of all seeds, in the model's tokens."""
-
     def __init__(self, options: Options) -> None:
         from ragorder.eval.engines.models import built_prompts, random_model
 
