@@ -52,7 +52,7 @@ class _Sent(NamedTuple):
 
 
 class _Client:
-    """The requests of a log under one policy (without an orderer: retrieval order), and the sums of their completions."""
+    """The requests of a log under one policy (without an orderer: retrieval order), and their sums."""
 
     def __init__(self, log: Log, orderer: Orderer | None) -> None:
         self.in_flight = 0
