@@ -46,8 +46,7 @@ class Cache(Protocol):
 class Engine(Cache, Protocol):
     """An engine that serves one request at a time."""
 
-    def generate(self, token_ids: Sequence[int]) -> EngineCompletion:
-        pass
+    def generate(self, token_ids: Sequence[int]) -> EngineCompletion: ...
 
     def reset(self) -> None:
         """Empty the prefix cache."""

@@ -13,8 +13,10 @@ from ragorder.eval.data.trace import Trace
 from ragorder.eval.engines.base import Engine
 from ragorder.eval.engines.models import built_prompts, longest_prompt
 from ragorder.eval.engines.prompts import BuiltPrompts
+from ragorder.eval.engines.torch import TorchEngine, TorchModel, need_torch
+from ragorder.eval.engines.vllm import VLLMEngine
 
-__all__ = ["EnginePool", "EngineSize"]
+__all__ = ["EnginePool", "EngineSize", "TorchPool", "VLLMPool"]
 
 _SHORTEST_TOKENS = 2_048
 
@@ -117,3 +119,50 @@ def _size(
 
 def _power_of_two(number: int) -> int:
     return 1 << max(0, number - 1).bit_length()
+
+
+class VLLMPool(EnginePool[VLLMEngine]):
+    """They are closed together (see `VLLMEngine`)."""
+
+    block_size = 32
+
+    def start(self, size: EngineSize, *, prefix_caching: bool) -> VLLMEngine:
+        engine = VLLMEngine(
+            size.model,
+            block_size=size.block_size,
+            capacity_tokens=size.capacity_tokens,
+            prefix_caching=prefix_caching,
+            max_model_len=size.longest_tokens,
+            output_tokens=size.output_tokens,
+            unlimited_tokens=size.unlimited_tokens,
+        )
+        engine.warm_up()
+        return engine
+
+
+class TorchPool(EnginePool[TorchEngine]):
+    """Engines with KV of their own, `host_tokens` behind each device, and common weights. Raises ImportError."""
+
+    block_size = 16
+
+    def __init__(self, host_tokens: int = 0) -> None:
+        need_torch()
+        super().__init__()
+        self._host_tokens = host_tokens
+        self._loaded: tuple[Path, TorchModel] | None = None
+
+    def start(self, size: EngineSize, *, prefix_caching: bool) -> TorchEngine:
+        if self._loaded is None or self._loaded[0] != size.model:
+            self._loaded = size.model, TorchModel.load(size.model)
+        engine = TorchEngine(
+            self._loaded[1],
+            block_size=size.block_size,
+            capacity_tokens=size.capacity_tokens,
+            host_tokens=self._host_tokens,
+            prefix_caching=prefix_caching,
+            max_model_len=size.longest_tokens,
+            output_tokens=size.output_tokens,
+            unlimited_tokens=size.unlimited_tokens,
+        )
+        engine.warm_up()
+        return engine

@@ -53,8 +53,7 @@ class Process(Protocol):
     def wait(self, timeout: float | None = None) -> int:
         """Raises subprocess.TimeoutExpired."""
 
-    def terminate(self) -> None:
-        pass
+    def terminate(self) -> None: ...
 
 
 Launch = Callable[[Sequence[str], Mapping[str, str], Path], Process]

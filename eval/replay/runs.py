@@ -139,4 +139,4 @@ def replay_run(
 
 
 def _no_group(document: int) -> None:
-    pass
+    return None

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import isfinite
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO
 
 from ragorder.eval.data.names import choices
 from ragorder.eval.engines.capacity import Capacity
@@ -18,9 +18,7 @@ from ragorder.eval.replay.report import CapacityInfo, LogInfo, ReplayReport
 from ragorder.eval.replay.runs import REPLAY_POLICIES, RETRIEVAL, Setup, steps
 from ragorder.eval.running.load import ServiceTimes
 from ragorder.eval.running.policies import PolicyError
-
-if TYPE_CHECKING:
-    from ragorder.eval.running.progress import Progress
+from ragorder.eval.running.progress import Progress, silent
 
 __all__ = ["DEFAULT_POLICIES", "SWEEP", "replay"]
 
@@ -65,7 +63,7 @@ def replay(
         raise ValueError("the log has no requests")
     sizes, left_out = _resolve(log, asked, sweep)
     jobs = [ReplayJob(policy, size.tokens) for size in sizes for policy in policies]
-    announce = progress or _silent
+    announce = progress or silent
     overlap = measure_overlap(log, block_size, announce("comparing requests", compared_requests(log)))
     advance = announce(f"replaying {len(jobs)} times {len(log):,} requests", len(jobs) * steps(log))
     started = time.monotonic()
@@ -82,10 +80,6 @@ def replay(
         processes=max(1, min(processes, len(jobs))),
         seconds=time.monotonic() - started,
     )
-
-
-def _silent(description: str, steps: int) -> Callable[[], None]:
-    return lambda: None
 
 
 def _service_times(prefill: float | None, decode: float | None) -> ServiceTimes | None:
