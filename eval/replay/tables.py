@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
-from ragorder.eval.replay.report import CapacityInfo, ReplayReport
+from ragorder.eval.replay.report import CapacityInfo, ReplayReport, Verdict
+from ragorder.eval.report.tables import Entry, Table, Tone
 
 __all__ = ["print_report"]
 
-_STYLES = {"helps": "bold green", "helps a little": "green", "not worth it": "yellow", "costs": "bold red"}
+_TONES: dict[Verdict, Tone] = {
+    "helps": "good",
+    "helps a little": "good",
+    "not worth it": "doubtful",
+    "costs": "bad",
+}
+_STYLES = {"good": "green", "doubtful": "yellow", "bad": "bold red"}
 
 
 def print_report(report: ReplayReport, *, stderr: bool = False) -> None:
@@ -23,7 +29,7 @@ def print_report(report: ReplayReport, *, stderr: bool = False) -> None:
         console.print(_savings(report))
     for saving in report.savings:
         if saving.verdict != "helps":
-            console.print(f"{saving.says[0].upper()}{saving.says[1:]}.", style=_STYLES[saving.verdict])
+            console.print(f"{saving.says[0].upper()}{saving.says[1:]}.", style=_STYLES[_TONES[saving.verdict]])
     for line in _why(report):
         console.print(line)
     for note in report.notes:
@@ -44,10 +50,7 @@ def _served(report: ReplayReport) -> str:
 
 
 def _cached(report: ReplayReport) -> Table:
-    table = Table()
-    table.add_column("policy", style="bold", no_wrap=True)
-    for capacity in report.capacities:
-        table.add_column(_heading(report, capacity), justify="right", no_wrap=True)
+    table = Table(headings=["policy", *(_heading(report, capacity) for capacity in report.capacities)])
     best = {
         capacity: max(report.at(policy, capacity).cached_tokens for policy in report.policies)
         for capacity in report.capacities
@@ -56,9 +59,9 @@ def _cached(report: ReplayReport) -> Table:
         cells = []
         for capacity in report.capacities:
             figures = report.at(policy, capacity)
-            cell = f"{100 * figures.cached_ratio:.1f}"
-            cells.append(f"[green]{cell}[/]" if figures.cached_tokens == best[capacity] else cell)
-        table.add_row(policy, *cells)
+            tone: Tone = "good" if figures.cached_tokens == best[capacity] else ""
+            cells.append(Entry(f"{100 * figures.cached_ratio:.1f}", tone=tone))
+        table.add(policy, *cells)
     return table
 
 
@@ -70,23 +73,18 @@ def _heading(report: ReplayReport, capacity: CapacityInfo) -> str:
 
 
 def _savings(report: ReplayReport) -> Table:
-    table = Table()
-    table.add_column("cache", no_wrap=True)
-    for heading in ("of the\nlog", "share", "per 1,000\nrequests"):
-        table.add_column(heading, justify="right", no_wrap=True)
     timed = report.prefill_tokens_per_s is not None
-    if timed:
-        table.add_column("seconds\nper 1,000", justify="right", no_wrap=True)
-    table.add_column("verdict", no_wrap=True)
+    seconds = ["seconds\nper 1,000"] if timed else []
+    table = Table(headings=["cache", "of the\nlog", "share", "per 1,000\nrequests", *seconds, "verdict"])
     for saving in report.savings:
         cells = [
             saving.capacity.removesuffix(" tokens"),
             f"{saving.saved_tokens:,}",
             f"{100 * saving.share_of_prefill:.1f} %",
+            f"{saving.tokens_per_1000_requests:,.0f}",
         ]
-        cells.append(f"{saving.tokens_per_1000_requests:,.0f}")
         cells += [f"{saving.seconds_per_1000_requests:,.2f}"] if timed else []
-        table.add_row(*cells, f"[{_STYLES[saving.verdict]}]{saving.verdict}[/]")
+        table.add(*cells, Entry(saving.verdict, tone=_TONES[saving.verdict]))
     return table
 
 
