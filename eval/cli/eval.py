@@ -11,7 +11,7 @@ from ragorder.cli.options import Command, CommandGroup, given, option, options_f
 from ragorder.eval.cli.options import events_of, events_options, seeds, served_by
 from ragorder.eval.cli.progress import progress_bar
 from ragorder.eval.cli.quality import quality
-from ragorder.eval.cli.report import report
+from ragorder.eval.cli.report import eval_report
 from ragorder.eval.running.specs import Bench
 
 if TYPE_CHECKING:
@@ -214,5 +214,5 @@ def _say_plan(suites: list[Suite], options: Options, folder: Path) -> None:
     Console().print(table)
 
 
-eval.add_command(report)
+eval.add_command(eval_report, "report")
 eval.add_command(quality)

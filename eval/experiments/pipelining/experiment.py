@@ -19,8 +19,6 @@ from ragorder.eval.running.specs import Bench
 
 if TYPE_CHECKING:
     from ragorder.eval.experiments.pipelining.server import MeasuredServer, ServerFacts
-    from ragorder.eval.report.part import Part
-    from ragorder.eval.running.reading import Results
     from ragorder.eval.running.suite import Suite
 
 __all__ = ["Pipelining"]
@@ -90,12 +88,6 @@ class Pipelining(Experiment):
                 base_url, model=options.model, served_model=options.served_model, api_key=options.api_key
             )
         return self._facts
-
-    @classmethod
-    def report(cls, suite: Suite, results: Results) -> Part:
-        from ragorder.eval.experiments.pipelining.report import pipelining_part
-
-        return pipelining_part(suite, results)
 
 
 async def _measure(

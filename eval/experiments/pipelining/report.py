@@ -26,7 +26,7 @@ from ragorder.eval.running.suite import PaperRow, Suite
 if TYPE_CHECKING:
     from ragorder.eval.running.record import Floats
 
-__all__ = ["pipelining_part"]
+__all__ = ["make_part"]
 
 _SLACK = 0.10
 _LESS = 0.02
@@ -56,7 +56,7 @@ _THROUGHPUT = (
 _Group = Sequence[PipeliningRecord]
 
 
-def pipelining_part(suite: Suite, results: Results) -> Part:
+def make_part(suite: Suite, results: Results) -> Part:
     lines = results.of(PipeliningRecord, suite.name)
     return Part(_pipelining_tables(suite, lines), engine=_engine(lines))
 

@@ -16,7 +16,6 @@ from ragorder.eval.running.record import RESULTS
 
 if TYPE_CHECKING:
     from ragorder.eval.experiments.quality.specs import QualityBench
-    from ragorder.eval.report.part import Part
     from ragorder.eval.running.reading import Results
     from ragorder.eval.running.suite import Suite
 
@@ -125,12 +124,6 @@ class Quality(Experiment):
         folder = self.options.questions
         found = sorted(folder.glob(f"{cell.dataset}.json*")) if folder is not None else []
         return found[0] if found else None
-
-    @classmethod
-    def report(cls, suite: Suite, results: Results) -> Part:
-        from ragorder.eval.experiments.quality.report import quality_part
-
-        return quality_part(suite, results)
 
     @classmethod
     def own_suites(cls) -> Mapping[str, Suite]:

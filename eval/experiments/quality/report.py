@@ -14,7 +14,7 @@ from ragorder.eval.running.reading import Results
 from ragorder.eval.running.record import key_of
 from ragorder.eval.running.suite import Suite
 
-__all__ = ["quality_not_measured", "quality_part"]
+__all__ = ["make_part", "quality_not_measured"]
 
 _Check = Mapping[str, Any]
 
@@ -28,7 +28,7 @@ _PLACES = "Over all orders; places from the front. A question counts once for ea
 _NOT_IN_TITLES = ("data", "base_url", "model", "engine", "answers")
 
 
-def quality_part(suite: Suite, results: Results) -> Part:
+def make_part(suite: Suite, results: Results) -> Part:
     tables, words = _quality_tables(suite, results)
     lines = results.of(QualityRecord, suite.name)
     policies = [line.policy for line in lines]

@@ -27,8 +27,6 @@ from ragorder.eval.experiments.replacement.record import ReplacementRecord
 from ragorder.eval.running.experiment import Experiment, Job, Line, Missing
 
 if TYPE_CHECKING:
-    from ragorder.eval.report.part import Part
-    from ragorder.eval.running.reading import Results
     from ragorder.eval.running.suite import Suite
 
 __all__ = ["Replacement"]
@@ -113,12 +111,6 @@ class Replacement(Experiment):
             stream = _draw(job)
             self._streams[key] = stream, stream.working_set_tokens
         return self._streams[key]
-
-    @classmethod
-    def report(cls, suite: Suite, results: Results) -> Part:
-        from ragorder.eval.experiments.replacement.report import replacement_part
-
-        return replacement_part(suite, results)
 
 
 def _rows(stream: DocumentStream, found: Simulated) -> dict[str, list[Any]]:

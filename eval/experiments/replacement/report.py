@@ -21,7 +21,7 @@ from ragorder.eval.running.reading import Results
 from ragorder.eval.running.record import Cell, Record
 from ragorder.eval.running.suite import Suite
 
-__all__ = ["replacement_part"]
+__all__ = ["make_part"]
 
 _OURS, _LRU, _GDSF, _LFU = "pgdsf+history", "lru", "gdsf+history", "lfu+history"
 _MORE_HITS, _SLOWER, _SCHEDULING_MS, _NODES = 1.05, 0.01, 0.2, 100_000
@@ -78,7 +78,7 @@ def _fact(group: _Group, name: str) -> float:
     return fmean(line.facts[name] for line in group.runs())
 
 
-def replacement_part(suite: Suite, results: Results) -> Part:
+def make_part(suite: Suite, results: Results) -> Part:
     lines = results.of(ReplacementRecord, suite.name)
     return Part(_tables(suite, lines), engine=_engine(lines), pictures=lambda: _pictures(suite, lines))
 

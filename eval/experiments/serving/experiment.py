@@ -17,8 +17,6 @@ from ragorder.eval.running.record import RunRecord
 
 if TYPE_CHECKING:
     from ragorder.eval.experiments.serving.engines import Engines
-    from ragorder.eval.report.part import Part
-    from ragorder.eval.running.reading import Results
     from ragorder.eval.running.runner import Run
     from ragorder.eval.running.suite import Suite
 
@@ -176,12 +174,6 @@ class Serving(Experiment):
             "load_average": load_average(),
             "measurement": self.measurement(job),
         }
-
-    @classmethod
-    def report(cls, suite: Suite, results: Results) -> Part:
-        from ragorder.eval.experiments.serving.report import serving_part
-
-        return serving_part(suite, results)
 
 
 def _skip(steps: int, advance: Callable[[], None]) -> None:

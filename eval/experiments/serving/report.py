@@ -35,7 +35,7 @@ from ragorder.eval.running.reading import Results
 from ragorder.eval.running.record import RunRecord
 from ragorder.eval.running.suite import Suite
 
-__all__ = ["serving_part"]
+__all__ = ["make_part"]
 
 _FEW_CELLS = 3
 _MOVED = (SHARE_MOVED, PLACES)
@@ -47,7 +47,7 @@ _ENGINES = {
 }
 
 
-def serving_part(suite: Suite, results: Results) -> Part:
+def make_part(suite: Suite, results: Results) -> Part:
     groups = group_runs(results.of(RunRecord, suite.name))
     policies = [policy for group in groups for policy in group.policies]
     baseline = suite.baseline if suite.baseline in policies else next(iter(policies), "")

@@ -18,9 +18,7 @@ from ragorder.eval.running.experiment import Experiment, Job, Line, Missing
 
 if TYPE_CHECKING:
     from ragorder.eval.engines.server import VLLMServer
-    from ragorder.eval.report.part import Part
     from ragorder.eval.running.options import Options
-    from ragorder.eval.running.reading import Results
     from ragorder.eval.running.suite import Suite
 
 __all__ = ["Tiering"]
@@ -102,12 +100,6 @@ class Tiering(Experiment):
             pair = pair_of_servers(sizes, model, block_size=cell.block_size, longest_tokens=longest, settings=settings)
             self._running = same, self.resources.enter_context(pair), sizes
         return self._running[1:]
-
-    @classmethod
-    def report(cls, suite: Suite, results: Results) -> Part:
-        from ragorder.eval.experiments.tiering.report import tiering_part
-
-        return tiering_part(suite, results)
 
 
 class _PromptStreams:

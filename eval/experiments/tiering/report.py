@@ -20,7 +20,7 @@ from ragorder.eval.running.suite import Suite
 if TYPE_CHECKING:
     from ragorder.eval.running.record import Floats
 
-__all__ = ["tiering_part"]
+__all__ = ["make_part"]
 
 _FITS = {
     "device": "the device's pool",
@@ -64,7 +64,7 @@ def _shares(group: _Group, arm: str) -> dict[str, float]:
     return {source: 100 * tokens / every for source, tokens in sums.items()}
 
 
-def tiering_part(suite: Suite, results: Results) -> Part:
+def make_part(suite: Suite, results: Results) -> Part:
     lines = results.of(TieringRecord, suite.name)
     return Part(_tables(lines), engine=_engine(lines), pictures=lambda: _pictures(lines))
 
