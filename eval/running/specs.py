@@ -28,7 +28,7 @@ class BenchError(ValueError):
 
 
 class EventsAddress(NamedTuple):
-    """Where a server's KV events are."""
+    """The addresses of a server's KV events."""
 
     endpoint: str
     replay_endpoint: str | None = None
