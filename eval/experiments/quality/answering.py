@@ -100,8 +100,7 @@ class ServerAnswers:
     """Chat completions of a server, in a `with` block and from several threads.
 
     `block_size` and `capacity_tokens` None are read from its /metrics, else 16 and 262,144. Every `reset` draws a new
-    `cache_salt`, which is left out for servers that refuse it. Raises EngineError for an invalid address or key,
-    ImportError naming the extra to install.
+    `cache_salt`, if the server takes one. Raises EngineError for an invalid address or key, ImportError.
     """
 
     name = "openai"

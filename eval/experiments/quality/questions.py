@@ -1,4 +1,4 @@
-"""Questions asked in an order of their documents, and scores of the answers."""
+"""Questions asked in an order of their documents."""
 
 from __future__ import annotations
 
@@ -87,8 +87,7 @@ def ask_questions(
 
 
 class _Scores:
-    """Columns of the answered questions: EM and F1 from 0 to 1, places of gold documents from 0. `failure` is the first
-    reason for `failures`."""
+    """Columns of the answered questions. `failure` is the first reason for `failures`."""
 
     def __init__(self, scorer: Scorer) -> None:
         names = ("id", "em", "f1", "cached_tokens", "displacement", "moved_share", "gold_places")

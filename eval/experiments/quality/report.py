@@ -14,7 +14,7 @@ from ragorder.eval.running.reading import Results
 from ragorder.eval.running.record import key_of
 from ragorder.eval.running.suite import Suite
 
-__all__ = ["make_part", "quality_not_measured"]
+__all__ = ["make_part", "print_quality", "quality_not_measured"]
 
 _Check = Mapping[str, Any]
 
@@ -58,6 +58,20 @@ def _quality_tables(suite: Suite, results: Results) -> tuple[list[Table], list[s
         if not lines[0].dry_run:
             tables += [_table(title, lines, checks, verdict), *_places(title, checks)]
     return tables, [f"{', '.join(titles)}: {message}" for message, titles in said.items()]
+
+
+def print_quality(lines: Sequence[Mapping[str, Any]], checks: Sequence[_Check]) -> None:
+    """A table and the verdict for each (suite, cell, seed) of these results."""
+    from rich.console import Console
+
+    console, records = Console(), [QualityRecord.model_validate(line) for line in lines]
+    for verdict in (check for check in checks if check["name"] == "quality-verdict"):
+        key = _check_key(verdict)
+        rows = {record.policy: record for record in records if _key(record) == key}
+        said = {"accepted": ", given the accepted answer", "empty": ", given no answer"}
+        title = _title(next(iter(rows.values())), several=False) + said.get(verdict["cell"].get("answers"), "")
+        console.print(_table(title, list(rows.values()), [each for each in checks if _check_key(each) == key], verdict))
+        console.print(verdict["message"], style="bold", markup=False)
 
 
 def quality_not_measured(results: Results) -> str | None:

@@ -110,9 +110,9 @@ class AnswererSpec(BaseModel):
 @dataclass(frozen=True, slots=True)
 class QualityBench:
     """Questions, an engine, and orders of documents (see `Order`). In a `dry_run` a stub gives the accepted answer,
-    then none.
+    then none. Raises QualityError.
 
-    `suite`, `suite_cell` (None: the specifications) and `session` are written into the results. Raises QualityError.
+    `suite`, `suite_cell` (None: the specifications) and `session` are written into the results.
     """
 
     questions: QuestionsSpec

@@ -51,8 +51,8 @@ _Size = Annotated[str, BeforeValidator(_size)]
 class ReplacementCell(SuiteCell):
     """`measure` "hits": a stream on simulated tiers; "scheduling": the time of a request on one tier of `nodes`.
 
-    `device` and `host` are GiB ("8GiB") at `kib_per_token`, or shares of the stream's working set ("5%"); the device
-    always holds the longest request. `ordered`: ragorder places the documents.
+    `device` and `host` are GiB ("8GiB") at `kib_per_token`, or shares of the working set ("5%"). `ordered`: ragorder
+    places the documents.
     """
 
     measure: Literal["hits", "scheduling"] = "hits"

@@ -45,8 +45,8 @@ def simulate(
     ordered: bool = False,
     advance: Callable[[], None] = lambda: None,
 ) -> Simulated:
-    """Serve the requests one after another under one of the `REPLACEMENT_POLICIES`: in retrieval order, as RAGCache
-    does, or `ordered` by ragorder for a cache of both tiers together."""
+    """Serve the requests under one of the `REPLACEMENT_POLICIES`, in retrieval order as RAGCache does, or `ordered` by
+    ragorder."""
     if policy == "none":
         return Simulated([_computed(stream, request, profile) for request in stream.requests])
     name, history = policy.removesuffix(HISTORY), HISTORY_NODES if policy.endswith(HISTORY) else 0

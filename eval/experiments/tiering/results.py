@@ -30,8 +30,8 @@ Met = Literal["met", "not met", "not decided", ""]
 
 @dataclass(frozen=True, slots=True)
 class TierVerdict:
-    """`ratio` is the speed-up by tiers with its interval (0 to inf: too few requests). `met` ("": there is no goal) is
-    "not decided" if the ratio reaches the goal and its interval does not."""
+    """`ratio` is the speed-up by tiers with its interval (0 to inf: too few requests). `met` ("": no goal) is "not
+    decided" if the ratio reaches the goal and its interval does not."""
 
     apc_ms: float
     tiers_ms: float

@@ -63,8 +63,8 @@ class TierSizes:
 
 
 def make_sizes(room: str, streams: Sequence[PromptStream], *, block_size: int, bytes_per_token: int) -> TierSizes:
-    """One of the `ROOMS`, by the largest working set of the streams (one a seed). The device's pool holds at least the
-    longest prompt and its answer; the disk, which is not emptied between seeds, holds all streams."""
+    """By the largest working set of the streams (one a seed). The device's pool holds at least the longest prompt and
+    its answer; the disk holds all streams."""
     largest = max(stream.working_set_tokens for stream in streams)
     every = sum(stream.working_set_tokens for stream in streams)
     least = max(stream.longest_tokens for stream in streams) // block_size + 2
