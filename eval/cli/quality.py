@@ -164,7 +164,7 @@ def quality(
     from ragorder.eval.running.store import Store, StoreError
 
     if embedding_model and retriever != "dense":
-        raise click.UsageError("--embedding-model goes with --retriever dense")
+        raise click.UsageError("--embedding-model requires --retriever dense")
     started = datetime.now(UTC)
     session = f"{started:%Y%m%dT%H%M%S}-{secrets.token_hex(3)}"
     given = click.get_current_context().params
