@@ -1,4 +1,4 @@
-"""DSPy: a retrieval module that orders passages for the engine's prefix cache."""
+"""DSPy: a retrieval module in cache order."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __getattr__ = renamed(__name__)
 class CacheOrderRetriever(dspy.Module):  # type: ignore[misc, unused-ignore]
     """A retrieval module that orders its passages for the engine's prefix cache. Thread-safe.
 
-    retrieve = CacheOrderRetriever(dspy.retrievers.Embeddings(…), orderer)
+        retrieve = CacheOrderRetriever(dspy.retrievers.Embeddings(corpus, embedder), orderer)
 
     `retriever` is a module or function; its result becomes a `dspy.Prediction(passages=…)`: a Prediction or mapping
     with `passages` (fields of the same length are ordered alike), a list of strings, or a list of rows with a

@@ -20,7 +20,7 @@ _LONGEST = 64 << 20
 
 class ServerError(RuntimeError):
     """No usable answer from a server. The message names its URL, without credentials, and what to change; `status` is
-    the HTTP status, if there was one."""
+    the HTTP status, if any."""
 
     def __init__(self, message: str, status: int | None = None) -> None:
         super().__init__(message)
@@ -32,11 +32,14 @@ class AddressError(ServerError):
 
 
 class Server:
-    """The server at `base_url` (with or without /v1). `api_key` is sent as a bearer token; user and password in the URL
-    as basic authentication.
+    """The server at `base_url` (with or without /v1).
 
-    Raises ServerError for an unreachable server, an HTTP error and an answer incomplete after `timeout_s`; AddressError
-    for a malformed `base_url` or `api_key`; ImportError without httpx2.
+        with Server("http://host:8000", timeout_s=10) as server:
+            models = server.get_json("/v1/models")
+
+    `api_key` is sent as a bearer token; user and password in the URL as basic authentication. Raises ServerError for an
+    unreachable server, an HTTP error and an answer incomplete after `timeout_s`; AddressError for a malformed
+    `base_url` or `api_key`; ImportError without httpx2.
     """
 
     def __init__(self, base_url: str, *, timeout_s: float, api_key: str | None = None) -> None:
@@ -143,10 +146,9 @@ class Server:
 
 
 def live_extra(error: ImportError) -> ImportError:
-    """The ImportError that names the extra to install."""
     return ImportError(f"talking to a server needs {error.name}: pip install 'ragorder[live]'", name=error.name)
 
 
 def printable(text: str) -> str:
-    """The text with control characters escaped."""
+    """Control characters escaped."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)

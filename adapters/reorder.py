@@ -1,4 +1,4 @@
-"""Ordering of a framework's own document objects, shared by all framework adapters."""
+"""Ordering of a framework's own document objects."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def order_items(
     orderer: OrdererLike, items: Sequence[T], read: Callable[[T], Document], *, scope: Hashable = None
 ) -> tuple[list[T], Ordering[Document]]:
     """The items themselves, each as often as given, ordered by what `read` makes of them, and the ordering. Raises
-    nothing: items that cannot be read stay in retrieval order."""
+    nothing: unreadable items stay in retrieval order."""
     items = list(items)
     try:
         documents = [read(item) for item in items]
@@ -34,14 +34,14 @@ def order_items(
 
 
 def name_of(item: T, own_id: Any, key: Callable[[T], Any] | None) -> str:
-    """An item's identity besides its text: the result of the user's `key`, else its own id, else nothing."""
+    """An item's identity besides its text: by the user's `key`, else its own id, else nothing."""
     name = key(item) if key is not None else None
     name = own_id if name is None else name
     return "" if name is None else str(name)
 
 
 def degrade(orderer: OrdererLike, reason: str) -> None:
-    """`orderer.degrade`, which a user's own wrapper may lack."""
+    """A user's own wrapper may lack `degrade`."""
     note = getattr(orderer, "degrade", None)
     if note is not None:
         note(reason)

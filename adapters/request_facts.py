@@ -1,7 +1,8 @@
 """Facts about a request for a vLLM with ragorder's tiers: where its documents end, its tenant, a token's cost.
 
-{"kv_transfer_params": {"ragorder": {"documents": [end offset in tokens, in prompt order], "tenant": "<digest>",
-"cost": seconds per new token, "prefix": tokens in front of the first document}}}; each may be missing or null.
+    {"kv_transfer_params": {"ragorder": {"documents": [end offset in tokens, in prompt order], "tenant": "<digest>",
+    "cost": seconds per new token, "prefix": tokens in front of the first document}}}; each may be missing or null.
+
 Standard library only: vLLM's processes load this module.
 """
 
@@ -77,7 +78,7 @@ def read_facts(kv_transfer_params: object) -> RequestFacts | None:
 
 
 def tenant_digest(scope: Hashable) -> str | None:
-    """A digest that is the same for a tenant throughout this process, and meaningless elsewhere. None for no tenant."""
+    """Equal for a tenant throughout this process, meaningless elsewhere. None for no tenant."""
     if scope is None:
         return None
     name = scope if isinstance(scope, bytes) else str(scope).encode("utf-8", "surrogatepass")
@@ -85,7 +86,7 @@ def tenant_digest(scope: Hashable) -> str | None:
 
 
 def request_facts(document_ends: Sequence[int], scope: Hashable, prefix_tokens: int = 0) -> dict[str, Any]:
-    """The facts of a request, without those that are unknown."""
+    """Without unknown facts."""
     facts: dict[str, Any] = {}
     if document_ends:
         facts["documents"] = list(document_ends)
@@ -97,8 +98,8 @@ def request_facts(document_ends: Sequence[int], scope: Hashable, prefix_tokens: 
 
 
 def with_facts(arguments: Mapping[str, Any], document_ends: Sequence[int], scope: Hashable) -> dict[str, Any]:
-    """A request's arguments (the openai client's `extra_body`, vLLM's `extra_args`) with its facts. The caller's own
-    values stay, and precede ours."""
+    """A request's arguments (the openai client's `extra_body`, vLLM's `extra_args`) with its facts; the caller's own
+    values precede ours."""
     sent = dict(arguments)
     params = sent.get(FIELD)
     params = {} if params is None else params
@@ -111,8 +112,8 @@ def with_facts(arguments: Mapping[str, Any], document_ends: Sequence[int], scope
 
 
 def add_facts(fields: dict[str, Any], document_ends: Sequence[int], scope: Hashable, prefix_tokens: int = 0) -> None:
-    """`with_facts` for a body of `msgspec.Raw` fields: the client's values stay byte by byte. Anything that should be
-    an object and is not stays for the server to refuse."""
+    """`with_facts` for a body of `msgspec.Raw` fields: the client's values stay byte by byte, malformed ones for the
+    server to refuse."""
     import msgspec
 
     raw_fields = dict[str, msgspec.Raw]

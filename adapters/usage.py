@@ -1,4 +1,4 @@
-"""Token usage: counts reported by engines, and the answer length expected from them."""
+"""Token counts reported by engines, and the answer length expected from them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _OUTPUT = ("content", "reasoning_content", "reasoning", "refusal", "tool_calls",
 
 
 class ReportedUsage(NamedTuple):
-    """Token counts; None where the server reports none, or an impossible one."""
+    """None: not reported, or impossible."""
 
     cached_tokens: int | None = None
     prompt_tokens: int | None = None
@@ -23,8 +23,8 @@ class ReportedUsage(NamedTuple):
 
 
 def read_usage(*reports: Any) -> ReportedUsage:
-    """The counts in the `usage` of an answer: mappings or objects, in OpenAI's names or LangChain's. What one report
-    lacks is taken from the next one."""
+    """The counts in the `usage` of an answer: mappings or objects, in OpenAI's names or LangChain's. A later report
+    fills in what an earlier one lacks."""
     cached = prompt = completion = total = None
     for report in reports:
         details = _first(report, "input_token_details", "prompt_tokens_details", "input_tokens_details")
@@ -49,7 +49,7 @@ def answers_something(choice: Any) -> bool:
 
 
 def member(value: Any, name: str) -> Any:
-    """A member of a mapping or an object; None if there is no such member."""
+    """Of a mapping or an object; None if there is no such member."""
     return value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)
 
 
@@ -61,13 +61,12 @@ class AnswerLength:
         self._mean = RunningMean()
 
     def learn(self, tokens: int | None) -> None:
-        """Take in an answer's length (None: not reported)."""
         if tokens is not None:
             self._mean.add(tokens)
 
     def suffix_tokens(self, question_tokens: int, limit: int, default: int) -> int:
-        """Cached tokens of a question and its answer of at most `limit` tokens; before the first report, both together
-        are expected to have `default`."""
+        """Cached tokens of a question and its answer of at most `limit` tokens; before the first report `default` for
+        both."""
         mean = self._mean.value
         expected = default - question_tokens if mean is None else round(mean)
         # The last token of an answer is never computed on: its keys and values are not cached.

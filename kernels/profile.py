@@ -1,4 +1,4 @@
-"""Prefill times T(cached, new), measured on a grid and interpolated (RAGCache section 5.1)."""
+"""Prefill times T(cached, new), measured on a grid and interpolated (RAGCache 5.1)."""
 
 from __future__ import annotations
 
@@ -22,19 +22,18 @@ _MEASURE = "measure one with `ragorder profile`"
 
 @dataclass(frozen=True)
 class PrefillProfile:
-    """Seconds to prefill `new_tokens` behind `cached_tokens`, on an ascending grid: `seconds` has a row for each of
-    `cached_tokens`.
+    """Seconds to prefill `new_tokens` behind `cached_tokens`, on an ascending grid: a row for each of `cached_tokens`.
 
         profile = PrefillProfile.from_file("profile.json")
         profile(cached_tokens=2048, new_tokens=512)  # seconds
 
-    Bilinear inside the grid (Algorithm 1, lines 6 and 7) and linear outside, continuous, never falling nor negative:
+    Bilinear inside the grid (Algorithm 1), linear outside, never falling nor negative:
 
     - above it with the steepest last slope so far;
     - below the first new tokens with the flattest first slope, no steeper than to the origin;
     - below the first cached tokens constant.
 
-    `facts` are JSON values about the measurement. Raises ValueError for an invalid grid or falling times.
+    `facts` are JSON values. Raises ValueError for an invalid grid or falling times.
     """
 
     cached_tokens: tuple[int, ...]
@@ -66,7 +65,7 @@ class PrefillProfile:
         object.__setattr__(self, name, tuple(slopes))
 
     def __call__(self, cached_tokens: int, new_tokens: int) -> float:
-        """Seconds to prefill; negative counts are taken as 0."""
+        """Negative counts are taken as 0."""
         cached = min(max(cached_tokens, 0), _MOST_TOKENS)
         new = min(max(new_tokens, 0), _MOST_TOKENS)
         row, down = _place(self.cached_tokens, cached)
@@ -83,7 +82,7 @@ class PrefillProfile:
         return max(0.0, seconds)
 
     def cost(self, cached_tokens: int, new_tokens: int) -> float:
-        """Seconds per new token (at least 1): one term of the mean in formula 4."""
+        """Seconds per new token (at least 1), as in formula 4."""
         new = min(max(new_tokens, 1), _MOST_TOKENS)
         return self(cached_tokens, new) / new
 
@@ -97,8 +96,8 @@ class PrefillProfile:
     ) -> Self:
         """A profile of measured times, pooled where they fall for noise (isotonic regression, rows then columns).
 
-        The fact "pooled" has the number of changed `cells` and the largest change in seconds and as a share. Raises
-        ValueError for an invalid grid.
+        The fact "pooled" has the number of changed `cells` and the largest change. Raises ValueError for an invalid
+        grid.
         """
         _check_grid(cached_tokens, new_tokens, seconds)
         columns = [_pool(column) for column in zip(*map(_pool, seconds), strict=True)]
@@ -150,7 +149,7 @@ class PrefillProfile:
 
     @classmethod
     def from_file(cls, path: str | Path) -> Self:
-        """Raises ValueError, which names the file, if it cannot be read or is not a profile."""
+        """Raises ValueError, naming the file."""
         try:
             value = json.loads(Path(path).read_text("utf-8"))
         except OSError as error:
@@ -167,8 +166,7 @@ class PrefillProfile:
 
 
 def _place(axis: Sequence[int], value: int) -> tuple[int, float]:
-    """Index of the last entry not above the value, and the share of the way to the next; outside values are at the
-    border."""
+    """Index of the last entry not above the value, and the share of the way to the next."""
     index = bisect_right(axis, value) - 1
     if index < 0:
         return 0, 0.0

@@ -12,13 +12,15 @@ __all__ = ["EngineLoad", "prefill_batch"]
 
 
 def prefill_batch(token_budget: int, prompt_tokens: int) -> int:
-    """`max_prefill_bs` of RAGCache section 5.3: the prompts of this length in one iteration of an engine that computes
-    `token_budget` tokens in each (vLLM: --max-num-batched-tokens)."""
+    """`max_prefill_bs` of RAGCache section 5.3: the prompts of this length in one iteration of `token_budget` tokens
+    (vLLM: --max-num-batched-tokens)."""
     return max(1, token_budget // max(1, prompt_tokens))
 
 
 class EngineLoad:
     """Counts the requests that wait for their first token (the queue of RAGCache Algorithm 2).
+
+        load = EngineLoad(prefill_batch(8192, prompt_tokens=2000))
 
     A speculation is admitted while fewer than `max_prefill_bs` are pending. `reported` may return the engine's own
     count, other clients included (None: unknown): the larger number counts. Raises ValueError for `max_prefill_bs` < 1.
@@ -53,7 +55,7 @@ class EngineLoad:
 
     @contextmanager
     def prefilling(self) -> Iterator[Callable[[], None]]:
-        """Count a request as pending until the yielded function is called (at its first token) or the block ends."""
+        """A request is pending until the yielded function is called, at its first token, or the block ends."""
         waits = True
         self._pending += 1
         sent_s = self._clock()

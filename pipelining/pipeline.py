@@ -41,9 +41,9 @@ class Pipeline(Generic[Q, D, R]):
 
     - `warm_up` prefills the system prompt during retrieval if the engine does not hold it (RAGCache++ section 3.6).
     - `load` enables speculation (RAGCache section 5.3, Algorithm 2): when the provisional documents change, the running
-      generation is aborted and, if the load permits, one on the new documents begins. It is used only if its request
-      equals the final one; so answers are those without speculation.
-    - `gain` restricts speculation to where recent searches show that it saves more than it costs.
+      generation is aborted and, if the load permits, another begins. It is used only if its request equals the final
+      one: answers are those without speculation.
+    - `gain` restricts speculation to where recent searches show that it saves time.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Pipeline(Generic[Q, D, R]):
         self._clock = clock
 
     def stream(self, question: Q) -> PipelinedStream:
-        """The answer as it arrives; lazy. Raises only what retrieval and the engine raise."""
+        """The answer as it arrives; lazy. Raises only the errors of retrieval and engine."""
         trace = PipelineTrace()
         return PipelinedStream(_QuestionRun(self, question, trace).run(), trace)
 
@@ -84,7 +84,7 @@ class Pipeline(Generic[Q, D, R]):
 
 
 class PipelinedStream(AsyncIterator[str]):
-    """The pieces of an answer, an async context manager: closing it early ends everything that runs for it.
+    """The pieces of an answer. Closing it early, or leaving `async with`, ends everything that runs for it.
 
     `text` is what has arrived so far, `usage` the engine's report at the end.
     """
@@ -169,7 +169,7 @@ class _QuestionRun(Generic[Q, D, R]):
         return tuple(map(self._pipeline._key, documents))
 
     async def _speculate(self, documents: Sequence[D], load: EngineLoad) -> None:
-        """RAGCache Algorithm 2, lines 6-10. What was refused or declined is tried again after the next stage."""
+        """RAGCache Algorithm 2, lines 6-10. A refused or declined speculation is tried again after the next stage."""
         keys, gain = self._keys_of(documents), self._pipeline.gain
         if keys == self._keys:
             return

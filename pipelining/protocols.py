@@ -1,4 +1,4 @@
-"""Protocols of a pipeline, and the types that they exchange."""
+"""Protocols and types of a pipeline."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """The engine's report on an answer, in tokens (None: not reported)."""
+    """The engine's report, in tokens (None: not reported)."""
 
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
@@ -36,7 +36,7 @@ class AnswerChunk:
 
 
 class EngineRequest(Protocol):
-    """A request to an engine. Equal requests send the same. `prompt_tokens` is None if unknown."""
+    """Equal requests send the same. `prompt_tokens`: None if unknown."""
 
     @property
     def prompt_tokens(self) -> int | None: ...
@@ -50,12 +50,12 @@ D_contra = TypeVar("D_contra", contravariant=True)
 
 class StreamingEngine(Protocol[R_contra]):
     def stream(self, request: R_contra, /) -> AsyncGenerator[AnswerChunk, None]:
-        """Send the request at the first `__anext__`; the first chunk comes with the first token. Closing the generator
-        early aborts the request."""
+        """Sends the request at the first `__anext__`; the first chunk is the first token. Closing the generator early
+        aborts the request."""
 
 
 class CommittedRequest(Protocol[R_co]):
-    """A request in flight: either confirmed, with the engine's usage, or discarded."""
+    """A request in flight until it is confirmed, with the engine's usage, or discarded."""
 
     @property
     def request(self) -> R_co: ...
@@ -74,14 +74,14 @@ class RequestBuilder(Protocol[Q_contra, D_contra, R_co]):
 
 @dataclass(slots=True)
 class PipelineTrace:
-    """Timing of one question, in seconds since it was asked (None: has not happened).
+    """Timing of one question, in seconds from its start (None: has not happened).
 
     - `retrieval_s`: end of the search, after `stages`
     - `speculations` started, `refused` for lack of room, `declined` as unprofitable; `right`: the last one was used
-    - `exposed_search_s`: the search without an overlapping generation on its result (T1 of RAGCache Table 3; T2 if
-      no speculation was used)
+    - `exposed_search_s`: the search without an overlapping generation on its result (T1 of RAGCache Table 3; T2 if no
+      speculation was used)
     - `speculated_stage`: the stage, from 1, after which the used speculation started
-    - `wasted_prompt_tokens`: prompts of unused speculations, an upper bound of wasted computation
+    - `wasted_prompt_tokens`: prompts of unused speculations, an upper bound
     - `warmed_up`: a warm-up ran during retrieval
     """
 

@@ -20,7 +20,7 @@ _logger = logging.getLogger("ragorder")
 
 
 class CachedLengths(NamedTuple):
-    """Prompt tokens of a request found in the engine's cache, and those to compute."""
+    """Prompt tokens in the engine's cache, and those to compute."""
 
     cached_tokens: float
     computed_tokens: float
@@ -35,8 +35,6 @@ class QueueFullError(Exception):
 
 
 class Ticket(Generic[T]):
-    """A waiting `item`, `overtaken` by so many later ones."""
-
     __slots__ = ("_lengths", "_number", "_priority", "item", "overtaken")
 
     def __init__(self, item: T, lengths: Callable[[], CachedLengths] | None, number: int) -> None:
@@ -50,9 +48,13 @@ class Ticket(Generic[T]):
 class CacheAwareQueue(Generic[T]):
     """Yields the item with the largest cached / computed length next, among equals the oldest. Not thread-safe.
 
+        queue = CacheAwareQueue(window=32)
+        queue.enter("question", lambda: CachedLengths(96, 40))
+        queue.take().item
+
     An item overtaken by `window` later ones goes next: to within the window the queue is first come, first served,
-    between tenants as well. `take` reads the lengths of the oldest `window` + 1 items only; items without lengths,
-    or whose lengths raise, count as not cached. Raises ValueError for a negative window.
+    between tenants as well. `take` reads the lengths of the oldest `window` + 1 items only; items without lengths, or
+    whose lengths raise, count as not cached. Raises ValueError for a negative window.
     """
 
     def __init__(self, window: int = 32) -> None:
@@ -73,11 +75,10 @@ class CacheAwareQueue(Generic[T]):
         return ticket
 
     def leave(self, ticket: Ticket[T]) -> None:
-        """Remove a ticket; nothing happens to one already taken."""
         self._waiting.pop(ticket._number, None)
 
     def take(self) -> Ticket[T]:
-        """The next item's ticket. Raises IndexError if the queue is empty."""
+        """Raises IndexError if the queue is empty."""
         if not self._waiting:
             raise IndexError("the queue is empty")
         candidates = list(islice(self._waiting.values(), self.window + 1))
@@ -96,7 +97,7 @@ class CacheAwareQueue(Generic[T]):
         return chosen
 
     def upcoming(self, count: int) -> list[T]:
-        """At most `count` items that will probably be taken next, by their priorities at the last `take`."""
+        """At most `count` items, by their priorities at the last `take`."""
         candidates = islice(self._waiting.values(), self.window + 1)
         return [ticket.item for ticket in nlargest(count, candidates, key=attrgetter("_priority"))]
 
@@ -136,8 +137,8 @@ class ConcurrencyLimiter(Generic[T]):
 
     @asynccontextmanager
     async def slot(self, item: T, lengths: Callable[[], CachedLengths] | None = None) -> AsyncIterator[None]:
-        """Wait for a slot, and hold it until the block ends. Code before the block's first `await` runs before the next
-        choice. Raises QueueFullError."""
+        """A slot until the block ends. Code before the block's first `await` runs before the next choice. Raises
+        QueueFullError."""
         if self.in_flight < self.limit and not self.queue:
             self.in_flight += 1
         else:
@@ -168,8 +169,8 @@ class ConcurrencyLimiter(Generic[T]):
             self._admit()
 
     def _admit(self) -> None:
-        """Admit one request, and more only after it has woken up: it puts into the cache what the next choice is to
-        see."""
+        """Admit one request, and others only after it has woken up: the next choice sees what it puts into the
+        cache."""
         self._waking = False
         while self.queue and self.in_flight < self.limit:
             ticket = self.queue.take()

@@ -30,7 +30,7 @@ Retrieval = Callable[[Q], AsyncGenerator[Provisional[D], None]]
 
 
 def plain_retrieval(retrieve: Callable[[Q], Sequence[D] | Awaitable[Sequence[D]]]) -> Retrieval[Q, D]:
-    """A retriever without stages. A function that is no coroutine runs in a thread."""
+    """A retriever without stages; a function that is no coroutine runs in a thread."""
 
     async def search(question: Q) -> AsyncGenerator[Provisional[D], None]:
         if inspect.iscoroutinefunction(retrieve) or inspect.iscoroutinefunction(getattr(retrieve, "__call__", None)):  # noqa: B004

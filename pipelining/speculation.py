@@ -41,14 +41,14 @@ class Speculation(Generic[R]):
         return self._error is not None
 
     def cancel(self) -> None:
-        """Abort the request after the engine's current iteration; `ended` waits for that."""
+        """Abort after the engine's current iteration; `ended` waits for that."""
         self._task.cancel()
 
     async def ended(self) -> None:
         await asyncio.wait((self._task,))
 
     async def chunks(self) -> AsyncGenerator[AnswerChunk, None]:
-        """The chunks so far, and those to come. Closing it early aborts the request."""
+        """The chunks so far, and those to come. Closing early aborts the request."""
         try:
             while (chunk := await self._chunks.get()) is not None:
                 yield chunk
@@ -72,6 +72,8 @@ class Speculation(Generic[R]):
 class SpeculationGain:
     """Expected gain of a speculation, learnt from all searches.
 
+        pipeline = Pipeline(retrieval, prompts, engine, load=EngineLoad(4), gain=SpeculationGain())
+
     On the right documents it saves the rest of the search, at most a prefill; on the wrong ones it may keep the engine
     busy beyond the search, since an iteration is not aborted.
     """
@@ -88,7 +90,7 @@ class SpeculationGain:
                 mean.add(value)
 
     def worthwhile(self, stage: int, prefill_s: float | None) -> bool:
-        """Whether a speculation after this stage (from 1) saves time on average. True before the first search."""
+        """Whether a speculation after this stage (from 1) saves time on average; True before the first search."""
         right, left_s = (mean.value for mean in self._stages[stage - 1]) if stage <= len(self._stages) else (None, None)
         if prefill_s is None or right is None or left_s is None:
             return True

@@ -1,4 +1,4 @@
-"""Warm-up of the system prompt during retrieval (RAGCache++ section 3.6)."""
+"""Warm-up of the system prompt (RAGCache++ section 3.6)."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _logger = logging.getLogger("ragorder")
 
 
 class Prefix(Protocol[Q_contra]):
-    """The tokens before the documents, on an engine. Questions of one `scope` share them."""
+    """The tokens before the documents, shared by the questions of a `scope`."""
 
     def scope(self, question: Q_contra, /) -> Hashable: ...
 
     def is_cached(self, question: Q_contra, /) -> bool:
-        """Whether the engine holds it, as far as is known, or is computing it, or could not keep a block of it."""
+        """Whether the engine should hold it, compute it already, or be unable to keep a block of it."""
 
     def prefill(self, question: Q_contra, /) -> Awaitable[None]:
-        """Have the engine compute it. Cancelling aborts the request."""
+        """Cancelling aborts the request."""
 
 
 class Warming:
@@ -45,6 +45,8 @@ class Warming:
 
 class WarmUp(Generic[Q]):
     """Prefills a system prompt that is not cached: after a cold start, an eviction, a restart of the engine.
+
+        pipeline = Pipeline(retrieval, prompts, engine, warm_up=WarmUp(SystemPrefix(orderer, builder, engine)))
 
     At most once at a time in a scope. Errors are not raised: the following request meets them itself.
     """

@@ -1,5 +1,4 @@
-"""Plans of a batch: each is dry-run on a copy of its scope, and the one with most cached tokens is taken. Ordering one
-by one is among them."""
+"""Plans of a batch: each is dry-run on a copy of its scope, and the one with most cached tokens is taken."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ _MOST_CANDIDATES = 64
 
 
 class Step(NamedTuple):
-    """A request of the batch and the permutation of its ranks (None: from `order`)."""
+    """A request of the batch and the permutation of its ranks (None: by `order`)."""
 
     number: int
     permutation: list[int] | None = None
@@ -91,8 +90,7 @@ def _in_windows(run: _DryRun, requests: _Requests, window: int) -> None:
 
 
 def _nearest_first(run: _DryRun, requests: _Requests, window: int) -> None:
-    """Serve next, among the requests allowed, the one with most cached tokens; its documents are arranged for the
-    others."""
+    """Next comes the allowed request with most cached tokens, arranged for the others."""
     coming: Iterator[tuple[int, OrderRequest[Any], frozenset[Any]]] = (
         (number, request, frozenset(request.keys)) for number, request in enumerate(requests)
     )

@@ -1,7 +1,7 @@
-"""Work that must not run now: while the garbage collector runs, or while a lock is held.
+"""Work deferred while the garbage collector runs, or while a lock is held.
 
-The collector runs finalisers at any allocation, in a thread that may hold any lock. Work that takes one waits for
-the next call of this package.
+The collector runs finalisers at any allocation, in a thread that may hold any lock. Work that takes one waits for the
+next call of this package.
 """
 
 from __future__ import annotations
@@ -50,7 +50,6 @@ def defer(work: Callable[[], object]) -> None:
 
 
 def run_deferred() -> None:
-    """Run the deferred work. Errors are logged: it is not the caller's work."""
     while deferred and not is_collecting():
         try:
             work = deferred.popleft()
@@ -63,14 +62,14 @@ def run_deferred() -> None:
 
 
 class ReentryError(RuntimeError):
-    """An orderer is used from within itself, by `__eq__` or `__hash__` of a key or of a scope."""
+    """An orderer is used within itself, by `__eq__` or `__hash__` of a key or a scope."""
 
 
 class DeferringLock:
     """Runs one piece of work at a time.
 
-    Deferred work never waits for the lock, which this very thread may hold. It runs at once if the lock is free, else
-    when it is released, and always before other work.
+    Deferred work never waits for the lock, which its own thread may hold: it runs at once if the lock is free, else on
+    its release, and always before other work.
     """
 
     def __init__(self, report: Callable[[Exception], None]) -> None:
@@ -100,7 +99,7 @@ class DeferringLock:
         self.drain()
 
     def drain(self) -> None:
-        """Run the deferred work, unless the lock is held: then its holder runs it."""
+        """Run the deferred work, unless the lock is held: its holder runs it."""
         lock = self._lock
         while self._queue and not lock._is_owned():
             try:
@@ -119,7 +118,7 @@ class DeferringLock:
             run_or_defer(partial(self._report, self._errors.popleft()))
 
     def after_fork(self) -> bool:
-        """Whether another thread of the parent held the lock, which is replaced then."""
+        """True if another thread of the parent held the lock, which is then replaced."""
         if self._lock.acquire(blocking=False):
             self._lock.release()
             return False

@@ -11,7 +11,7 @@ __all__ = ["Forked", "follow"]
 
 class Forked(Protocol):
     def after_fork(self) -> None:
-        """Called in the child before anything else; the parent's other threads are gone."""
+        """Called in the child process first; the parent's other threads are gone."""
 
 
 _followed: WeakSet[Forked] = WeakSet()

@@ -1,4 +1,4 @@
-"""Documents of one request, read once from the caller's objects."""
+"""Documents of one request, read once."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class OrderRequest(Generic[D]):
 
 
 class RequestReader:
-    """Reads the caller's documents by the callables of `Orderer` or as `Document`s."""
+    """Reads the caller's objects as `Document`s or by the callables of `Orderer`."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class RequestReader:
         return [frozenset(map(self._key, others)) for others in waiting] if waiting else ()
 
     def refuse(self, given: list[Any], error: Exception) -> None:
-        """Raise TypeError if the objects are no documents: every request would fail."""
+        """Raise TypeError if the objects are no documents."""
         if isinstance(error, AttributeError):
             check_readable(given, self._wanted)
 
@@ -107,7 +107,7 @@ class _Repeat:
 
 
 def _number_repeats(keys: list[Hashable]) -> list[Hashable]:
-    """Give repeated documents keys of their own: a search need not track what it placed."""
+    """Keys of their own for repeated documents: a search need not track what it placed."""
     seen: dict[Hashable, int] = {}
     numbered: list[Hashable] = []
     for key in keys:

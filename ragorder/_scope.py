@@ -49,8 +49,7 @@ class ScopeOwner(Protocol):
 
 
 class Scope:
-    """Contents of the engine's cache for one (model, template, tenant). The caller serialises all calls but
-    `finish`."""
+    """The engine's cache for one (model, template, tenant). The caller serialises all calls but `finish`."""
 
     def __init__(
         self,
@@ -85,7 +84,7 @@ class Scope:
         return self._begin(request, permutation, guard_cost_tokens, suffix_tokens)
 
     def copy(self) -> Scope:
-        """An independent scope that continues from here, with a mirror that nothing corrects."""
+        """An independent scope that continues from here; nothing corrects its mirror."""
         self.residency.refresh()
         copy = shallow_copy(self)
         copy._owner = _DetachedOwner(self._owner.clock)
@@ -125,7 +124,7 @@ class Scope:
         return self._begin(request, planned, 0, suffix_tokens)
 
     def finish(self, lease: Lease, outcome: RequestOutcome) -> None:
-        """End a lease, in its turn. Callable by any thread at any time; never waits."""
+        """End a lease. Callable by any thread at any time; never waits."""
         reported: Sequence[float | None]
         served, *reported = outcome
         wrong = None

@@ -1,4 +1,4 @@
-"""Scopes of an orderer, which share one engine's cache and one bound on memory."""
+"""Scopes of an orderer."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ __all__ = ["Scopes"]
 class Scopes(OrderedDict[Hashable, Scope], ScopeOwner):
     """Scopes by name, least recently used first.
 
-    At most `max_scopes`, together with at most `max_nodes` nodes and the engine's capacity in blocks: the least
-    recently used blocks go first, whichever scope has them.
+    At most `max_scopes`, with at most `max_nodes` nodes and the engine's capacity in blocks together: of all scopes the
+    least recently used blocks are evicted first.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Scopes(OrderedDict[Hashable, Scope], ScopeOwner):
         return self._evicted_blocks + sum(scope.mirror.evicted_blocks for scope in dict.values(self))
 
     def add(self, scope: Scope) -> Scope:
-        """Add a scope, replacing a damaged one of this name, or the least recently used one beyond `max_scopes`."""
+        """Replaces a damaged scope of this name, or the least recently used one beyond `max_scopes`."""
         if (former := self.get(scope.name)) is not None:
             self.forget(former)
         if len(self) >= self._max_scopes and (first := self._first()) is not None:
@@ -105,7 +105,7 @@ class Scopes(OrderedDict[Hashable, Scope], ScopeOwner):
             self._blocks += scope.blocks - blocks
 
     def _make_room(self, current: Scope) -> None:
-        """Called within a change of `current`, which is therefore not whole."""
+        """`current` is being changed, and so not whole."""
         while self._nodes > self._max_nodes or self._blocks > self._max_blocks:
             scope = self._oldest(current)
             if scope is None:

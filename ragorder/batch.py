@@ -1,4 +1,4 @@
-"""Planned batch: orderings that start one after another as the caller serves them."""
+"""Batch of orderings, each started when it is taken."""
 
 from __future__ import annotations
 

@@ -10,10 +10,8 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20,
 
 
 def parse_count(text: str) -> int:
-    """From "100000", "100_000", "25.6k" or "16K", with vLLM's units: k, m and g are decimal, K, M and G binary.
-
-    Raises ValueError for anything else, fractions of a token included.
-    """
+    """A number of tokens: "100000", "100_000", "25.6k" or "16K", with vLLM's units (k, m, g decimal; K, M, G binary).
+    Raises ValueError for anything else, fractions of a token included."""
     found = re.fullmatch(r"([0-9]+(?:_[0-9]+)*)(\.[0-9]+)? ?([kmgKMG]?)", text.strip())
     if found is None or (found[2] and found[3] not in ("k", "m", "g")):
         raise ValueError(f"{text!r} is not a number of tokens: write 100000, 25.6k or 16K (k is 1,000, K 1,024)")

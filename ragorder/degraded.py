@@ -1,4 +1,4 @@
-"""Degradations of an orderer: each warned of once, and kept for inspection."""
+"""Degradations of an orderer: one warning each."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["Degradations", "DegradedWarning"]
 
 
 class DegradedWarning(UserWarning):
-    """Ordering continues with less than was configured. The message names what is missing."""
+    """Ordering continues with less than was configured; the message names what is missing."""
 
 
 class Degradations:
@@ -22,7 +22,7 @@ class Degradations:
         return tuple(self._reasons)
 
     def add(self, reason: str) -> None:
-        """Keep a reason and warn of it at the caller of ragorder. Never raises, not even where warnings are errors."""
+        """Warn at ragorder's caller. Never raises, not even where warnings are errors."""
         mark = object()
         # One atomic step: of two threads, one warns.
         if self._reasons.setdefault(reason, mark) is mark:

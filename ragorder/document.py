@@ -64,8 +64,8 @@ class Document:
 
 
 def check_readable(given: Sequence[Any], wanted: Mapping[str, str]) -> None:
-    """Raise TypeError if no object has one of the `wanted` attributes, each mapped to the `Orderer` argument that
-    replaces it. The message contains no content."""
+    """Raise TypeError if no object has one of the `wanted` attributes, each with the `Orderer` argument that replaces
+    it."""
     for attribute, argument in wanted.items():
         if given and not any(_has(each, attribute) for each in given):
             kind = type(given[0]).__name__

@@ -1,4 +1,4 @@
-"""Quality guards: limits on how far a document may move from its retrieval rank."""
+"""Quality guards: limits on the distance between a document's rank and its place."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ __all__ = ["Guards", "RequestGuards"]
 class Guards:
     """Limits on the order of the documents; the default limits nothing.
 
-    `keep_first`, `keep_last`: so many top-ranked documents stand first in rank order, or last with rank 1 next to the
-    question. For the others, `max_displacement` limits the distance between rank and place, and with `keep_groups` a
+    `keep_first` or `keep_last` top-ranked documents stand first in rank order, or last with rank 1 next to the
+    question. For the others `max_displacement` limits the distance between rank and place, and with `keep_groups` a
     group keeps its relative order.
     """
 
@@ -31,7 +31,7 @@ class Guards:
 
 
 class RequestGuards:
-    """The allowed orders of one request's documents, given by rank."""
+    """The allowed orders of a request's documents, by rank."""
 
     def __init__(self, guards: Guards, count: int, groups: Sequence[Hashable | None]) -> None:
         self._first = range(min(guards.keep_first, count))
@@ -69,7 +69,7 @@ class RequestGuards:
         return True
 
     def _may_stand(self, rank: int, place: int, earliest: int, placed: set[int]) -> bool:
-        """`earliest` is the best rank not yet placed. At its latest allowed place it must come now."""
+        """`earliest`, the best rank not yet placed, must come now at its latest allowed place."""
         if rank == earliest:
             return True
         previous = self._previous_in_group.get(rank)
@@ -77,7 +77,7 @@ class RequestGuards:
         return in_group_order and rank - place <= self._limit and place + 1 - earliest <= self._limit
 
     def complete(self, prefix: Sequence[int], preferred: Sequence[int]) -> list[int]:
-        """The allowed order that begins with `prefix` and follows the preferred order as closely as possible."""
+        """The allowed order that begins with `prefix` and is closest to the preferred one."""
         first = [*prefix[: len(self._first)], *self._first[len(prefix) :]]
         begun = list(prefix[len(first) :])
         middle = begun[: len(self._middle)] + self._arrange(begun[: len(self._middle)], preferred)

@@ -16,8 +16,8 @@ V = TypeVar("V")
 
 
 class LRUCache(Generic[V]):
-    """At most `entries` values of at most `size` bytes together, least recently used evicted first. Thread-safe. Keys
-    are not counted: use digests."""
+    """At most `entries` values of `size` bytes together, least recently used evicted first. Thread-safe. Keys are not
+    counted: use digests."""
 
     def __init__(self, entries: int, size: int = sys.maxsize) -> None:
         self._entries = entries
@@ -31,7 +31,7 @@ class LRUCache(Generic[V]):
         return len(self._values)
 
     def after_fork(self) -> None:
-        """Start empty: another thread may have been in the middle of `put`."""
+        """Another thread may have been in the middle of `put`."""
         self._lock = Lock()
         self._values, self._used = OrderedDict(), 0
 

@@ -83,12 +83,12 @@ class Orderer:
         ordering.confirm(answer.cached_tokens)
 
     The options are the fields of `Settings`. Documents are `Document`s, or any objects with `key` (content identity,
-    hashable) and `tokens` (length in the prompt); `group` names a document's group for `keep_groups` (default: its
+    hashable) and `tokens` (length in the prompt); `group` is a document's group for `keep_groups` (default: its
     metadata's "source").
 
-    `Orderer.for_vllm` connects to a live server. By hand: `token_ids` (a document's tokens) and `prefix_ids` (the
-    tokens before the documents) locate documents among the engine's `blocks`, kept up to date by
-    `ragorder.adapters.vllm.kv_events`; a scope is then its requests' `cache_salt`, or None.
+    `Orderer.for_vllm` connects to a live server. By hand: `token_ids` (a document's tokens) and `prefix_ids` (tokens
+    before the documents) locate documents among the engine's `blocks`, which `ragorder.adapters.vllm.kv_events` keeps
+    up to date; a scope is then its requests' `cache_salt`, or None.
 
     Raises pydantic.ValidationError for wrong settings. Ordering raises only TypeError, for objects that are no
     documents. After an internal error (raised with `strict=True`) the documents stay in retrieval order; `fallbacks`
@@ -134,9 +134,9 @@ class Orderer:
     ) -> Self:
         """An orderer for the vLLM server at `base_url`.
 
-        Block size and capacity come from the server's `/metrics`, unless given. With `events_endpoint`, and better with
-        `replay_endpoint`, its KV events keep the residency exact and show what other processes have ordered (`events`
-        is the subscriber); this needs `builder` with the served model's tokenizer. What the server lacks is a
+        Block size and capacity come from the server's `/metrics`, unless given. With `events_endpoint`, better with
+        `replay_endpoint` too, its KV events (`events` is the subscriber) keep the residency exact and show what other
+        processes have ordered; this needs `builder` with the served model's tokenizer. What the server lacks is a
         `DegradedWarning`. Close the orderer, or use it in a `with` block.
 
         Raises ImportError naming the extra, RuntimeError if no server answers, ValueError for an unusable endpoint.
@@ -166,16 +166,16 @@ class Orderer:
 
     @property
     def degraded(self) -> tuple[str, ...]:
-        """Reasons why the orderer does less than configured, oldest first; each was a `DegradedWarning`."""
+        """Reasons for doing less than configured, oldest first; each was a `DegradedWarning`."""
         return self._degradations.reasons
 
     def degrade(self, reason: str) -> None:
-        """Add a reason to `degraded` and warn of it once. Never raises. It must not name a document, key or tenant."""
+        """Add a reason to `degraded`, with one warning. Never raises. It must not name a document, key or tenant."""
         self._degradations.add(reason)
 
     @property
     def tree_size(self) -> int:
-        """Nodes in the knowledge trees of all scopes."""
+        """Nodes of all scopes."""
         return self._lock.run(lambda: sum(scope.tree.size for scope in dict.values(self._scopes)))
 
     @property
@@ -183,7 +183,7 @@ class Orderer:
         return self._lock.run(lambda: self._scopes.evicted_blocks)
 
     def close(self) -> None:
-        """Stop following the engine's events. The orderer continues with an empty mirror."""
+        """Stop following the engine's events; ordering continues with an empty mirror."""
         if self.events is None or self._contents is None:
             return
         self.events.close()
@@ -232,7 +232,7 @@ class Orderer:
     def preview(
         self, documents: Iterable[D], *, waiting: Sequence[Iterable[D]] = (), scope: Hashable = None
     ) -> list[D]:
-        """The documents as `order` would place them now. Nothing is recorded: for speculation."""
+        """The documents as `order` would place them now. Nothing is recorded."""
         given = list(documents)
         try:
             request = self._reader.read(given)
@@ -259,8 +259,8 @@ class Orderer:
             return 0, 0
 
     def holds_prefix(self, *, scope: Hashable = None) -> bool:
-        """Whether the engine should hold the tokens before the documents, or be computing them, or could not keep a
-        block."""
+        """Whether the engine should hold the tokens before the documents, compute them already, or be unable to keep a
+        block of them."""
         try:
             return self._look(scope, Scope.holds_prefix)
         except Exception as error:
@@ -319,8 +319,8 @@ class Orderer:
         return _unordered(list(documents))
 
     def clone(self, **changes: Unpack[OrdererOptions]) -> Orderer:
-        """An orderer with the same callables, changed settings and empty trees, without KV events: for comparison. Both
-        share the lengths learnt from the engine's reports."""
+        """An orderer with changed settings and the same callables, empty trees and no KV events, for comparison.
+        Lengths learnt from the engine's reports are shared."""
         clone = Orderer(self.settings.model_copy(update=dict(changes)), **self._callables)
         clone._lengths = self._lengths
         return clone
@@ -382,7 +382,7 @@ class Orderer:
         return Scope(name, settings, self._scopes, self._contents, self._lengths.of(name))
 
     def after_fork(self) -> None:
-        """In a child process other threads are gone: what they were changing is not whole, and no events come."""
+        """A child process has no other threads: what they were changing is not whole, and no events come."""
         if self._lock.after_fork() or self._contents is not None:
             self._scopes = Scopes(self.settings, self._lock.defer, self._report)
         if self._contents is not None:

@@ -14,7 +14,7 @@ D = TypeVar("D")
 
 
 class RequestOutcome(NamedTuple):
-    """Whether a request was served, and the token counts that the engine reported."""
+    """The end of a request, with the token counts that the engine reported."""
 
     served: bool
     cached_tokens: float | None = None
@@ -24,6 +24,9 @@ class RequestOutcome(NamedTuple):
 
 class Ordering(Generic[D]):
     """A request's documents in prompt order. Call `confirm` after the answer, `discard` after a failure.
+
+        ordering = orderer.order(documents)
+        ordering.confirm(generate(question, ordering.documents).cached_tokens)
 
     - `documents`: the caller's own documents, permuted
     - `permutation`: for each place, the retrieval rank (from 0) of its document
@@ -86,7 +89,7 @@ class Ordering(Generic[D]):
 
     @property
     def displacement(self) -> float:
-        """Mean distance, in positions, of a document from its retrieval rank."""
+        """Mean distance of a document from its retrieval rank, in positions."""
         moves = [abs(place - rank) for place, rank in enumerate(self.permutation)]
         return sum(moves) / len(moves) if moves else 0.0
 
@@ -97,8 +100,8 @@ class Ordering(Generic[D]):
         *,
         prompt_tokens: float | None = None,
     ) -> None:
-        """The engine served the request, and reported `cached_tokens` reused, `total_tokens` of prompt and answer, and
-        `prompt_tokens`, as far as given."""
+        """The engine served the request. As far as reported: `cached_tokens` reused, `total_tokens` of prompt and
+        answer, `prompt_tokens`."""
         self._end(RequestOutcome(True, cached_tokens, total_tokens, prompt_tokens))
 
     def discard(self) -> None:
@@ -106,11 +109,8 @@ class Ordering(Generic[D]):
         self._end(RequestOutcome(False))
 
     def add_done_callback(self, observer: Callable[[RequestOutcome], None]) -> None:
-        """Call `observer` once, when the ordering is first confirmed or discarded. It must not raise.
-
-        It may take locks: a finaliser's outcome reaches it with the next call of this package, since the interrupted
-        thread may hold such a lock.
-        """
+        """Call `observer` once, at the first `confirm` or `discard`. It must not raise. It may take locks: an outcome
+        from a finaliser reaches it with the next call of this package."""
         self._observers += (observer,)
 
     def _end(self, outcome: RequestOutcome) -> None:

@@ -1,4 +1,4 @@
-"""Prompt builder: the stable parts come first, where the engine's prefix cache can reuse them."""
+"""Prompt builder: stable parts first, where the engine's prefix cache can reuse them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ENTRY_BYTES = 400
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The tokens `start` to `end` (exclusive) of a prompt that belong to a document."""
+    """Prompt tokens `start` to `end` (exclusive) of a document."""
 
     id: str
     start: int
@@ -57,13 +57,13 @@ class PromptBuilder:
         builder = PromptBuilder("Answer briefly.", tokenizer=AutoTokenizer.from_pretrained(model))
         prompt = builder.build("When are orders shipped?", orderer.order(documents))
 
-    - `document_template` has {id}, {text} and optionally {title} (metadata), never a rank or position: a number before
-      a document would end the reuse of the cache there.
+    - `document_template` has {id}, {text} and optionally {title} (metadata), never a rank or position, at which the
+      reuse of the cache would end.
     - `question_template` has {query}, and everything that varies between requests.
     - `tokenizer` (transformers) is the served model's; its chat template frames the prompt.
     - `state_ranking` states the retrieval ranking, by id, after the documents.
     - `align_to` (the engine's block size) pads system prompt and documents with newlines to whole blocks.
-    - `cached_documents` documents' tokens are kept, in 64 MiB at most, by digest.
+    - `cached_documents`: documents whose tokens are kept, in 64 MiB at most.
 
     Special tokens in documents and questions are escaped, lone surrogates replaced. Raises ValueError for a wrong
     template, or for `align_to` without a tokenizer.
@@ -114,21 +114,20 @@ class PromptBuilder:
         return self._arguments
 
     def __setstate__(self, arguments: dict[str, Any]) -> None:
-        """A copy, pickled or not, is made anew from the same arguments."""
         PromptBuilder.__init__(self, **arguments)
 
     @property
     def prefix_tokens(self) -> int:
-        """Tokens in front of the first document (estimated at four characters a token without a tokenizer)."""
+        """Tokens in front of the first document (without a tokenizer estimated at four characters a token)."""
         return len(self._head_ids) if self._tokenizer else estimate_tokens(self._head)
 
     def document_tokens(self, document: Document) -> int:
-        """Tokens of the document in the prompt, header included: give it to `Orderer(tokens=…)`."""
+        """Tokens of the document in the prompt, header included: for `Orderer(tokens=…)`."""
         return self._segment(document).tokens
 
     def count_tokens(self, document: Document) -> int:
-        """As `document_tokens`, uncached, so that timing does not reveal whether a document was seen before. Long texts
-        are counted in pieces, with a difference of one or two tokens each."""
+        """`document_tokens` uncached, so that timing does not reveal whether a document was seen before. Long texts are
+        counted in pieces, each with an error of one or two tokens."""
         text = self._render(document)
         if self._tokenizer is None:
             return estimate_tokens(text)
@@ -158,7 +157,7 @@ class PromptBuilder:
         return Prompt(self._head + turn + self._tail, self._messages(turn), token_ids, spans)
 
     def turn(self, query: str, documents: Sequence[Document], ranking: Sequence[int]) -> str:
-        """The user's message: documents as given, then the question. `ranking` holds their retrieval ranks."""
+        """The user's message. `ranking`: the documents' retrieval ranks."""
         texts = [self._render(document) for document in documents]
         if self._align_to is not None:
             segments = map(self._segment, documents)
@@ -174,7 +173,7 @@ class PromptBuilder:
         return [{"role": "system", "content": self.system}, {"role": "user", "content": turn}]
 
     def suffix_tokens(self, query: str) -> int:
-        """Tokens after the last document for a question, without the ranking note and the answer."""
+        """Tokens of a question after the last document, without the ranking note."""
         text = self._question(query, (), ()) + self._tail
         return len(self._tokenizer.encode(text)) if self._tokenizer else estimate_tokens(text)
 

@@ -1,4 +1,4 @@
-"""Settings of the orderer, from keyword arguments or the environment (RAGORDER_CAPACITY_TOKENS=…)."""
+"""Settings of the orderer, from keyword arguments or the environment."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ __all__ = ["OrdererOptions", "Settings"]
 
 
 class Settings(BaseSettings):
-    """Properties of the engine and the prompt, and policies of the orderer. Raises pydantic.ValidationError for an
-    unknown name or value.
+    """Properties of the engine and the prompt, and policies of the orderer, also from the environment
+    (RAGORDER_CAPACITY_TOKENS=…). Raises pydantic.ValidationError for an unknown name or value.
 
         Settings(capacity_tokens=262_144, block_size=16, tail="rank")
     """

@@ -1,4 +1,4 @@
-"""Tokens of the served model: its tokenizer, applied segment by segment, and its special tokens, escaped in texts."""
+"""Tokenizer of the served model, applied segment by segment, and its special tokens, escaped in texts."""
 
 from __future__ import annotations
 
@@ -35,8 +35,7 @@ _WINDOW = 1 << 15
 
 
 class PromptFrame(NamedTuple):
-    """The chat template's text before and after the user's turn. Without `system_role` the system prompt opens that
-    turn."""
+    """The chat template's text around the user's turn, which opens with the system prompt unless `system_role`."""
 
     before: str
     after: str
@@ -44,8 +43,7 @@ class PromptFrame(NamedTuple):
 
 
 class SegmentTokenizer:
-    """Wraps a Hugging Face tokenizer (`transformers.PreTrainedTokenizerBase`; TypeError for anything else).
-    Thread-safe."""
+    """Wraps a transformers tokenizer (TypeError for anything else). Thread-safe."""
 
     def __init__(self, tokenizer: Any) -> None:
         if not hasattr(tokenizer, "encode") or not hasattr(tokenizer, "added_tokens_decoder"):
@@ -64,7 +62,7 @@ class SegmentTokenizer:
         return ids
 
     def special_tokens(self) -> Iterator[str]:
-        """The texts that the tokenizer turns into a special token wherever they stand."""
+        """Texts that become a special token wherever they stand."""
         yield from self._tokenizer.all_special_tokens
         for added in self._tokenizer.added_tokens_decoder.values():
             text = added.content
@@ -72,7 +70,7 @@ class SegmentTokenizer:
                 yield text
 
     def frame(self, system: str) -> PromptFrame:
-        """The frame of a prompt. Raises ValueError if the chat template does not show the user's text exactly once."""
+        """Raises ValueError if the chat template does not show the user's text exactly once."""
         if not getattr(self._tokenizer, "chat_template", None):
             bos = getattr(self._tokenizer, "bos_token", None) or ""
             return PromptFrame(f"{bos}{system}\n\n", "\n", system_role=True)
@@ -101,7 +99,7 @@ def repair_unicode(text: str) -> str:
 
 
 def special_token_escaper(special_tokens: Iterable[str] | None = None) -> Callable[[str], str]:
-    """A function that breaks special tokens in a text by a space after their first character, or else removes them.
+    """A function that breaks each special token in a text by a space after its first character, or removes it.
     `special_tokens` are the served model's (None: those of common chat templates)."""
     pattern, longest = _COMMON_SPECIAL_TOKENS, _LONGEST
     if special_tokens is not None:
@@ -136,7 +134,7 @@ def _drop(match: re.Match[str]) -> str:
 
 
 def _replace(pattern: re.Pattern[str], longest: int, text: str, by: Callable[[re.Match[str]], str]) -> str | None:
-    """`pattern.sub`, window by window; None without a match. No match is longer than `longest`."""
+    """`pattern.sub` in windows, for matches of at most `longest`; None without a match."""
     pieces: list[str] = []
     copied = start = 0
     while start < len(text):
@@ -152,8 +150,8 @@ def _replace(pattern: re.Pattern[str], longest: int, text: str, by: Callable[[re
 
 
 def split_text(text: str) -> Iterator[str]:
-    """Split a text into pieces of at most 32,768 characters, before white space if possible. A cut changes the number
-    of tokens by two at most."""
+    """Pieces of at most 32,768 characters, cut before white space if possible. A cut adds or saves at most two
+    tokens."""
     start = 0
     while len(text) - start > _PIECE_CHARACTERS:
         end = start + _PIECE_CHARACTERS

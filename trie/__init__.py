@@ -1,4 +1,4 @@
-"""The knowledge tree, and what works on it: prefix search, tail policies, residency, batch plans."""
+"""Knowledge tree with prefix searches, tail policies, residency and batch plans."""
 
 from ragorder.trie.plan import CachedPath, plan, plan_backlog
 from ragorder.trie.tree import Key, KnowledgeTree, Node

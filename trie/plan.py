@@ -1,7 +1,7 @@
 """Plan of a batch: the order of requests and their documents, from scratch or from a warm cache.
 
-A batch served depth first along a trie prefills every node once: the best plan is the cheapest trie in which every
-request, as a set of documents, is a path. `plan` builds a cheap one bottom-up and improves it.
+Served depth first along a trie, a batch prefills every node once: the best plan is the cheapest trie in which every
+request, as a set of documents, is a path.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ def _saved_tokens(orders: list[tuple[int, list[int]]], tokens: list[int]) -> int
 class _Trie:
     """A trie over sets of documents: leaves (one for each distinct request), root, inner nodes.
 
-    A node holds *all* documents of its path, which never change. Siblings share only their parent's documents, so that
-    `branch` finds the one child that continues with a document.
+    A node holds *all* documents of its path, which never change. Siblings share only their parent's documents: at most
+    one child continues with a document (`branch`).
     """
 
     def __init__(self, leaves: Sequence[_Documents], tokens: Sequence[int]) -> None:
@@ -145,7 +145,7 @@ class _Trie:
         return most, place
 
     def graft(self, node: int, place: int) -> None:
-        """Attach a cut-off subtree so that it shares its common documents with `place`."""
+        """Attach a cut-off subtree where it shares its common documents with `place`."""
         shared = self.documents[node] & self.documents[place]
         if place < self.root or len(shared) < len(self.documents[place]):
             fork = self.add(shared)
@@ -155,7 +155,7 @@ class _Trie:
         self.attach(node, place)
 
     def improve(self) -> None:
-        """Move every subtree, leaves first, to where it shares most tokens, if those are more than now."""
+        """Move every subtree, leaves first, to where it shares most tokens."""
         waiting = deque(range(len(self.documents)))
         while waiting:
             node = waiting.popleft()
@@ -173,7 +173,7 @@ class _Trie:
             self.graft(node, place)
 
     def paths(self, preferred: Sequence[Sequence[int]]) -> Iterable[tuple[int, list[int]]]:
-        """(leaf, its documents) depth first; documents that are not shared keep their preferred order."""
+        """(leaf, its documents) depth first; unshared documents keep their preferred order."""
         stack: list[tuple[int, list[int]]] = [(self.root, [])]
         while stack:
             node, path = stack.pop()
@@ -186,7 +186,7 @@ class _Trie:
 
 
 def _build(trie: _Trie) -> None:
-    """Fill the trie: branch on documents of very many requests top-down, and merge the rest bottom-up."""
+    """Branch on documents of very many requests top-down, and merge the rest bottom-up."""
     groups = [(trie.root, list(range(trie.leaves)))]
     while groups:
         base, members = groups.pop()
@@ -223,8 +223,8 @@ def _build(trie: _Trie) -> None:
 class _Clusters:
     """Clusters of the members of `base`, merged pairwise; a cluster is what its members share beyond the base.
 
-    A merge saves the tokens of the intersection, and pays a price for every other document of its parts: others might
-    have shared it, the more probably the more popular it is.
+    A merge saves the tokens of the intersection. Its price: every other document of its parts might have been shared,
+    the more probably the more popular it is.
     """
 
     def __init__(self, trie: _Trie, base: int, members: list[int]) -> None:
@@ -319,7 +319,7 @@ class _Clusters:
 
 
 class CachedPath(NamedTuple):
-    """The best cached path of a request: documents, held tokens, time of last use."""
+    """A request's best cached path: documents, held tokens, time of last use."""
 
     keys: tuple[Key, ...]
     tokens: int
@@ -329,7 +329,7 @@ class CachedPath(NamedTuple):
 def plan_backlog(
     requests: Sequence[Sequence[Key]], tokens: Mapping[Key, int], cached: Sequence[CachedPath]
 ) -> list[Planned]:
-    """(index of the request, its documents in order) in serving order, for a cache that holds a path for each request.
+    """`plan` for a cache that holds a path for each request.
 
     Requests that gain more from their cached path than from a plan from scratch are served first, before it is evicted:
     least recently used paths first, requests of one path together.

@@ -14,10 +14,12 @@ C = TypeVar("C")
 
 
 class Registry(Generic[P]):
-    """The policies of a package, which each of its modules registers itself: a new policy is one new file.
+    """The policies of a package, registered by its modules.
 
-    @tails.register("rank", "in retrieval order")
-    class RankTail(Tail): ...
+        @tails.register("rank", "as retrieval ranked them")
+        class RankTail(Tail): ...
+
+    A new policy is one new file.
     """
 
     def __init__(self, kind: str) -> None:
@@ -34,7 +36,7 @@ class Registry(Generic[P]):
         return add
 
     def load(self, package: str, path: Iterable[str]) -> None:
-        """Import all modules of a package, so that they register their policies."""
+        """Import all modules of a package, which register their policies."""
         for module in iter_modules(path):
             import_module(f"{package}.{module.name}")
 
@@ -50,7 +52,7 @@ class Registry(Generic[P]):
         return "; ".join(f"{name}: {self._help[name]}" for name in self.names)
 
     def check(self, name: str) -> str:
-        """The name. Raises ValueError for an unknown one, with the names there are."""
+        """Raises ValueError for an unknown name."""
         if name in self._classes:
             return name
         from difflib import get_close_matches

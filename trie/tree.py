@@ -57,7 +57,13 @@ class Node:
 
 
 class KnowledgeTree:
-    """A trie over document keys; the root stands for the system prompt of `prefix_tokens` tokens."""
+    """A trie over document keys; the root stands for the system prompt of `prefix_tokens` tokens.
+
+        tree = KnowledgeTree(block_size=16)
+        path = tree.insert(["a", "b"], [48, 32], order=[1, 0])
+
+    A residency marks what the engine holds.
+    """
 
     def __init__(self, block_size: int, prefix_tokens: int = 0) -> None:
         self.block_size = block_size
@@ -66,7 +72,7 @@ class KnowledgeTree:
 
     def insert(self, keys: Sequence[Key], tokens: Sequence[int], order: Iterable[int]) -> list[Node]:
         """The path, from the root, of the documents `keys[i]` of `tokens[i]` tokens, for each i in `order`. New nodes
-        have every block missing."""
+        miss every block."""
         block_size = self.block_size
         node = self.root
         path = [node]
@@ -98,7 +104,7 @@ class KnowledgeTree:
             self.size -= 1
 
     def cached_tokens(self, node: Node) -> int:
-        """Prompt tokens up to the node that the engine holds, if it holds all ancestors whole."""
+        """Held prompt tokens up to the node, if all ancestors are held whole."""
         return (node.end // self.block_size - node.missing) * self.block_size
 
     def copy(self) -> tuple[KnowledgeTree, dict[Node, Node]]:

@@ -1,4 +1,4 @@
-"""Checks of a server, its KV events and its prompts: what keeps the prefix cache from being reused."""
+"""Checks of a server, its KV events and its prompts."""
 
 from ragorder.adapters.doctor.events import Events
 from ragorder.adapters.doctor.finding import Finding, Verdict

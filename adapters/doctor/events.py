@@ -1,4 +1,4 @@
-"""Check of a server's KV events, by the blocks of a test prompt."""
+"""Check of KV events, by the blocks of a test prompt."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def _replayed(endpoint: str, batch: int | None, timeout_s: float) -> bool | None
 
 @contextmanager
 def _socket(kind: str, endpoints: Sequence[str]) -> Iterator[tuple[Any, Any, Any]]:
-    """zmq, a socket at the endpoints, and a monitor socket that signals a completed handshake."""
+    """zmq, a socket at the endpoints, and a monitor socket for completed handshakes."""
     try:
         import msgspec  # noqa: F401
         import zmq
@@ -198,7 +198,7 @@ def _frames(socket: Any, deadline: float) -> Iterator[list[bytes]]:
 
 
 def _stored(payload: bytes) -> tuple[list[int], int]:
-    """The tokens of all stored blocks in a batch, and the rank of its engine."""
+    """The tokens of all stored blocks in a batch, and its engine's rank."""
     import msgspec
 
     _, events, *rest = msgspec.msgpack.decode(payload)

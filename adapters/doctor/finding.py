@@ -12,7 +12,7 @@ Verdict = Literal["good", "warning", "bad", "unknown"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of one check; `advice` says what to change unless the verdict is good."""
+    """One check's result; `advice` says what to change unless the verdict is good."""
 
     check: str
     verdict: Verdict

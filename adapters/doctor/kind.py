@@ -1,4 +1,4 @@
-"""The kind of server at an address, and advice that fits it."""
+"""Kind of a server, and advice that fits it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,6 @@ def kind_of(server: Server, models: Iterable[dict[str, Any]]) -> Kind:
 
 
 def for_kind(kind: Kind, findings: list[Finding]) -> list[Finding]:
-    """The findings, with advice for this kind of server."""
     if kind == "engine":
         return findings
     return [_fitting(kind, finding) for finding in findings]

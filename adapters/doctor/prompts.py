@@ -1,4 +1,4 @@
-"""The first difference of two prompts, and its remedy."""
+"""First difference of two prompts, and its remedy."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ _BEFORE, _AFTER = 14, 26
 
 @dataclass(frozen=True, slots=True)
 class _Difference:
-    """The first difference of two prompts: the `kind` of what varies, and a `remedy` ("": unknown)."""
+    """The `kind` of what varies, and a `remedy` ("": unknown)."""
 
     characters: int
     in_system: bool
@@ -125,7 +125,7 @@ def _judge_parting(parting: _Difference, too_short: bool) -> Finding:
 
 
 def _shared_tokens(server: Server, model: str | None, samples: Sequence[PromptSample]) -> int | None:
-    """Tokens that both prompts begin with; None if the server does not tokenise."""
+    """None if the server does not tokenise."""
     tokens = []
     for sample in samples:
         form = "prompt" if isinstance(sample, str) else "messages"

@@ -1,4 +1,4 @@
-"""Checks of a server and its prompts: what keeps its prefix cache from being reused.
+"""Checks of a server and its prompts.
 
 A check that needs an answer sends a few blocks of random tokens and has one token generated.
 """
@@ -47,7 +47,7 @@ _ASK_AGAIN = "see the server's log; --model names another model, --timeout allow
 
 @dataclass(frozen=True, slots=True)
 class _Echo:
-    """The server's reports on one prompt sent several times; None: no cached tokens reported."""
+    """Reports on one prompt sent several times; None: no cached tokens reported."""
 
     prompt_tokens: int
     cached_tokens: list[int | None]
@@ -230,7 +230,6 @@ def _send(server: Server, model: str | None, token_ids: list[int]) -> tuple[dict
 
 
 def _attempt(ask: Callable[[], T]) -> T | ServerError:
-    """A result, or the error instead."""
     try:
         return ask()
     except ServerError as error:

@@ -1,4 +1,4 @@
-"""Fields and ordering common to LangChain's retriever and transformer."""
+"""Fields and ordering of LangChain's retriever and transformer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["CacheOrderModel"]
 
 
 class CacheOrderModel(BaseModel):
-    """A pydantic model that orders documents. A copy, deep or pickled, has a new orderer with the same settings."""
+    """A copy, deep or pickled, has a new orderer with the same settings."""
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
 

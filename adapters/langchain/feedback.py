@@ -1,4 +1,4 @@
-"""Feedback from LangChain: the outcome of each ordering, by callbacks."""
+"""Feedback from LangChain by callbacks."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ _STREAMED_SILENTLY = (
 class FeedbackHandler(BaseCallbackHandler):
     """Reports the outcome of each ordering, and the engine's cached tokens, to the orderer. Thread-safe.
 
-    Pass it to the outermost call: `chain.invoke(question, config={"callbacks": [FeedbackHandler()]})`.
+        chain.invoke(question, config={"callbacks": [FeedbackHandler()]})  # the outermost call
 
     - An ordering is confirmed with the usage of the first LLM call whose prompt has its documents' texts in order.
-    - Without such a call, the only call served after it counts; with several or none, it is confirmed without numbers.
+    - Without such a call, the only call served after it counts; with several or none, there are no numbers.
     - If its call failed, the next one with the same documents counts: a retry, a fallback. Otherwise it is discarded.
     - A stream that ends early after its first token counts as served, without numbers.
     - Streams need `ChatOpenAI(stream_usage=True)` to report usage; without it the orderer is degraded.
@@ -160,7 +160,7 @@ class FeedbackHandler(BaseCallbackHandler):
 
 
 def hand_over(ordering: Ordering[Any], texts: Sequence[str], run_manager: Any, orderer: OrdererLike) -> None:
-    """Leave an ordering to the run's handler, or count it as served without one."""
+    """Leave an ordering to the run's handler; without one it counts as served."""
     silently = partial(degrade, orderer, _STREAMED_SILENTLY)
     if not any(handler.expect(run_manager.run_id, ordering, texts, silently) for handler in _handlers(run_manager)):
         ordering.confirm()

@@ -10,17 +10,15 @@ __all__ = ["OneByOne"]
 
 
 class OneByOne:
-    """Runs calls one at a time, in order of arrival; a call during another one is left to that one's thread.
-
-    A lock would not do: the garbage collector may run a finaliser in the middle of a call, in the thread that holds it.
-    """
+    """Runs calls one at a time, in order of arrival; a call during another one is left to that one's thread. A lock
+    would not do: a finaliser may run in the middle of a call, in the thread that holds it."""
 
     def __init__(self) -> None:
         self._calls: deque[Callable[[], object]] = deque()
         self._running = Lock()
 
     def __call__(self, call: Callable[[], object]) -> None:
-        """Raises what a call raised, after the others."""
+        """Raises the call's own error, after the others."""
         self._calls.append(call)
         failure: Exception | None = None
         # Checked again after the release: what arrived meanwhile was left to this thread.

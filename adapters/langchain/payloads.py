@@ -1,4 +1,4 @@
-"""Data in LangChain's callbacks: prompt texts, answer tokens, reported usage."""
+"""Prompt texts, answer tokens and usage in LangChain's callbacks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def is_token(token: Any, chunk: Any) -> bool:
 
 
 def response_usage(response: LLMResult, alone: bool) -> ReportedUsage | None:
-    """The engine's report; None if LangChain's own cache answered. Batch sums count only for a call `alone`."""
+    """None if LangChain's own cache answered. Batch sums count only for a call `alone`."""
     generation = next(iter(response.generations[0] if response.generations else ()), None)
     own = member(getattr(generation, "message", None), "usage_metadata")
     if own is not None and member(own, "total_cost") == 0:

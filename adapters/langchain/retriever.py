@@ -1,4 +1,4 @@
-"""The retriever whose documents come in cache order."""
+"""Retriever with its documents in cache order."""
 
 from __future__ import annotations
 
@@ -38,9 +38,11 @@ _PART = re.compile(r"retriever_\d+")
 class CacheOrderRetriever(CacheOrderModel, BaseRetriever):
     """A retriever that orders its documents for the engine's prefix cache. Thread-safe.
 
-    `retriever` is a BaseRetriever or any Runnable from a question to documents; arguments and configuration of `invoke`
-    are passed on to it. Wrap the outermost retriever: inside a compressor, ensemble or MultiQueryRetriever this class
-    orders nothing and degrades its orderer. Around a chain with a mapping as input it becomes `retriever |
+        retriever = CacheOrderRetriever(retriever=store.as_retriever(), orderer=orderer, k=5)
+
+    `retriever` is a BaseRetriever or any Runnable from a question to documents, with the arguments and configuration of
+    `invoke`. Wrap the outermost retriever: inside a compressor, ensemble or MultiQueryRetriever this class orders
+    nothing and degrades its orderer. Around a chain with a mapping as input it becomes `retriever |
     CacheOrderTransformer(…)`.
 
     - `k`: the most documents; `invoke(question, k=3)` passes k on.
@@ -50,7 +52,7 @@ class CacheOrderRetriever(CacheOrderModel, BaseRetriever):
     - `rank_key`: return copies with the retrieval rank, from 0, as metadata[rank_key]["rank"]: not for the prompt.
 
     Errors in these functions leave retrieval order and are counted by the orderer. Orderings count as served at once
-    without a `FeedbackHandler` among the callbacks. Copies have a new orderer.
+    without a `FeedbackHandler`. Copies have a new orderer.
     """
 
     retriever: RetrieverLike

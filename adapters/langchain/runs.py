@@ -1,4 +1,4 @@
-"""LangChain runs in progress, and the LLM call that each ordering belongs to."""
+"""LangChain runs in progress, and the LLM call of each ordering."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _NO_NUMBERS = ReportedUsage()
 
 @dataclass(eq=False, slots=True)
 class _LLMCall:
-    """An LLM call in progress. `claimed`: orderings whose documents are in its prompt, in prompt order; without any,
-    `unclaimed` are all pending ones. `alone`: not part of a batch."""
+    """`claimed`: orderings whose documents are in its prompt, in prompt order; without any, `unclaimed` are all pending
+    ones. `alone`: not part of a batch."""
 
     number: int
     path: Path
@@ -38,8 +38,8 @@ class _LLMCall:
 
 @dataclass(eq=False, slots=True)
 class _PendingOrdering:
-    """An ordering without an outcome. `calls`: claiming calls in progress; `answer`: number and usage of a finished
-    one; `others`: served calls without any ordering's documents (two stand for more)."""
+    """`calls`: claiming calls in progress; `answer`: number and usage of a finished one; `others`: served calls without
+    any ordering's documents (two stand for more)."""
 
     ordering: Ordering[Any]
     texts: Sequence[str]
@@ -180,7 +180,7 @@ class Runs:
             self._forget(root, name)
 
     def _finish(self, root: _OutermostRun, run: UUID, usage: ReportedUsage | None) -> None:
-        """A call ended with this usage (None: nothing was computed)."""
+        """Without usage nothing was computed."""
         call = root.calls.pop(run)
         for place, waiting in enumerate(call.claimed):
             waiting.calls.remove(call)
@@ -200,7 +200,7 @@ class Runs:
                 waiting.others.append((call.number, usage))
 
     def _conclude(self, root: _OutermostRun, waiting: _PendingOrdering, failed: bool, sole: dict[int, int]) -> None:
-        """`sole`: for how many orderings a call is the only candidate."""
+        """`sole`: number of orderings of which a call is the only candidate."""
         root.waiting.remove(waiting)
         self._waiting -= 1
         usage: ReportedUsage | None = _NO_NUMBERS

@@ -1,4 +1,4 @@
-"""LlamaIndex: a node postprocessor and a retriever that order nodes for the engine's prefix cache."""
+"""LlamaIndex: a node postprocessor and a retriever in cache order."""
 
 from ragorder._moved import renamed
 

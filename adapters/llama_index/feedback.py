@@ -1,4 +1,4 @@
-"""Feedback from LlamaIndex: the outcome of each request, by spans and events."""
+"""Feedback from LlamaIndex by spans and events."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _STREAMED_SILENTLY = (
 
 class _RequestSpan(BaseSpan):
     """A span, open or waiting for its answers. `request`: the ended span that an LLM call belongs to; `streams`: ids of
-    the spans that still stream; `generator`: the last one returned, which may call a model when it is read."""
+    spans that still stream; `generator`: the last one returned, which may call a model when it is read."""
 
     retrieves: bool = False
     calls_model: bool = False
@@ -67,15 +67,15 @@ class _AnswerStream:
 class FeedbackHandler(BaseSpanHandler[_RequestSpan]):
     """Reports the outcome of each request, and the engine's cached tokens, to the orderer.
 
-    `llama_index.core.instrumentation.get_dispatcher().add_span_handler(FeedbackHandler())`, once per process. A request
-    is the span of the query or chat engine. The usage of its only LLM call counts; several calls have no numbers; a
-    span that fails without an answer is discarded.
+        llama_index.core.instrumentation.get_dispatcher().add_span_handler(FeedbackHandler())  # once per process
+
+    A request is the span of the query or chat engine. The usage of its only LLM call counts; several calls have no
+    numbers; a span that fails without an answer is discarded. A stream that ends early after its first token counts as
+    served, without numbers; before it, as discarded.
 
     Streams need `additional_kwargs={"stream_options": {"include_usage": True}}` to report usage; without it the orderer
-    is degraded. A stream that ends early after its first token counts as served, without numbers; before it, as
-    discarded.
-
-    Finishing never waits for a lock: the garbage collector may close a stream. Copies follow no requests yet.
+    is degraded. Finishing never waits for a lock: the garbage collector may close a stream. Copies follow no requests
+    yet.
     """
 
     _streams: dict[str, _AnswerStream] = PrivateAttr(default_factory=dict)
@@ -135,7 +135,7 @@ class FeedbackHandler(BaseSpanHandler[_RequestSpan]):
         return self._end(id_, failed=True)
 
     def hear(self, event: Any) -> None:
-        """An event of a model: spans of streams end before the first token."""
+        """Spans of streams end before the first token."""
         if isinstance(event, LLMChatStartEvent | LLMCompletionStartEvent):
             self._sees_events = True
             span = self._open(event.span_id)
@@ -190,7 +190,7 @@ class FeedbackHandler(BaseSpanHandler[_RequestSpan]):
         self._streams[id] = _AnswerStream(request, ref(stream, partial(_dropped, ref(self), id)))
 
     def _finish_stream(self, id: str, *, answer: Any = None) -> None:
-        """A stream ended, with its last answer (None: it was cut off, or reported nothing)."""
+        """`None`: the stream was cut off, or reported nothing."""
         stream = self._streams.pop(id, None)
         if stream is None:
             return
@@ -205,7 +205,7 @@ class FeedbackHandler(BaseSpanHandler[_RequestSpan]):
             self._finish_request(request, failed=not request.answers)
 
     def _forget(self, id: str) -> None:
-        """A request's generator was dropped: no LLM call will follow."""
+        """A dropped generator calls no LLM any more."""
         request, _ = self._pending.get(id, (None, None))
         if request is not None and not request.streams:
             self._finish_request(request, failed=self._sees_events and not request.answers)

@@ -1,4 +1,4 @@
-"""The node postprocessor that orders nodes."""
+"""Node postprocessor in cache order."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["CacheOrderPostprocessor"]
 class CacheOrderPostprocessor(BaseNodePostprocessor):
     """Orders a query's nodes for the engine's prefix cache. Thread-safe.
 
-    index.as_query_engine(node_postprocessors=[reranker, CacheOrderPostprocessor(orderer)])  # always last
+        index.as_query_engine(node_postprocessors=[reranker, CacheOrderPostprocessor(orderer)])  # always last
 
     - `key`: a `NodeWithScore`'s identity besides its text (default: its node id).
     - `tokens`: its length in the prompt, in `MetadataMode.LLM`.

@@ -1,4 +1,4 @@
-"""The retriever whose nodes come in cache order."""
+"""Retriever with its nodes in cache order."""
 
 from __future__ import annotations
 
@@ -15,8 +15,12 @@ __all__ = ["CacheOrderRetriever"]
 
 
 class CacheOrderRetriever(BaseRetriever):
-    """A retriever that orders its nodes. Thread-safe. Options as for `CacheOrderPostprocessor`, which is the better
-    choice if a later component filters or sorts nodes."""
+    """A retriever that orders its nodes. Thread-safe.
+
+        retriever = CacheOrderRetriever(index.as_retriever(), orderer)
+
+    Options as for `CacheOrderPostprocessor`, which is the better choice if a later component filters or sorts nodes.
+    """
 
     def __init__(
         self,

@@ -2,8 +2,8 @@
 
 - If reports exceed predictions, the other order would have found more too: the mean excess is added. If they fall
   short, other clients used the cache: the other prediction shrinks in proportion.
-- What remains uncertain: half the mean absolute error (a bias may differ between the orders) plus three standard errors
-  of the mean. Bounds chosen on a simulated engine (tests/adapters/test_comparison.py).
+- Uncertainty: half the mean absolute error (a bias may differ between the orders) plus three standard errors of the
+  mean. Bounds chosen on a simulated engine (tests/adapters/test_comparison.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MAX_ERROR_SHARE = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Reports:
-    """Sums over the requests with reported cached tokens; `absolute` and `squared` are differences from the
+    """Sums over requests with reported cached tokens; `absolute` and `squared` are of differences from the
     prediction."""
 
     count: int
@@ -31,7 +31,7 @@ class Reports:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Cached tokens of the order that is not served, and their error in tokens. None: unknown, for this `reason`."""
+    """Cached tokens of the order that is not served, and their error. None: unknown, for this `reason`."""
 
     other_tokens: int | None
     error_tokens: int | None
@@ -39,7 +39,6 @@ class Comparison:
 
 
 def compare(served: int, prompt_tokens: int, cached_tokens: int, predicted_other: int, reports: Reports) -> Comparison:
-    """The comparison over `served` requests, with `cached_tokens` in the served order."""
     count = reports.count
     if not served:
         return Comparison(None, None, "no request has ended yet")

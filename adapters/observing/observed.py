@@ -1,4 +1,4 @@
-"""An orderer that reports every request to watchers."""
+"""Orderer that reports every request to watchers."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Observation:
     """One ordered request, without anything about a document or a tenant.
 
     `ordered_tokens`: cached tokens predicted for ragorder's order, `retrieval_tokens` for retrieval order (None: not
-    compared). `documents_end`: prompt tokens up to the end of the documents. `order_s`: the time that ragorder's order
-    took; `displacement`: the mean distance, in positions, by which it moves a document.
+    compared). `documents_end`: prompt tokens up to the end of the documents. `order_s`: time of ragorder's order;
+    `displacement`: mean positions by which it moves a document.
     """
 
     shadow: bool
@@ -42,13 +42,12 @@ class Observation:
 
     @property
     def predicted_tokens(self) -> int:
-        """Cached tokens predicted for the served order."""
+        """For the served order."""
         return (self.retrieval_tokens if self.shadow else self.ordered_tokens) or 0
 
 
 class Watcher(Protocol):
-    """Receives every request, in the serving path. A method `watch`, if there is one, gets the `ObservedOrderer`
-    once."""
+    """Receives every request, in the serving path. An optional method `watch` gets the `ObservedOrderer` once."""
 
     def ordered(self, observation: Observation) -> Callable[[RequestOutcome], None]:
         """Called for each ordered request; the result is called once with its outcome."""
@@ -57,7 +56,7 @@ class Watcher(Protocol):
 class ObservedOrderer:
     """An `Orderer` with watchers, whose errors are logged once, not raised.
 
-    orderer = ObservedOrderer(Orderer.for_vllm(url), [Metrics(), Tracing()])
+        orderer = ObservedOrderer(Orderer.for_vllm(url), [Metrics(), Tracing()])
 
     With `compare`, a second orderer mirrors the cache in retrieval order: the difference is what was saved. In `shadow`
     mode retrieval order is served and ragorder's is scored on a mirror. Either takes about as long as ordering itself.
@@ -110,17 +109,15 @@ class ObservedOrderer:
 
     @property
     def fallbacks(self) -> int:
-        """Internal errors so far, of the served order and of ragorder's."""
+        """Internal errors of the served order and of ragorder's."""
         return sum(orderer.fallbacks for orderer in {self._orderer, self._ours})
 
     @property
     def tree_size(self) -> int:
-        """Nodes in the knowledge trees of ragorder's order."""
         return self._ours.tree_size
 
     @property
     def evicted_blocks(self) -> int:
-        """KV blocks counted as evicted in ragorder's order."""
         return self._ours.evicted_blocks
 
     def order(
@@ -132,7 +129,7 @@ class ObservedOrderer:
         suffix_tokens: int | None = None,
         prefix_tokens: int | None = None,
     ) -> Ordering[D]:
-        """`Orderer.order`; in shadow mode the documents stay in retrieval order."""
+        """In shadow mode the documents stay in retrieval order."""
         given = list(documents)
         options: dict[str, Any] = {"scope": scope, "suffix_tokens": suffix_tokens, "prefix_tokens": prefix_tokens}
         waiting = [list(others) for others in waiting]
@@ -148,7 +145,7 @@ class ObservedOrderer:
         suffix_tokens: int | None = None,
         max_wait: int | None = None,
     ) -> Batch[D]:
-        """`Orderer.order_batch`; in shadow mode requests and documents stay where they are."""
+        """In shadow mode requests and documents stay in place."""
         given = [list(documents) for documents in requests]
         options: dict[str, Any] = {"scope": scope, "suffix_tokens": suffix_tokens}
 
@@ -162,7 +159,7 @@ class ObservedOrderer:
     def preview(
         self, documents: Iterable[D], *, waiting: Sequence[Iterable[D]] = (), scope: Hashable = None
     ) -> list[D]:
-        """`Orderer.preview`, without watchers; in shadow mode the documents stay in retrieval order."""
+        """Without watchers; in shadow mode the documents stay in retrieval order."""
         waiting = () if self.shadow else waiting
         return self._orderer.preview(documents, waiting=waiting, scope=scope)
 

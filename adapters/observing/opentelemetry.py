@@ -14,8 +14,12 @@ __all__ = ["Tracing"]
 
 class Tracing:
     """A watcher for `ObservedOrderer`: a span `ragorder.order` and, linked to it, `ragorder.settle` with the engine's
-    report. `tracer` is an `opentelemetry.trace.Tracer` (default: the application's). Raises ImportError without
-    ragorder[otel]."""
+    report.
+
+        orderer = ObservedOrderer(orderer, [Tracing()])
+
+    `tracer` is an `opentelemetry.trace.Tracer` (default: the application's). Raises ImportError without ragorder[otel].
+    """
 
     def __init__(self, tracer: Any = None) -> None:
         try:

@@ -21,7 +21,7 @@ _MAX_TOKENS = 1 << 32
 
 
 class OrdererState(Protocol):
-    """The state of an orderer that is read at each scrape."""
+    """Read at each scrape."""
 
     shadow: bool
 
@@ -35,15 +35,13 @@ class OrdererState(Protocol):
 class Metrics:
     """A watcher for `ObservedOrderer` with Prometheus metrics. No label holds anything of a document or a tenant.
 
-    metrics = Metrics()
-    orderer = ObservedOrderer(orderer, [metrics])
-    page = generate_latest(metrics.registry)
+        metrics = Metrics()
+        orderer = ObservedOrderer(orderer, [metrics])
+        page = generate_latest(metrics.registry)
 
     `registry` is the application's (`prometheus_client.REGISTRY`), or by default a new one. Cached tokens have a label
-    `order`, "ragorder" or "retrieval": reported or else predicted for the served order, predicted for the other.
-
-    Raises ImportError without ragorder[metrics], ValueError for a registry with these metrics: share the Metrics
-    instead.
+    `order`, "ragorder" or "retrieval": reported or else predicted for the served order, predicted for the other. Raises
+    ImportError without ragorder[metrics], ValueError for a registry with these metrics: share the Metrics instead.
     """
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
@@ -84,11 +82,10 @@ class Metrics:
         registry.register(_StateCollector(self._watched))
 
     def watch(self, orderer: OrdererState) -> None:
-        """Show the orderer's trees, as long as it lives."""
         self._watched.add(orderer)
 
     def passed(self, reason: str) -> None:
-        """Count an unchanged request; `reason` is "no_documents", "one_document", "other_route" or "unreadable"."""
+        """`reason`: "no_documents", "one_document", "other_route" or "unreadable"."""
         self._passed.labels(reason).inc()
 
     def ordered(self, observation: Observation) -> Callable[[RequestOutcome], None]:

@@ -1,4 +1,4 @@
-"""Savings by ordering, read from Prometheus metrics."""
+"""Savings by ordering, from Prometheus metrics."""
 
 from __future__ import annotations
 
@@ -32,6 +32,8 @@ _DERIVED = (
 class Stats:
     """Figures since the start of the process; tokens are those of `served` requests.
 
+        print(fetch_stats("http://proxy:8000").saved_share)
+
     `cached_tokens`: of the served order, reported for `reports` requests, else predicted; `predicted_other_tokens`: of
     the other order (None: not compared), which `comparison` corrects. Prediction error and bias are means per request;
     `order_us`: percentiles of the ordering time; `passed`: unchanged requests by reason, in no other figure.
@@ -57,12 +59,12 @@ class Stats:
 
     @property
     def other_cached_tokens(self) -> int | None:
-        """Cached tokens of the order that is not served (None: unknown)."""
+        """Of the order that is not served (None: unknown)."""
         return self.comparison.other_tokens
 
     @property
     def cannot_compare(self) -> str | None:
-        """Why the two orders cannot be compared; None if they can."""
+        """The reason, or None."""
         return self.comparison.reason
 
     @property
@@ -72,14 +74,14 @@ class Stats:
 
     @property
     def saved_tokens(self) -> int | None:
-        """Prefill tokens saved by ragorder's order against retrieval order, served or in shadow (None: unknown)."""
+        """Prefill tokens saved against retrieval order, served or in shadow (None: unknown)."""
         if self.other_cached_tokens is None:
             return None
         return (self.other_cached_tokens - self.cached_tokens) * (1 if self.shadow else -1)
 
     @property
     def saved_share(self) -> float | None:
-        """`saved_tokens` as a share of the prefill in retrieval order."""
+        """Share of the prefill in retrieval order."""
         if self.saved_tokens is None or self.other_cached_tokens is None:
             return None
         retrieval = self.cached_tokens if self.shadow else self.other_cached_tokens
@@ -88,21 +90,19 @@ class Stats:
 
     @property
     def cached_share(self) -> float:
-        """Cached share of the prompt tokens, in the served order."""
+        """Share of the prompt tokens, in the served order."""
         return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
     @property
     def other_cached_share(self) -> float | None:
-        """Cached share in the other order (None: unknown)."""
         return self._share(self.other_cached_tokens)
 
     @property
     def predicted_other_share(self) -> float | None:
-        """Cached share in the other order by prediction alone."""
+        """By prediction alone."""
         return self._share(self.predicted_other_tokens)
 
     def as_json(self) -> dict[str, Any]:
-        """All figures, with the derived ones."""
         figures = asdict(self)
         del figures["comparison"]
         return figures | {name: getattr(self, name) for name in _DERIVED}
@@ -114,7 +114,7 @@ class Stats:
 
     @classmethod
     def of(cls, families: Iterable[Metric]) -> Stats:
-        """From metric families, of one or more processes. Raises ValueError without ragorder's metrics."""
+        """From the metric families of one or more processes. Raises ValueError without ragorder's metrics."""
         values: defaultdict[tuple[str, str], float] = defaultdict(float)
         buckets: defaultdict[float, float] = defaultdict(float)
         passed: defaultdict[str, int] = defaultdict(int)

@@ -25,8 +25,8 @@ _QUERIES = "vllm:prefix_cache_queries_total"
 @dataclass(frozen=True, slots=True)
 class Hits:
     """Prompt tokens by the source of their KV, since the server's start. `elsewhere`: another server, or a connector
-    that does not name its source. Counted at admission: tokens that a tier then fails to load are computed, but counted
-    for it."""
+    that does not name its source. Counted at admission: tokens that a tier then fails to load are counted for it,
+    too."""
 
     device: int = 0
     host: int = 0
@@ -83,7 +83,9 @@ class TierFigures:
 
 @dataclass(frozen=True, slots=True)
 class TierStats:
-    """All figures of a server. Gauges are as of the engine's last step: those of an idle server grow stale.
+    """All figures of a server. Gauges are as of the engine's last step: an idle server's grow stale.
+
+        fetch_tier_stats("http://host:8000")
 
     Requests `with_facts` had document ends, those with `unreadable_facts` malformed ones. `device_order`: whether the
     device evicts in the policy's order (None: not configured).
@@ -104,8 +106,7 @@ class TierStats:
 
     @classmethod
     def of(cls, families: Iterable[Metric]) -> TierStats:
-        """From a server's metric families, all engines together. Raises ValueError without ragorder's metrics,
-        LookupError if they are empty yet."""
+        """As `Hits.of`. Raises ValueError without ragorder's metrics, LookupError if they are empty yet."""
         families = list(families)
         if not any(family.name.startswith(_OURS) for family in families):
             raise ValueError("there are no metrics of ragorder's tiers")
@@ -170,7 +171,7 @@ def fetch_tier_stats(url: str, *, timeout_s: float = 5.0, api_key: str | None = 
 
 
 def fetch_hits(url: str, *, timeout_s: float = 5.0, api_key: str | None = None) -> Hits:
-    """The hits by source, from any vLLM server. Raises as `fetch_tier_stats` does."""
+    """From any vLLM server. Raises as `fetch_tier_stats` does."""
     return Hits.of(_fetch(url, timeout_s, api_key)[1])
 
 

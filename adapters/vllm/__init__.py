@@ -1,4 +1,4 @@
-"""Live vLLM servers: cache configuration, KV events, and the engine in this process."""
+"""Live vLLM servers, and vLLM in this process."""
 
 from ragorder.adapters.http_client import ServerError
 from ragorder.adapters.vllm.async_engine import AsyncVLLM

@@ -1,4 +1,4 @@
-"""vLLM's asynchronous engine in this process, as the engine of a pipeline."""
+"""vLLM in this process as the engine of a pipeline."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ __all__ = ["AsyncVLLM"]
 
 
 class AsyncVLLM:
-    """Sends requests to a `vllm.v1.engine.async_llm.AsyncLLM`. Prompts are tokens: `OrderedPrompts(…,
-    prompts="token_ids")`; options are those of SamplingParams. Closing a stream aborts its request after the current
+    """Sends requests to a `vllm.v1.engine.async_llm.AsyncLLM`. Closing a stream aborts its request after the current
     iteration.
 
-    `send_salt`: a scope that is a string becomes the `cache_salt`. `send_facts`: document ends and a digest of the
-    scope go into `extra_args` (None: if the engine has ragorder tiers, docs/tiers.md).
+        engine = AsyncVLLM(AsyncLLM.from_engine_args(arguments))
+        pipeline = ordered_pipeline(engine, **parts, requests=engine.requests)
 
-    Raises ImportError without vllm.
+    Prompts are tokens: `OrderedPrompts(…, prompts="token_ids")`; options are those of SamplingParams. `send_salt`: a
+    string scope becomes the `cache_salt`. `send_facts`: document ends and a digest of the scope go into `extra_args`
+    (None: if the engine has ragorder tiers, docs/tiers.md). Raises ImportError without vllm.
     """
 
     def __init__(self, engine: Any, *, send_salt: bool = True, send_facts: bool | None = None) -> None:
@@ -41,12 +42,12 @@ class AsyncVLLM:
         self._pieces = RequestOutputKind.DELTA
 
     def requests(self) -> int:
-        """The engine's requests, waiting or running, from all clients."""
+        """Requests of all clients, waiting or running."""
         return int(self._engine.output_processor.get_num_unfinished_requests())
 
     async def stream(self, request: PromptRequest, /) -> AsyncGenerator[AnswerChunk, None]:
-        """The answer as it is generated; the last chunk has the usage. Raises the engine's errors, and ValueError for
-        messages and for a scope that cannot be a salt."""
+        """The last chunk has the usage. Raises the engine's errors, and ValueError for messages and for a scope that
+        cannot be a salt."""
         if request.token_ids is None:
             raise ValueError("vLLM in this process takes token ids: OrderedPrompts(…, prompts='token_ids')")
         prompt: dict[str, Any] = {"prompt_token_ids": list(request.token_ids)}

@@ -1,4 +1,4 @@
-"""The cache configuration of a vLLM server, from its metrics."""
+"""Cache configuration of a vLLM server, from its metrics."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ _BY_HAND = "give the orderer capacity_tokens and block_size yourself"
 class CacheConfig:
     """The KV cache of one engine of a server.
 
-    `block_size`: the unit of prefix hits, in tokens; `capacity_tokens`: the tokens that all blocks hold. Each of
-    several data-parallel `engines` has such a cache, and a request uses one of them. `prefix_caching`: None if not
-    published.
+        read_cache_config("http://host:8000").capacity_tokens
+
+    `block_size`: the unit of prefix hits, in tokens; `capacity_tokens`: those of all blocks. Each of several
+    data-parallel `engines` has such a cache. `prefix_caching`: None if not published.
     """
 
     block_size: int
@@ -29,11 +30,8 @@ class CacheConfig:
 
 
 def read_cache_config(base_url: str, *, timeout_s: float = 5.0, api_key: str | None = None) -> CacheConfig:
-    """The cache configuration of the vLLM server at `base_url` (with or without /v1).
-
-    Raises ServerError with advice for an unreachable server, no answer within `timeout_s`, an HTTP error and missing
-    metrics; ImportError without ragorder[live].
-    """
+    """The cache configuration of the vLLM server at `base_url` (with or without /v1). Raises ServerError with advice,
+    without an answer within `timeout_s` or with missing metrics too; ImportError without ragorder[live]."""
     with Server(base_url, timeout_s=timeout_s, api_key=api_key) as server:
         return cache_config(server)
 

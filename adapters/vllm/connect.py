@@ -1,4 +1,4 @@
-"""Connection of an orderer to a live vLLM server: `Orderer.for_vllm`."""
+"""Connection of an orderer to a live vLLM server."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["connect"]
 
 
 class _LiveOrderer(Protocol):
-    """The part of `Orderer` used here: importing the class would close a circle."""
+    """The used part of `Orderer`: importing the class would close a circle."""
 
     events: Any
 
@@ -70,8 +70,7 @@ def connect(
 
 
 def _read_settings(base_url: str, settings: Settings, api_key: str | None) -> tuple[Settings, list[str]]:
-    """The settings completed from the server's metrics, and reasons why not all are. Raises ServerError without a
-    server."""
+    """The settings completed from the server's metrics, and reasons why not all are."""
     missing = []
     with Server(base_url, timeout_s=_TIMEOUT_S, api_key=api_key) as server:
         try:
@@ -117,7 +116,7 @@ def _following_events(
 
 
 def _degrade_on_silence(orderer: _LiveOrderer) -> Callable[[KVEventSubscriber], None]:
-    """Degrades the orderer after a long silence, since its first use or since the last event."""
+    """Degrades the orderer after a long silence, since its first use or the last event."""
     # The subscriber's thread must not keep a dropped orderer alive.
     reference = ref(orderer)
     last_event = time.monotonic()

@@ -1,4 +1,4 @@
-"""Decoding of KV event batches, from all versions of vLLM and from SGLang."""
+"""Decoder of KV event batches, from all versions of vLLM and from SGLang."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _FIELDS = {
 
 @dataclass(slots=True)
 class EventCounters:
-    """Counts of what arrived: `gaps` (losses of batches), `replays` (requests for repetition), `start_overs` (the
-    engine's first events were no longer available), `restarts` (new engines), `silences` (no answer), `garbage`
-    (unreadable messages and events), `orphans` (stored blocks with an unknown parent)."""
+    """Counts: `gaps` (losses of batches), `replays` (requested repetitions), `start_overs` (the engine's first events
+    were no longer available), `restarts` (new engines), `silences` (no answer), `garbage` (unreadable messages and
+    events), `orphans` (stored blocks with an unknown parent)."""
 
     batches: int = 0
     stored: int = 0
@@ -44,7 +44,7 @@ class EventCounters:
 
 
 class EventReader:
-    """Applies batches to `EngineBlocks` and counts their events. Raises nothing. `decode` decodes msgpack."""
+    """Applies batches to `EngineBlocks` and counts their events. `decode` decodes msgpack."""
 
     def __init__(self, decode: Callable[[bytes], Any], counters: EventCounters) -> None:
         self.counters = counters
@@ -52,7 +52,7 @@ class EventReader:
         self._warned_block_size = False
 
     def read(self, payload: bytes, blocks: EngineBlocks) -> None:
-        """Apply one batch; unreadable parts are skipped."""
+        """Unreadable parts are skipped."""
         self.counters.batches += 1
         try:
             told = self._decode(payload)

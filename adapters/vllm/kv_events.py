@@ -41,6 +41,8 @@ _NOTHING = _EventBatch(-1, b"")
 class KVEventSubscriber:
     """Keeps `blocks` in step with the engine at `endpoint`, on its own thread, until it is closed.
 
+        events = KVEventSubscriber(blocks, "tcp://host:5557", "tcp://host:5657")
+
     With a `replay_endpoint` it can start late, fills gaps, and after `check_interval_s` without news checks for missed
     batches and restarts. Without, a gap empties `blocks`. `on_pause` is called on that thread when it is idle.
     Unreadable messages are counted. Raises ImportError without ragorder[live], ValueError for an invalid endpoint.
@@ -97,11 +99,11 @@ class KVEventSubscriber:
         return self._synchronised.is_set()
 
     def wait_until_synchronised(self, timeout_s: float | None = None) -> bool:
-        """Wait until `synchronised`; False after the timeout."""
+        """False after the timeout."""
         return self._synchronised.wait(timeout_s)
 
     def close(self) -> None:
-        """End the thread and close the sockets. Idempotent."""
+        """Idempotent."""
         self._stop.set()
         self._thread.join()
 
@@ -129,7 +131,7 @@ class KVEventSubscriber:
             self._context.destroy(linger=0)
 
     def _synchronise(self) -> None:
-        """Replay what was missed, until the server answers."""
+        """Replay until the server answers."""
         wait_s = _FIRST_BACK_OFF_S
         while self._replay_endpoint is not None and not self.synchronised and not self._stop.is_set():
             if self._catch_up():
@@ -143,7 +145,7 @@ class KVEventSubscriber:
             self._on_pause(self)
 
     def _listen(self) -> None:
-        """Follow the engine until it falls silent."""
+        """Until the engine falls silent."""
         news = time.monotonic()
         while not self._stop.is_set():
             frames = self._socket.recv_multipart() if self._socket.poll(_POLL_MS) else None
@@ -222,7 +224,6 @@ class KVEventSubscriber:
         return True
 
     def _lose_track(self, *, same_engine: bool) -> None:
-        """Too many batches were missed, or the engine is another one."""
         if not self._next:
             return
         self._next = 0
@@ -233,7 +234,6 @@ class KVEventSubscriber:
             self.blocks.replace(self.blocks.make_successor(same_engine=False), same_engine=False)
 
     def _start_over(self, told: Iterable[_EventBatch]) -> None:
-        """Replace all blocks by these batches."""
         blocks = self.blocks.make_successor(same_engine=True)
         self._recent.clear()
         self._next = 0
@@ -293,7 +293,7 @@ class KVEventSubscriber:
         return None
 
     def _is_repeated(self, batch: _EventBatch) -> bool:
-        """Whether this batch was applied: the live stream and a replay may both bring it."""
+        """Both the live stream and a replay may bring a batch."""
         return self._recent.get(batch.number) == hash(batch.payload)
 
     def _apply(self, blocks: EngineBlocks, batch: _EventBatch) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from ragorder.cli.options import Command, Count, api_key, option, section
@@ -20,8 +19,6 @@ if TYPE_CHECKING:
     from ragorder.kernels.profile import PrefillProfile
 
 __all__ = ["profile"]
-
-_WIDE_SPREAD = 0.25
 
 
 @click.command(cls=Command)
@@ -104,7 +101,7 @@ def profile(
     tokens are added are noise: they are smoothed, and the report shows by how much. It takes minutes.
     """
     from ragorder.eval.engines.base import EngineError
-    from ragorder.eval.experiments.profiling.measuring import find_profiled, measure_profile, own_server, plan_grid
+    from ragorder.eval.experiments.profiling.measuring import measure_profile, plan_grid, profiled_server
 
     if base_url is not None and model is not None:
         raise click.UsageError("--model is for a server that is started: leave out --model or --base-url")
@@ -114,11 +111,9 @@ def profile(
     notes = Console(stderr=True)
     try:
         with ExitStack() as stack:
-            if base_url is None:
-                with notes.status("Starting a vLLM server"):
-                    started = stack.enter_context(own_server(model, block_size=block_size))
-                base_url, api_key = started.base_url, None
-            server = find_profiled(base_url, served_model=served_model, api_key=api_key, block_size=block_size)
+            chosen: dict[str, Any] = {"model": model, "served_model": served_model, "api_key": api_key}
+            with notes.status("Starting a vLLM server") if base_url is None else nullcontext():
+                server = stack.enter_context(profiled_server(base_url, **chosen, block_size=block_size))
             grid = plan_grid(server, cached, new)
             for note in grid.notes:
                 notes.print(Text(note, "yellow"))
@@ -143,49 +138,14 @@ def _check_writable(path: Path) -> None:
 
 
 def _print(made: PrefillProfile) -> None:
-    console, facts = Console(), made.facts
-    title = f"{facts['model']} on {facts['engine']}: ms to the first token, new tokens a second"
-    console.print(Text(title, "bold"), soft_wrap=True)
-    console.print(_table(made))
-    typical, largest = (100 * facts["spread_share"][name] for name in ("median", "largest"))
-    spread = f"median of {facts['repeats']}, which spread by {typical:.0f} % of it (in one cell {largest:.0f} %)"
-    how = f"{spread}, seed {facts['seed']}, blocks of {facts['block_size']} tokens"
-    console.print(Text(how, "italic"), soft_wrap=True)
-    for doubt in _doubts(facts):
+    from ragorder.eval.experiments.profiling.report import doubts, profile_table
+    from ragorder.eval.report.words import value_words
+
+    console, table = Console(), profile_table(made)
+    console.print(Text(table.title, "bold"), soft_wrap=True)
+    console.print(replace(table, title="", note=""))
+    console.print(Text(table.note, "italic"), soft_wrap=True)
+    for doubt in doubts(made.facts):
         console.print(Text(doubt, "yellow"), soft_wrap=True)
-    for name, value in facts["environment"].items():
-        console.print(Text.assemble((f"{name}: ", "dim bold"), (_words(value), "dim")), soft_wrap=True)
-
-
-def _doubts(facts: Mapping[str, Any]) -> Iterator[str]:
-    pooled, again = facts["pooled"], facts["sent_again"]
-    if facts["spread_share"]["median"] > _WIDE_SPREAD:
-        yield "times differ much between repeats: measure again on an idle server and machine"
-    if pooled["cells"]:
-        size = f"{pooled['cells']} cells, by {100 * pooled['largest_share']:.1f} % at most"
-        yield f"evened out, because times fell although tokens were added: {size}"
-    if again:
-        yield f"requests repeated, because they failed or found something else cached: {again}"
-
-
-def _table(made: PrefillProfile) -> Table:
-    table = Table(show_lines=True)
-    table.add_column("cached", justify="right", style="bold", no_wrap=True)
-    for new in made.new_tokens:
-        table.add_column(f"{new:,} new", justify="right", no_wrap=True)
-    best = max(new / s for row in made.seconds for new, s in zip(made.new_tokens, row, strict=True))
-    for cached, row in zip(made.cached_tokens, made.seconds, strict=True):
-        cells = [_cell(1e3 * s, new / s, best) for new, s in zip(made.new_tokens, row, strict=True)]
-        table.add_row(f"{cached:,}", *cells)
-    return table
-
-
-def _cell(ms: float, rate: float, best: float) -> Text:
-    colour = "green" if 3 * rate >= 2 * best else "yellow" if 3 * rate >= best else "red"
-    return Text.assemble((f"{ms:,.1f}", "bold"), "\n", (f"{rate:,.0f}/s", colour))
-
-
-def _words(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return ", ".join(f"{name} {each}" for name, each in value.items())
-    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+    for name, value in made.facts["environment"].items():
+        console.print(Text.assemble((f"{name}: ", "dim bold"), (value_words(name, value), "dim")), soft_wrap=True)

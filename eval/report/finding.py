@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ragorder.eval.report.groups import Group
 from ragorder.eval.report.metrics import CACHED, TTFT_P50
 from ragorder.eval.report.tables import Entry, Table
-from ragorder.eval.report.words import THIN, change_words, figure, policy_words
+from ragorder.eval.report.words import THIN, change_words, format_number, policy_words
 from ragorder.eval.running.record import key_of
 
 __all__ = ["finding"]
@@ -35,7 +35,7 @@ def finding(groups: Sequence[Group]) -> tuple[list[str], Table | None]:
     kept, shuffled = pair
     shared = kept.policies.keys() & shuffled.policies.keys() - {_PLAIN, "none"}
     policy = next(policy for policy in (*_PREFERRED, *kept.policies) if policy in shared)
-    plain = [figure(group.value(_PLAIN, CACHED)) for group in pair]
+    plain = [format_number(group.value(_PLAIN, CACHED)) for group in pair]
     words = [
         "In the paper's trace the documents that a query shares with the one before it stay in place: its first three "
         "are again the first three. So the prompts already begin alike, and retrieval order, without any ordering, "
@@ -75,7 +75,7 @@ def _side_by_side(pair: tuple[Group, Group]) -> Table:
                     found = group.compare(policy, _PLAIN, metric)
                     note = change_words(found) if found else "baseline" if policy == _PLAIN else ""
                     verdict = (found.verdict if found.known else "too few requests") if found else ""
-                    row.append(Entry(figure(group.value(policy, metric)), note, verdict))
+                    row.append(Entry(format_number(group.value(policy, metric)), note, verdict))
         table.rows.append(row)
     return table
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ragorder.eval.report.words import THIN, cell_words, figure, policy_words, signed
+from ragorder.eval.report.words import THIN, cell_words, format_number, policy_words, signed
 from ragorder.eval.running.record import Cell
 from ragorder.eval.running.suite import PaperRow, Suite
 
@@ -86,7 +86,11 @@ def _shown(row: PaperRow, name: str, decimals: int | None = None) -> str:
     value = row.values.get(name)
     if value is None:
         return "–"
-    return value if isinstance(value, str) else figure(value, decimals if decimals is not None else _decimals([value]))
+    return (
+        value
+        if isinstance(value, str)
+        else format_number(value, decimals if decimals is not None else _decimals([value]))
+    )
 
 
 def _decimals(values: Sequence[float]) -> int:
@@ -99,5 +103,5 @@ def _change(row: PaperRow, name: str, plain: float | None, baseline: str) -> str
     if row.policy == baseline:
         return "baseline"
     if value is None and (improved := number(row, "improvement_percent")) is not None:
-        return f"improvement {figure(improved)}{THIN}%"
+        return f"improvement {format_number(improved)}{THIN}%"
     return f"{signed(100 * (value / plain - 1))}{THIN}%" if value is not None and plain else ""

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
 
 from ragorder.eval.report.canvas import Picture
 from ragorder.eval.report.groups import Group
 from ragorder.eval.report.tables import Table
+from ragorder.eval.running.experiment import Experiment
 from ragorder.eval.running.reading import Results
 from ragorder.eval.running.suite import Suite
 
-__all__ = ["Part", "Reporter"]
+__all__ = ["Part", "part_of"]
 
 
 @dataclass(slots=True)
@@ -28,10 +31,10 @@ class Part:
     pictures: Callable[[], Sequence[Picture]] = tuple
 
 
-@runtime_checkable
-class Reporter(Protocol):
-    """An experiment that the report shows."""
-
-    @classmethod
-    def report(cls, suite: Suite, results: Results) -> Part:
-        """The tables and pictures of a suite."""
+def part_of(experiment: type[Experiment], suite: Suite, results: Results) -> Part | None:
+    """By `make_part(suite, results)` of the module `report` beside the experiment, if there is one."""
+    name = f"{experiment.__module__.rpartition('.')[0]}.report"
+    if find_spec(name) is None:
+        return None
+    part: Part = import_module(name).make_part(suite, results)
+    return part

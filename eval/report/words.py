@@ -3,14 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ragorder.eval.report.statistics import PairedDifference
 
-__all__ = ["THIN", "axis_words", "cell_words", "change_words", "figure", "policy_words", "signed", "value_words"]
+__all__ = [
+    "THIN",
+    "axis_words",
+    "cell_words",
+    "change_words",
+    "figure",
+    "format_number",
+    "interval_words",
+    "policy_words",
+    "range_words",
+    "served_words",
+    "signed",
+    "value_words",
+    "verdict_words",
+]
 
-THIN = "\u00a0"  # keeps a figure and its unit on one line
+THIN = "\u00a0"  # keeps a number and its unit on one line
+_NO_INTERVAL = "too few requests for an interval"
 _POLICIES = {
     "none": "no cache",
     "retrieval": "retrieval order",
@@ -42,15 +57,18 @@ _AXES = {
 _SWITCHES = {"batch": ("one by one", "planned as a batch")}
 
 
-def figure(value: float | None, decimals: int = 1) -> str:
+def format_number(value: float | None, decimals: int = 1) -> str:
     """With thousands set apart; a dash for none."""
     if value is None or not math.isfinite(value):
         return "–"
     return f"{value:,.{decimals}f}".replace("-", "−")
 
 
+figure = format_number  # the former name
+
+
 def signed(value: float, decimals: int = 1) -> str:
-    shown = figure(value, decimals)
+    shown = format_number(value, decimals)
     return shown if value < 0 or float(f"{value:.{decimals}f}") == 0 else f"+{shown}"
 
 
@@ -60,9 +78,33 @@ def change_words(comparison: PairedDifference, decimals: int = 1) -> str:
     unit = f"{THIN}%" if comparison.relative else ""
     shown = f"{signed(scale * comparison.difference, decimals)}{unit}"
     if not comparison.known:
-        return f"{shown} [too few requests for an interval]"
+        return f"{shown} [{_NO_INTERVAL}]"
     low, high = (signed(scale * end, decimals) for end in (comparison.low, comparison.high))
     return f"{shown} [{low}, {high}]"
+
+
+def interval_words(
+    comparison: PairedDifference, decimals: int = 1, scale: Callable[[float], float] = lambda difference: difference
+) -> str:
+    """The interval of `scale(difference)`."""
+    if not comparison.known:
+        return _NO_INTERVAL
+    low, high = sorted(map(scale, (comparison.low, comparison.high)))
+    return f"[{format_number(low, decimals)}, {format_number(high, decimals)}]"
+
+
+def verdict_words(comparison: PairedDifference) -> str:
+    return comparison.verdict if comparison.known else "too few requests"
+
+
+def range_words(numbers: Iterable[float], decimals: int = 0) -> str:
+    """The smallest to the largest, or the only one."""
+    low, high = min(found := list(numbers)), max(found)
+    return " to ".join(dict.fromkeys(format_number(each, decimals) for each in (low, high)))
+
+
+def served_words(requests: Iterable[int], warmup: Iterable[int], each: str = "a seed") -> str:
+    return f"{range_words(requests)} requests {each} after {range_words(warmup)} of warm-up"
 
 
 def axis_words(name: str) -> str:

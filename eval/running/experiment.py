@@ -1,7 +1,8 @@
 """The protocol of an experiment, and the registry: one folder of `ragorder.eval.experiments` for each.
 
 A folder is an experiment if its module `experiment` has a subclass of `Experiment`. It holds the cells, the record, the
-measurement, the suites (`*.toml`) and a part of the report (`report.part.Reporter`). Nothing else names it.
+measurement and the suites (`*.toml`); its part of the report is `make_part` in its module `report`, if there is one.
+Nothing else names it.
 """
 
 from __future__ import annotations

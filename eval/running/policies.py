@@ -20,7 +20,7 @@ from ragorder.ordering import Ordering
 from ragorder.prompt import PromptBuilder
 from ragorder.trie.residency import EngineBlocks
 
-__all__ = ["ORDERERS", "POLICIES", "Policy", "PolicyError", "make_orderer", "make_policy"]
+__all__ = ["ORDERERS", "POLICIES", "Policy", "PolicyError", "make_orderer", "make_policy", "parse_guards"]
 
 Documents = list[Document]
 
@@ -33,6 +33,26 @@ ORDERERS: dict[str, dict[str, Any]] = {
 }
 
 POLICIES = ("none", "retrieval", "sorted", "recency", "random", *ORDERERS, "events", "oracle", *PEERS)
+
+
+_NUMBERED_GUARDS = ("keep_first", "keep_last", "max_displacement")
+
+
+def parse_guards(guards: Iterable[str], flags: Sequence[str] = ("keep_groups",)) -> dict[str, Any]:
+    """Settings of an orderer from "keep_first=1", "keep_groups". Raises ValueError."""
+    settings: dict[str, Any] = {}
+    for guard in guards:
+        name, given, number = guard.partition("=")
+        if name in settings:
+            raise ValueError(f"{name} twice: leave one of them out")
+        if name in _NUMBERED_GUARDS and number.isascii() and number.isdigit():
+            settings[name] = int(number)
+        elif name in flags and not given:
+            settings[name] = True
+        else:
+            choices = ", ".join([*(f"{each}=N" for each in _NUMBERED_GUARDS), *flags])
+            raise ValueError(f"unknown guard {guard!r}: choose from {choices}")
+    return settings
 
 
 class PolicyError(ValueError):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
@@ -16,7 +16,7 @@ from ragorder.eval.running.record import SCHEMA
 from ragorder.eval.running.store import Store
 from ragorder.eval.running.suite import Suite
 
-__all__ = ["Outcome", "Plan", "plan_run", "run_suites"]
+__all__ = ["Outcome", "Plan", "begin_session", "plan_run", "run_suites"]
 
 
 @dataclass(slots=True)
@@ -103,9 +103,17 @@ def _plan(experiment: Experiment, suite: Suite) -> Iterator[Job | Missing]:
     yield from (Missing(suite.name, {}, policy, reason) for policy in asked or ["auto"])
 
 
+def begin_session(store: Store, arguments: Mapping[str, Any]) -> str:
+    """Append the line of a new session. Returns its id."""
+    started = datetime.now(UTC)
+    session = f"{started:%Y%m%dT%H%M%S}-{secrets.token_hex(3)}"
+    line = {"type": "session", "schema": SCHEMA, "session": session, "started": started.isoformat(timespec="seconds")}
+    store.append({**line, "arguments": arguments, "environment": describe_environment()})
+    return session
+
+
 class _Session:
     def __init__(self, suites: Sequence[Suite], options: Options, store: Store, progress: Progress) -> None:
-        self.id = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{secrets.token_hex(3)}"
         self._suites = suites
         self._options = options
         self._store = store
@@ -113,7 +121,7 @@ class _Session:
         self._outcome = Outcome()
 
     def run(self) -> Outcome:
-        self._begin()
+        self.id = begin_session(self._store, self._options.arguments(self._suites))
         for kind, suites in _by_kind(self._suites).items():
             experiment = experiment_of(kind)(self._options, self._store, self.id, self._progress)
             missing: list[Missing] = []
@@ -123,12 +131,6 @@ class _Session:
             if jobs and (experiment.rehearses or not self._options.dry_run):
                 self._measure(experiment, jobs)
         return self._outcome
-
-    def _begin(self) -> None:
-        environment = describe_environment()
-        line = {"type": "session", "schema": SCHEMA, "session": self.id, "started": environment["time"]}
-        arguments = self._options.arguments(self._suites)
-        self._store.append({**line, "arguments": arguments, "environment": environment})
 
     def _measure(self, experiment: Experiment, jobs: Sequence[Job]) -> None:
         steps = sum(map(experiment.steps, jobs))

@@ -10,7 +10,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from ragorder.eval.data.names import unknown
 from ragorder.eval.running.cells import SuiteError, complaint
@@ -30,7 +30,7 @@ class Display(BaseModel):
 
     model_config = _STRICT
 
-    figure: str
+    chart: str = Field(validation_alias=AliasChoices("chart", "figure"))
     x: str | None = None
     metrics: tuple[str, ...] = ()
 
@@ -162,12 +162,12 @@ class Suite(BaseModel):
     def unlisted(cls, name: str, title: str = "", **fields: Any) -> Self:
         """A suite that has no file, for the report on its results."""
         return cls.model_construct(
-            name=name, title=title or name, report=Display(figure=""), **{"source": "", "says": ""} | fields
+            name=name, title=title or name, report=Display(chart=""), **{"source": "", "says": ""} | fields
         )
 
     def about(self, *words: str) -> bool:
         """Whether the suite shows one of these."""
-        return any(word in (self.name, self.report.figure, *self.report.metrics) for word in words)
+        return any(word in (self.name, self.report.chart, *self.report.metrics) for word in words)
 
     @property
     def paper_rows(self) -> list[PaperRow]:
@@ -261,7 +261,7 @@ class Suite(BaseModel):
 
     @property
     def keeps_timelines(self) -> bool:
-        return "timeline" in (self.report.figure, *self.report.metrics)
+        return "timeline" in (self.report.chart, *self.report.metrics)
 
 
 def load_suites() -> dict[str, Suite]:

@@ -1,4 +1,4 @@
-"""Checked entry point of attention, and the choice of a backend."""
+"""Entry point of attention: checks and choice of a backend."""
 
 from __future__ import annotations
 
@@ -39,12 +39,10 @@ def prefix_attention(
 ) -> Tensor:
     """Attention of new tokens to their cached context and causally to themselves; returns (T, query heads, D).
 
-    - `q` (T, query heads, D), `k`, `v` (T, KV heads, D): the new tokens', rotated, packed as in `batch`.
+    - `q` (T, query heads, D), `k`, `v` (T, KV heads, D): rotated, packed as in `batch`.
     - `key_cache`, `value_cache`: (blocks, block size, KV heads, D), last stride 1.
-    - `scale`: 1 / sqrt(D) if None. `window`: positions that a token sees, itself included. `softcap`: cap on scaled
-      scores by tanh (Gemma 2).
-    - `backend` "auto": Triton on CUDA from compute capability 8.0, torch elsewhere and for shapes without a
-      configuration (logged once).
+    - `scale`: default 1 / sqrt(D). `window`: positions seen, itself included. `softcap`: by tanh (Gemma 2).
+    - `backend` "auto": Triton on CUDA from 8.0, else torch, and for shapes without a configuration (logged once).
 
     No gradients. Raises ValueError naming what is not supported.
     """

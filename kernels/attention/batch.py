@@ -23,9 +23,8 @@ class PackedBatch:
     """R requests with T new tokens, for all layers of a step.
 
     - `query_starts` int32 (R + 1,): where each request's new tokens begin, and T.
-    - `context_lengths` int32 (R,): cached tokens before the new ones.
-    - `block_tables` int32 (R, blocks): the context's blocks; entries behind them are ignored.
-    - `longest_query`, `longest_context`: the maxima as numbers.
+    - `context_lengths` int32 (R,): cached tokens; `longest_query`, `longest_context`: maxima.
+    - `block_tables` int32 (R, blocks): the context's blocks; further entries are ignored.
 
         PackedBatch.pack(query_lengths=[5, 1], context_lengths=[32, 40], block_tables=[[0, 1], [0, 1, 7]])
 
@@ -62,7 +61,7 @@ class PackedBatch:
         block_tables: Sequence[Sequence[int]],
         device: torch.device | str = "cpu",
     ) -> PackedBatch:
-        """A batch from plain numbers, one of each for a request. Raises ValueError for different counts."""
+        """Raises ValueError for different counts."""
         if not len(query_lengths) == len(context_lengths) == len(block_tables):
             raise ValueError("give one query length, one context length and one block table for each request")
         width = max(map(len, block_tables), default=0)
@@ -91,7 +90,7 @@ class PackedBatch:
         return self.memo("spans", self._read_spans)
 
     def memo(self, key: Hashable, make: Callable[[], T]) -> T:
-        """The value made under this key for an earlier layer, or else by `make`."""
+        """The value made under this key by an earlier layer, or by `make`."""
         if key not in self._memo:
             self._memo[key] = make()
         found: T = self._memo[key]

@@ -1,7 +1,7 @@
-"""Ahead-of-time compilation of the table's kernels, without a GPU, and their resources.
+"""Ahead-of-time compilation of the table's kernels, without a GPU.
 
-`python -m ragorder.kernels.attention.compile` fails if a kernel spills registers, exceeds its devices' shared memory,
-or lacks wgmma in tiles of 64 rows or more (Hopper).
+`python -m ragorder.kernels.attention.compile` fails for spilled registers, too much shared memory, or tiles of 64 rows
+or more without wgmma (Hopper).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _DTYPES = {"fp16": 2, "bf16": 2, "fp32": 4}
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One kernel: a configuration of the table and the other compile-time constants."""
+    """A configuration of the table and the other compile-time constants."""
 
     family: str
     head_dim: int
@@ -48,8 +48,7 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """Registers of a thread, bytes of stack, local (spills) and shared memory, and numbers of wgmma, mma and
-    asynchronous copies in the code."""
+    """Registers of a thread, bytes of stack, local (spills) and shared memory, and counts of instructions."""
 
     registers: int
     stack: int

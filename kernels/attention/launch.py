@@ -36,10 +36,8 @@ def triton_attention(
     tile: Tile | None = None,
     splits: int | None = None,
 ) -> Tensor:
-    """`prefix_attention` in Triton, with checked arguments; `tile` and `splits` override the table.
-
-    Raises ValueError for cache rows that are not aligned to 16 bytes, the kernel's least copy.
-    """
+    """`tile` and `splits` override the table. Raises ValueError for cache rows not aligned to 16 bytes, the kernel's
+    least copy."""
     if not (_is_aligned(key_cache) and _is_aligned(value_cache)):
         raise ValueError("rows of key_cache and value_cache must be aligned to 16 bytes for the Triton kernel")
     q, k, v = (each if _is_aligned(each) else each.clone(memory_format=torch.contiguous_format) for each in (q, k, v))

@@ -1,5 +1,4 @@
-"""Fixed tables of the kernels' tiles and splits, by rows for one KV head, head dim, dtype and shared memory
-(docs/kernels.md)."""
+"""Tables of tiles and splits, by rows for one KV head, head dim, dtype and shared memory (docs/kernels.md)."""
 
 from __future__ import annotations
 
@@ -74,7 +73,7 @@ _SINGLE: dict[int, tuple[Tile, ...]] = {
 
 
 def architecture(capability: tuple[int, int]) -> str:
-    """The family of a device; unknown ones count as that with the least memory."""
+    """Unknown devices count as the family with the least memory."""
     major, minor = capability
     if major in (9, 10):
         return "sm_90"
@@ -82,23 +81,20 @@ def architecture(capability: tuple[int, int]) -> str:
 
 
 def choose_tile(family: str, head_dim: int, itemsize: int, rows: int) -> Tile:
-    """The tile for requests with up to `rows` rows. Raises KeyError if the table has none."""
+    """For requests of up to `rows` rows. Raises KeyError if the table has none."""
     tiles = _SINGLE[head_dim] if itemsize == 4 else _TILES[family, head_dim, itemsize]
     return next((tile for tile, most in zip(tiles, ROWS, strict=False) if rows <= most), tiles[-1])
 
 
 def halves(head_dim: int) -> tuple[int, int]:
-    """A head's dimensions as a power of two and a rest, a power of two or 0: 80 = 64 + 16."""
+    """A power of two and a rest, a power of two or 0: 80 = 64 + 16."""
     main = 1 << (head_dim.bit_length() - 1)
     return main, head_dim - main
 
 
 @lru_cache(maxsize=4096)
 def choose_splits(programs: int, keys: int, multiprocessors: int) -> int:
-    """Parts of the keys for all multiprocessors to be busy, as in FlashAttention.
-
-    `programs` is their number without splits, `keys` the most keys of one; two fit on a multiprocessor.
-    """
+    """Parts of the keys that keep all multiprocessors busy, as in FlashAttention: two of the `programs` fit on one."""
     # The fewest splits that fill the last wave of programs within 15 % of the best; one with programs enough.
     if programs >= 0.8 * multiprocessors:
         return 1

@@ -1,4 +1,4 @@
-"""Attention in torch: the kernels' reference, and the backend of CPUs."""
+"""Attention in torch: the kernels' reference, and CPUs' backend."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: _Rule, *
 
 
 def _product(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: _Rule, *, causal: bool = False) -> Tensor:
-    """Attention of (batch, heads, n, D), in float32 with a softcap, which torch's own lacks."""
+    """(batch, heads, n, D), in float32 with a softcap, which torch's own lacks."""
     if rule.softcap is None:
         found: Tensor = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=rule.scale)
         return found

@@ -1,4 +1,4 @@
-"""The knowledge cache: documents' KV over device, host and disk, as requests use it."""
+"""Knowledge cache: documents' KV over device, host and disk."""
 
 from __future__ import annotations
 
@@ -23,22 +23,21 @@ __all__ = ["KnowledgeCache"]
 
 
 class KnowledgeCache:
-    """KV of documents in blocks, keyed by their path, on three tiers (RAGCache section 5.1).
+    """KV of documents in blocks, keyed by path, on three tiers (RAGCache 5.1). One thread makes all calls but `stats`.
 
         lease = cache.acquire(segments_of(token_ids, ends))  # pin the cached prefix, begin to load it
         cache.extend(lease, len(token_ids))  # wait, and take blocks for the other tokens
         cache.commit(lease, len(token_ids))  # others may share them: compute from lease.cached_tokens on
         cache.release(lease)
 
-    Nodes are committed before their step runs, so that all requests of a step share them: a step must write the KV of
-    all its tokens before any is read. If it fails, discard its leases before the next one. A PENDING node's last block
-    cannot be copied, so other requests compute up to `block_size` - 1 of its tokens again.
+    Nodes are committed before their step runs: the step must write all its KV before reading any. If it fails, discard
+    its leases first. A PENDING node's last block cannot be copied: other requests compute up to `block_size` - 1 tokens
+    again.
 
-    Full tiers evict by `policy`, with a `history` of evicted nodes and costs from `profile`. `identity` names the model
-    for the disk; the `replicate_nodes` most used nodes are copied to the host early. One request may use the whole
-    pool, but waits (OutOfBlocksError) for others.
+    Full tiers evict by `policy`; costs come from `profile`. `identity` names the model for the disk. The
+    `replicate_nodes` most used nodes are copied to the host early.
 
-    One thread makes all calls but `stats`. Raises ValueError for invalid settings, MemoryError for oversized pools.
+    Raises ValueError for invalid settings, MemoryError for oversized pools.
     """
 
     def __init__(
@@ -84,10 +83,9 @@ class KnowledgeCache:
         self._closed = False
 
     def acquire(self, path: Sequence[Segment]) -> KVLease:
-        """Pin the longest cached prefix of the path, and begin to load it.
+        """Pin the longest cached prefix, and begin to load it.
 
-        Raises OutOfBlocksError, and changes nothing, without room now; ValueError for empty segments or a path longer
-        than the pool.
+        Raises OutOfBlocksError, changing nothing; ValueError for empty segments or a path longer than the pool.
         """
         lease = KVLease(tuple(path), self._tiers.poll)
         self._check_fits(sum(segment.tokens for segment in path))
@@ -101,7 +99,7 @@ class KnowledgeCache:
     def extend(self, lease: KVLease, tokens: int) -> None:
         """Wait for the lease, and grow its block table to `tokens` tokens. Implies `mark_computed`.
 
-        Raises OutOfBlocksError, and changes nothing, without room now; ValueError if the pool is too small.
+        Raises OutOfBlocksError, changing nothing; ValueError if the pool is too small.
         """
         self._check_fits(tokens)
         self.mark_computed(lease)
@@ -121,7 +119,7 @@ class KnowledgeCache:
         """Insert the nodes that the first `tokens` tokens complete, or share those inserted meanwhile. Implies
         `mark_computed`.
 
-        Raises ValueError if the lease was not extended that far.
+        Raises ValueError if the lease is shorter.
         """
         self.mark_computed(lease)
         if tokens > lease.tokens:
@@ -140,7 +138,7 @@ class KnowledgeCache:
         lease.pending.clear()
 
     def release(self, lease: KVLease) -> None:
-        """End the lease; its own blocks are free, committed nodes stay. Implies `mark_computed`."""
+        """End the lease; committed nodes stay. Implies `mark_computed`."""
         if not lease.closed:
             self.mark_computed(lease)
             self._replicas.offer(lease.pinned)
@@ -159,7 +157,7 @@ class KnowledgeCache:
         self._close(lease)
 
     def prefetch(self, path: Sequence[Segment]) -> None:
-        """Begin to load a waiting request's prefix, as far as no pinned or prefetched node must go."""
+        """Begin to load a waiting request's prefix, evicting no pinned or prefetched node."""
         self.poll()
         loaded: list[DeviceCopy] = []
         for node in self._tiers.match(path):
@@ -179,18 +177,18 @@ class KnowledgeCache:
         self._tiers.poll()
 
     def forget_device(self) -> None:
-        """Drop all nodes from an untrusted device; host and disk stay. Discard the leases first."""
+        """Drop all nodes from an untrusted device, after discarding the leases."""
         self._tiers.forget_device()
 
     def clear(self) -> None:
-        """Empty all tiers and their histories. Leases keep their blocks."""
+        """Empty all tiers and histories. Leases keep their blocks."""
         for lease in self._leases.values():
             lease.pending.clear()
         self._tiers.clear()
         self._replicas.clear()
 
     def close(self) -> None:
-        """Wait for copies, finish writing, and release the disk's folder."""
+        """Finish copies and writes, and release the disk's folder."""
         if not self._closed:
             self._closed = True
             self._tiers.close()

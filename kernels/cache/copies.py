@@ -1,4 +1,4 @@
-"""Copies under way between pools, and the blocks that they hold."""
+"""Copies under way between pools."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Copies", "Copy"]
 
 
 class Copy:
-    """A transfer with references to its blocks. `leaving`: only this copy still keeps the source's blocks."""
+    """A transfer that holds its blocks. `leaving`: nothing else holds the source's blocks."""
 
     __slots__ = ("holds_source", "leaving", "source", "source_blocks", "target", "target_blocks", "then", "transfer")
 
@@ -34,7 +34,7 @@ class Copy:
         self.transfer: Transfer = transfers.start(source, self.source_blocks, target, self.target_blocks)
 
     def free_source(self) -> None:
-        """Release the source's blocks as soon as later computations may overwrite them."""
+        """Release the source's blocks once later computations may overwrite them."""
         if self.holds_source:
             self.transfer.fence()
             self._release_source()
@@ -52,7 +52,7 @@ class Copy:
 
 
 class Copies:
-    """The copies under way; their ends are handled in `poll`. Not thread-safe."""
+    """Copies under way; `poll` handles those that ended. Not thread-safe."""
 
     def __init__(self, transfers: Transfers) -> None:
         self._transfers = transfers
@@ -85,12 +85,12 @@ class Copies:
                 copy.end()
 
     def leaving(self, pool: BlockPool) -> int:
-        """Blocks of a pool that will be free when the copies under way have ended."""
+        """Blocks that will be free after the copies under way."""
         held = Counter(block for copy in self._leaving(pool) for block in copy.source_blocks)
         return sum(pool.references(block) == count for block, count in held.items())
 
     def free(self, pool: BlockPool, blocks: int) -> None:
-        """Wait, the oldest copies first, until `blocks` blocks of the pool are free or no copy leaves it any more."""
+        """Wait, oldest copies first, until `blocks` blocks are free or no copy leaves the pool."""
         for copy in self._leaving(pool):
             if pool.free_blocks >= blocks:
                 return

@@ -1,4 +1,4 @@
-"""The disk tier: nodes that left the host, in a bounded folder that survives the process."""
+"""Disk tier: nodes that left the host, kept over restarts."""
 
 from __future__ import annotations
 
@@ -23,11 +23,8 @@ _LAYOUT = "blocks of (layers, keys and values, tokens, heads, numbers), version 
 
 @dataclass(frozen=True, slots=True)
 class DiskSettings:
-    """A disk tier of `bytes` in the folder `path`, for one process at a time.
-
-    Nodes that wait to be written take up to `backlog_bytes` of memory; others are not kept. Raises ValueError for
-    invalid numbers.
-    """
+    """`bytes` in the folder `path`, for one process at a time; up to `backlog_bytes` of memory for nodes to be written,
+    more are dropped. Raises ValueError for invalid numbers."""
 
     path: Path
     bytes: int
@@ -49,11 +46,9 @@ class _Write:
 
 
 class StoreTier:
-    """Nodes by key in a `ChunkStore`. Writes never block: a node is copied into a backlog, and read from there
-    meanwhile.
+    """Nodes by key in a `ChunkStore`. Writes never block: nodes wait in a backlog, and are read from there.
 
-    If the store cannot be opened (locked, another model's, read-only…), that is logged and counted once, and the tier
-    stays empty.
+    A store that cannot be opened is logged and counted once; the tier stays empty.
     """
 
     def __init__(
@@ -87,7 +82,7 @@ class StoreTier:
         return key in self._backlog or (self._store is not None and key in self._store)
 
     def pin(self, key: bytes) -> bool:
-        """Keep the node until `unpin`; False, and nothing is pinned, if it is not here."""
+        """Keep the node until `unpin`; False if it is absent."""
         if self._store is None:
             return False
         self._store.pin((key,))
@@ -107,7 +102,7 @@ class StoreTier:
     def write(
         self, key: bytes, parent: bytes | None, source: BlockPool, blocks: Sequence[int], cost: float
     ) -> Copy | None:
-        """Begin to write a node from these blocks; returns the copy out of them, None if the node is not written."""
+        """Begin to write a node from these blocks; returns the copy out of them, or None."""
         store = self._store
         if store is None or key in self:
             return None
@@ -139,7 +134,7 @@ class StoreTier:
         return write.copy if write is not None else None
 
     def read(self, key: bytes, blocks: int) -> Future[BlockPool | None]:
-        """The node's blocks, in order, in a pool of their own; None if they cannot be read."""
+        """The node's blocks in a pool of their own; None if unreadable."""
         waiting = self._backlog.get(key)
         return self._readers.submit(self._read_backlog if waiting else self._read_store, key, blocks, waiting)
 

@@ -1,4 +1,4 @@
-"""Movement of nodes between device, host and disk (RAGCache section 5.1)."""
+"""Movement of nodes between device, host and disk (RAGCache 5.1)."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ __all__ = ["Hierarchy"]
 
 
 class Hierarchy:
-    """The nodes in memory by key, and the tiers that hold them.
+    """The nodes in memory by key, and their tiers.
 
-    A node leaving the device is copied to the host, unless it is there or has no room; one leaving the host is written
-    to the disk with its ancestors. Blocks are reused after the copies from them have ended. `on_load_failed` gets the
-    GONE copy.
+    A node leaving the device is copied to the host, one leaving the host is written to the disk with its ancestors.
+    Blocks are reused after the copies from them. `on_load_failed` gets the GONE copy.
     """
 
     def __init__(
@@ -61,7 +60,7 @@ class Hierarchy:
             self.poll()
 
     def match(self, path: Sequence[Segment]) -> list[CachedNode]:
-        """The longest prefix of the path that the tiers hold."""
+        """The longest prefix of the path in any tier."""
         found: list[CachedNode] = []
         start, parent = 0, None
         for key, tokens in path:
@@ -79,7 +78,7 @@ class Hierarchy:
     def load(self, nodes: Sequence[CachedNode], protected: Container[bytes] = ()) -> list[DeviceCopy]:
         """Pin nodes on the device, loading absent ones; a prefix of them if the disk has lost one.
 
-        Raises OutOfBlocksError, and changes nothing, without room beside pinned and `protected` nodes.
+        Raises OutOfBlocksError, changing nothing, without room beside pinned and `protected` nodes.
         """
         pinned: list[CachedNode] = []
         for node in nodes:
@@ -96,7 +95,7 @@ class Hierarchy:
         return [node.device or self._begin_load(node) for node in pinned]
 
     def make_room(self, blocks: int, protected: Container[bytes] = ()) -> None:
-        """Have `blocks` free blocks on the device. Raises OutOfBlocksError, and changes nothing, if that fails."""
+        """Have `blocks` free blocks on the device. Raises OutOfBlocksError, changing nothing."""
         if blocks <= self.device.pool.free_blocks:
             return
         for key in self.device.evict(blocks, protected):
@@ -104,7 +103,7 @@ class Hierarchy:
         self.copies.free(self.device.pool, blocks)
 
     def compact(self, keep: Iterable[DeviceCopy]) -> None:
-        """Reduce the device to pinned nodes and `keep` (root first), each block stored once."""
+        """Reduce the device to pinned nodes and `keep` (root first), without duplicate blocks."""
         kept = [copy for copy in keep if copy.resident]
         for copy in kept:
             self.device.tier.pin(copy.node.key)
@@ -136,7 +135,7 @@ class Hierarchy:
         self._forget(node)
 
     def copy_to_host(self, node: CachedNode) -> HostCopy | None:
-        """The host copy of a node on the device, made if there is none; None without room."""
+        """A device node's host copy, made if absent; None without room."""
         if node.host is None and node.device is not None:
             self._to_host(node, node.device)
         return node.host

@@ -1,4 +1,4 @@
-"""Leases: the blocks of one request."""
+"""Lease: the blocks of one request."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class KVLease:
 
     @property
     def ready(self) -> bool:
-        """Whether everything cached is on the device. Reading it advances the loads."""
+        """Whether everything cached is on the device. Advances the loads."""
         self._poll()
         return all(copy.load is None for copy in self.pinned)
 

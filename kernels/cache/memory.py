@@ -1,4 +1,4 @@
-"""Tiers in memory: a pool of blocks and the nodes that it holds."""
+"""Memory tier: a pool of blocks and the nodes in it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["MemoryTier"]
 
 
 class MemoryTier:
-    """A pool with its replacement tier, whose sizes are in blocks, and its counters."""
+    """A pool, its replacement tier (sizes in blocks) and its counters."""
 
     def __init__(self, pool: BlockPool, copies: Copies, policy: str, history: int) -> None:
         self.pool = pool
@@ -46,9 +46,9 @@ class MemoryTier:
         return self.tier.get(key)
 
     def evict(self, blocks: int, protected: Container[bytes] = ()) -> list[bytes]:
-        """Evict until `blocks` blocks are free once copies have ended; the keys, children first.
+        """Evict until `blocks` blocks are free after copies; returns the keys, children first.
 
-        Raises OutOfBlocksError, and evicts nothing, without enough evictable nodes.
+        Raises OutOfBlocksError, evicting nothing.
         """
         missing = blocks - self.pool.free_blocks
         if missing > 0:

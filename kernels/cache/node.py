@@ -56,10 +56,10 @@ class CachedNode:
 
 
 class DeviceCopy:
-    """A node's KV in the device's pool: `blocks` cover it, and those at both ends may hold neighbours' tokens too.
+    """KV in the device's `blocks`; those at both ends may hold neighbours' tokens too.
 
-    `shares_first`: the first block counts as the parent's. `load` is set while LOADING; `origin` is the tier it came
-    from; `prefetched`: loaded for a waiting request, unused so far; `entry`: the policy's record.
+    `shares_first`: the first block counts as the parent's. `load` is set while LOADING, `origin` is its tier;
+    `prefetched`: unused so far; `entry`: the policy's record.
     """
 
     __slots__ = ("blocks", "entry", "load", "node", "origin", "prefetched", "shares_first", "state")
@@ -76,7 +76,7 @@ class DeviceCopy:
 
     @property
     def size(self) -> int:
-        """Blocks that the device would not need without this copy."""
+        """Blocks that are free without this copy."""
         return len(self.blocks) - self.shares_first
 
     @property
@@ -89,8 +89,7 @@ class DeviceCopy:
 
 
 class HostCopy:
-    """A node's KV in the host's pool, in blocks of its own. `arrival` is the copy that brings it, until it has
-    ended."""
+    """KV in the host's blocks. `arrival`: the copy that brings it."""
 
     __slots__ = ("arrival", "blocks", "entry")
 
@@ -105,7 +104,7 @@ class HostCopy:
 
 
 class DeviceLoad:
-    """One node's load, from the host's pool or from the disk by `reading`. `succeeded` is None until the end."""
+    """A load from the host or, by `reading`, the disk. `succeeded` is None until the end."""
 
     def __init__(self, copy: DeviceCopy, reading: Future[BlockPool | None] | None) -> None:
         self.copy = copy

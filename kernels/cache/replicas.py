@@ -1,4 +1,4 @@
-"""Host copies of the most used nodes, against a failure of the device (RAGCache section 6)."""
+"""Host copies of the most used nodes, against a failing device (RAGCache 6)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Replicas"]
 
 
 class Replicas:
-    """The `count` most used nodes, pinned in the host. Parents are used at least as often, so these are upper nodes."""
+    """The `count` most used nodes, pinned in the host. Parents are used at least as often."""
 
     def __init__(self, count: int, tiers: Hierarchy) -> None:
         self._count = count

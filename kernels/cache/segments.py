@@ -14,7 +14,7 @@ _KEY_BYTES = 32
 
 
 class Segment(NamedTuple):
-    """A node of the knowledge tree: `tokens` tokens; `key` stands for them, all before them, and the tenant."""
+    """A node: `tokens` tokens; `key` stands for them, all before them, and the tenant."""
 
     key: bytes
     tokens: int
@@ -25,12 +25,12 @@ def segments_of(
 ) -> tuple[Segment, ...]:
     """The nodes of a prompt, root first.
 
-    `ends` are the documents' ends in tokens; what follows the last (the question) is in no node, nor is the prompt's
-    last token, which must be computed. An end that does not ascend or lies outside is ignored with all that follow.
-    Without ends, every `chunk_tokens` tokens are a node.
+    `ends` are the documents' ends in tokens. Neither the question nor the prompt's last token (which must be computed)
+    is in a node. An end out of order or range is ignored with all that follow. Without ends, every `chunk_tokens`
+    tokens are a node.
 
-    A key is the 32-byte BLAKE2b digest of the parent's key and the node's tokens (8 bytes each, little-endian); the
-    root's parent is the digest of `salt`. Raises ValueError if `chunk_tokens` is below 1.
+    A key is the 32-byte BLAKE2b digest of the parent's key and the tokens (8 bytes each, little-endian); the root's
+    parent is the digest of `salt`. Raises ValueError for `chunk_tokens` below 1.
 
     >>> [segment.tokens for segment in segments_of(range(10), [4, 7])]
     [4, 3]

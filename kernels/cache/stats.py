@@ -23,12 +23,9 @@ class TierTokens(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CacheTierStats:
-    """A snapshot of one tier.
-
-    - `nodes`, `tokens` (None for the disk) and `bytes` of the tree; `used_bytes` adds leases and copies.
-    - `hit_tokens` found here; `received` nodes copied here, `evicted` displaced, `failed` not copied up from here.
-    - `refused`, by reason: not taken in, not returned, or no disk tier at all.
-    """
+    """One tier's snapshot: `nodes`, `tokens` (None for the disk) and `bytes` of the tree; `used_bytes` adds leases and
+    copies. `hit_tokens` were found here, `received` nodes copied here, `failed` not copied from here; `refused` by
+    reason."""
 
     nodes: int = 0
     tokens: int | None = 0
@@ -44,8 +41,7 @@ class CacheTierStats:
 
 @dataclass(frozen=True, slots=True)
 class CacheStats:
-    """A snapshot of all tiers. `loads` to the device and `copies` are under way; `new_tokens` were computed for the
-    tree."""
+    """All tiers' snapshot. `loads` and `copies` are under way; `new_tokens` were computed for the tree."""
 
     device: CacheTierStats
     host: CacheTierStats

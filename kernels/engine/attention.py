@@ -1,6 +1,6 @@
-"""Paged attention for transformers' models, registered with AttentionInterface.
+"""Paged attention for transformers' models, by AttentionInterface.
 
-No model is patched: the step travels through keyword arguments. Positions and blocks take the place of a mask.
+No model is patched: the step travels in keyword arguments, and replaces the mask.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class StepAttention(Protocol):
 
 
 class PagedLayers:
-    """Views of a pool for each layer, made once for all steps."""
+    """A pool's views for each layer."""
 
     def __init__(self, pool: BlockPool) -> None:
         shape = pool.shape
@@ -73,10 +73,7 @@ class PagedLayers:
 
 
 class PagedStep:
-    """The attention of one step.
-
-    `slots` int64 (T,): block * `PagedLayers.block_rows` + offset in the block, of each new token.
-    """
+    """`slots` int64 (T,): block * `PagedLayers.block_rows` + offset of each new token."""
 
     def __init__(self, layers: PagedLayers, batch: PackedBatch, slots: torch.Tensor) -> None:
         self._layers = layers

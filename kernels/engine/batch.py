@@ -1,4 +1,4 @@
-"""Packing of a step: the pieces of all sequences as tensors."""
+"""Packing of a step's sequences as tensors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["PackedStep", "Piece", "pack"]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """New tokens of one sequence behind `start` tokens in the blocks of `table`. `wants_logits`: of the last one."""
+    """New tokens of one sequence behind `start` tokens in the blocks of `table`. `wants_logits`: of the last token."""
 
     token_ids: Sequence[int]
     start: int

@@ -1,4 +1,4 @@
-"""Incremental detokenisation: whole characters only, exact spaces, nothing of a stop string."""
+"""Incremental detokenisation: whole characters, exact spaces, no stop strings."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _PENDING_TOKENS = 8
 # tokenizers' DecodeStream does not replace this: it needs a fast tokenizer, and with byte fallback it returns nothing
 # more once bytes do not make a character.
 class TextStream:
-    """Text behind a prompt, in pieces that are never revised and add up to `text`; none without a tokenizer.
+    """Pieces of text that are never revised and add up to `text`; none without a tokenizer.
 
-    Decoded behind the prompt's last tokens, so that the first word keeps its space. A possible beginning of a `stop`
-    string is held back.
+    Decoded behind the prompt's last tokens, for the first word's space. Possible beginnings of `stop` strings are held
+    back.
     """
 
     def __init__(self, tokenizer: Any | None, prompt: Sequence[int], stop: Sequence[str] = ()) -> None:
@@ -40,7 +40,7 @@ class TextStream:
         self._waiting = ""
 
     def push(self, token_id: int) -> str:
-        """The new text; "" once a stop string was found (`stopped`)."""
+        """The new text; "" after a stop string (`stopped`)."""
         if self._tokenizer is None or self.stopped:
             return ""
         self._tokens.append(token_id)

@@ -43,7 +43,7 @@ class TieredEngine:
             [completion] = engine.generate([Request(token_ids, document_ends)])
 
     Answers are those of the model without a cache. Until `close` the model has the engine's attention, in evaluation
-    mode. `generate` and `stream` call `step` themselves. Methods may be called from any thread; one runs at a time.
+    mode. `generate` and `stream` call `step`. Any thread may call; one runs at a time.
 
     Raises UnsupportedModelError, or ValueError for an invalid device, length or pool.
     """
@@ -98,7 +98,7 @@ class TieredEngine:
 
     @classmethod
     def load(cls, name: str | Path, settings: EngineSettings | None = None) -> Self:
-        """An engine on a model and its tokenizer, from a folder or from the Hub. Also raises ModelLoadError."""
+        """An engine on a model and tokenizer from a folder or the Hub. Also raises ModelLoadError."""
         settings = settings or EngineSettings()
         model = load_model(name, settings)
         return cls(model, load_tokenizer(name), settings)
@@ -108,7 +108,7 @@ class TieredEngine:
         return bool(self._sequences or self._updates)
 
     def add(self, request: Request) -> int:
-        """Queue a request; returns its id. Raises RequestRefusedError, and RuntimeError after `close`."""
+        """Queue a request; returns its id. Raises RequestRefusedError; RuntimeError after `close`."""
         with self._lock:
             if self._closed:
                 raise RuntimeError("the engine is closed: make another one")
@@ -123,7 +123,7 @@ class TieredEngine:
             return request_id
 
     def abort(self, request_id: int) -> bool:
-        """End a request; whether it was there. Its completion comes with the next `step`, its documents stay cached."""
+        """End a request; False if it was absent. The next `step` has its completion."""
         with self._lock:
             sequence = self._sequences.get(request_id)
             if sequence is None:
@@ -133,14 +133,13 @@ class TieredEngine:
             return True
 
     def step(self) -> list[Update]:
-        """Compute the next step; returns its updates, none while all requests wait for their prefixes."""
+        """Compute a step; returns its updates, none while all requests wait for prefixes."""
         with self._lock:
             self._updates.put(self._advance())
             return self._updates.take()
 
     def generate(self, requests: Iterable[Request]) -> list[Completion]:
-        """Serve requests together; their completions, in the same order. A refused one has the finish reason
-        "error"."""
+        """Serve requests together; completions in their order, with finish reason "error" for refused ones."""
         completions: dict[int, Completion] = {}
         ids = [self._subscribe(request, completions) for request in requests]
         try:
@@ -155,8 +154,8 @@ class TieredEngine:
         return [completions[request_id] for request_id in ids]
 
     def stream(self, request: Request) -> Iterator[Update]:
-        """Yield a request's updates as they come, the last one with its completion. Closing the iterator aborts it. The
-        first update raises RequestRefusedError."""
+        """A request's updates, the last with its completion. Closing the iterator aborts it. The first update raises
+        RequestRefusedError."""
         with self._lock:
             request_id = self.add(request)
             self._updates.subscribe(request_id)
@@ -300,7 +299,7 @@ class TieredEngine:
 
 
 class UpdateQueues:
-    """Updates of subscribed requests, each in a queue of its own, and all others in one."""
+    """A queue for each subscribed request's updates, and one for the others."""
 
     def __init__(self) -> None:
         self._others: list[Update] = []

@@ -13,8 +13,7 @@ __all__ = ["Forward"]
 
 
 class Forward:
-    """Calls a causal language model with the step's attention. Its own forward computes logits, with their scaling and
-    capping."""
+    """Calls a causal language model with the step's attention; logits are scaled and capped as by its own forward."""
 
     def __init__(self, model: Any) -> None:
         self._model = model

@@ -1,4 +1,4 @@
-"""Identity of a model: a digest of everything that its KV depends on."""
+"""Identity of a model: a digest of what its KV depends on."""
 
 from __future__ import annotations
 
@@ -29,10 +29,9 @@ _WITHOUT_EFFECT = frozenset({"name_or_path", "warnings_issued", "_is_hf_initiali
 
 
 def identity(model: Any, shape: KVShape) -> str:
-    """Digest of all bytes of parameters and buffers, modules' other attributes, configuration, KV layout, device and
-    versions.
+    """Digest of parameters, buffers, modules' other attributes, configuration, KV layout, device and versions.
 
-    Takes about a second per GB and thread. Raises ValueError for unreadable weights.
+    About a second per GB and thread. Raises ValueError for unreadable weights.
     """
     with digest_threads() as threads:
         serializer = _Serializer(threads)
@@ -55,8 +54,7 @@ def identity(model: Any, shape: KVShape) -> str:
 
 
 class _Serializer:
-    """Injective serialisation of values, the same in every process: tensors by the digest of their bytes, functions by
-    name and bound values."""
+    """Injective and the same in every process: tensors by digest, functions by name and bound values."""
 
     def __init__(self, threads: Executor) -> None:
         self._threads = threads

@@ -1,4 +1,4 @@
-"""Models and tokenizers from a folder or the Hub, whole or not at all."""
+"""Whole models and tokenizers from a folder or the Hub."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ModelLoadError(ValueError):
 
 
 def pick_device(name: str | None) -> torch.device:
-    """The named device, by default a GPU if there is one. Raises ValueError for an absent device."""
+    """Default: a GPU if there is one. Raises ValueError for an absent device."""
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -45,8 +45,8 @@ def pick_device(name: str | None) -> torch.device:
 
 
 def load_model(name: str | Path, settings: EngineSettings) -> Any:
-    """A causal language model with all its weights. Raises ModelLoadError, UnsupportedModelError for other kinds of
-    models, and ValueError for an absent device."""
+    """A causal language model with all its weights. Raises ModelLoadError, UnsupportedModelError, and ValueError for an
+    absent device."""
     device = pick_device(settings.device)
     folder = Path(name)
     if folder.is_dir() and not (folder / "config.json").is_file():
@@ -85,7 +85,7 @@ def load_model(name: str | Path, settings: EngineSettings) -> Any:
 
 
 def load_tokenizer(name: str | Path) -> Any | None:
-    """The model's tokenizer; None, with a warning, if it has none. Raises ModelLoadError for an unreadable one."""
+    """The model's tokenizer, or None with a warning. Raises ModelLoadError for an unreadable one."""
     folder = Path(name)
     if folder.is_dir() and not any((folder / file).exists() for file in _TOKENIZER_FILES):
         _logger.warning("%s has no tokenizer: answers have tokens, but no text", folder)
@@ -97,8 +97,8 @@ def load_tokenizer(name: str | Path) -> Any | None:
 
 
 def may_be_on_hub(name: str) -> bool:
-    """Whether the Hub may have the model: without a network, a request takes a minute. Names without an organisation
-    are old ones, accepted for downloaded models."""
+    """Names without an organisation are old ones, accepted if downloaded: asking the Hub takes a minute without a
+    network."""
     if _HUB_NAME.fullmatch(name):
         return True
     return _OLD_HUB_NAME.fullmatch(name) is not None and isinstance(try_to_load_from_cache(name, "config.json"), str)

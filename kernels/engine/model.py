@@ -30,10 +30,9 @@ _lock = Lock()
 
 
 class PatchedModel:
-    """A model with the engine's attention until its last engine calls `restore`. `longest`: greatest length in tokens,
-    or None.
+    """A model with the engine's attention until its last engine calls `restore`. `longest`: in tokens, or None.
 
-    Raises UnsupportedModelError, with the model restored, and ValueError for an invalid device or length.
+    Raises UnsupportedModelError, with the model restored; ValueError for an invalid device or length.
     """
 
     def __init__(self, model: Any, settings: EngineSettings) -> None:
@@ -96,8 +95,8 @@ class PatchedModel:
 def device_blocks(
     shape: KVShape, device: torch.device, device_tokens: int | None, longest: int | None, gpu_share: float
 ) -> int:
-    """Blocks of the pool: `device_tokens`, or a share of a GPU's free memory, or on a CPU four longest prompts in at
-    most a quarter of the memory. Raises ValueError if that is no block."""
+    """Blocks of the pool: `device_tokens`, a share of a GPU's free memory, or on a CPU four longest prompts within a
+    quarter of the memory. Raises ValueError if that is no block."""
     if device_tokens is not None:
         return max(1, device_tokens // shape.block_size)
     if device.type == "cuda":

@@ -1,5 +1,4 @@
-"""Probes of a model's attention that its configuration does not describe: shapes, windows, agreement with eager
-attention."""
+"""Probes of what a configuration does not say: shapes, windows, agreement with eager attention."""
 
 from __future__ import annotations
 
@@ -61,8 +60,8 @@ class _Observer:
 
 
 def observe(model: Any, forward: Forward) -> AttentionFacts:
-    """Facts of a model's attention from a run of two tokens. Raises UnsupportedModelError if layers differ, do not
-    attend, or contradict the configuration's windows."""
+    """Facts from a run of two tokens. Raises UnsupportedModelError if layers differ, do not attend, or contradict the
+    configured windows."""
     name = type(model).__name__
     observer = _Observer()
     ids = _tokens(model, 2)
@@ -109,8 +108,8 @@ def _check_windows(name: str, config: Any, windows: dict[int, int | None]) -> No
 
 
 def verify(model: Any, forward: Forward, facts: AttentionFacts, block_size: int, longest: int | None) -> None:
-    """Compare with eager attention on a prompt in two pieces, split inside a block. Raises UnsupportedModelError if the
-    last token's logits differ by more than rounding."""
+    """Compare with eager attention on a prompt split inside a block. Raises UnsupportedModelError for differences
+    beyond rounding."""
     length = min(2 * block_size + block_size // 2 + 3, 96, longest or 96)
     first = max(1, length - block_size // 2 - 2)
     ids = _tokens(model, length)

@@ -17,16 +17,16 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 class RequestRefusedError(ValueError):
-    """The request can never be served. The message says what to change, and quotes nothing of the prompt."""
+    """The request can never be served. The message quotes nothing of the prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """Choice of tokens, and the end of an answer.
 
-    `temperature` 0 takes the likeliest token. A `seed` gives the same samples whatever else is served. The text
-    excludes `stop` strings; `stop` tokens add to the end-of-text tokens (unless `ignore_eos`). `logprobs`: alternatives
-    reported for each token.
+    `temperature` 0 takes the likeliest token. A `seed` gives the same samples whatever else is served. Text excludes
+    `stop` strings; `stop` tokens add to the end-of-text ones (unless `ignore_eos`). `logprobs`: alternatives for each
+    token.
     """
 
     max_tokens: int = 16
@@ -61,10 +61,10 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A prompt in tokens, with its documents' ends, ascending from the prompt's beginning.
+    """Prompt tokens, and the documents' ends from the prompt's beginning, ascending.
 
-    The first document's node includes the system prompt; the question behind the last end is not cached. Only requests
-    of the same `salt` share a cache. `keep_logits`: of the first token.
+    The system prompt is in the first document's node; the question is not cached. A cache is shared within a `salt`.
+    `keep_logits`: of the first token.
     """
 
     token_ids: Sequence[int]
@@ -76,7 +76,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Natural logarithms of probabilities before temperature and top_p: the chosen token's, and the `top` tokens'."""
+    """Before temperature and top_p, natural: the chosen token's, and the `top` ones'."""
 
     token_id: int
     logprob: float
@@ -85,8 +85,8 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The result of a request; `token_ids` include a stop token, `text` does not. Times run from `add`. `logits`
-    (vocabulary,) are the first token's, fp32 on the CPU."""
+    """`token_ids` include a stop token, `text` does not. Times run from `add`. `logits` (vocabulary,): the first
+    token's, fp32 on the CPU."""
 
     request_id: int
     token_ids: tuple[int, ...]
@@ -103,8 +103,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """One step's new tokens, text (held back while a character or stop string is incomplete) and logprobs, and at the
-    end the completion."""
+    """One step's tokens, text (held back while incomplete) and logprobs; at the end the completion."""
 
     request_id: int
     token_ids: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Choice of the next tokens, for all sequences of a step at once."""
+"""Choice of the next tokens of a step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class SampledToken:
 
 
 def choose(logits: torch.Tensor, samplings: Sequence[Sampling], randoms: Sequence[Random]) -> list[SampledToken]:
-    """Choose from logits (N, vocabulary); each sample depends on its row and its `Random` alone."""
+    """logits (N, vocabulary); a sample depends on its row and `Random` alone."""
     logits = logits.float()
     largest, best = logits.max(dim=-1)
     drawn = [row for row, sampling in enumerate(samplings) if sampling.temperature > 0]

@@ -1,4 +1,4 @@
-"""Continuous batching: first come first served among sequences whose cached prefix is on the device."""
+"""Continuous batching, first come first served among loaded sequences."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PREFETCHED = 8
 
 @dataclass(frozen=True, slots=True)
 class ScheduledChunk:
-    """The next `tokens` tokens of a sequence, computed in a step. `last`: the next token is chosen after it."""
+    """The next `tokens` tokens of a sequence. `last`: the next token is chosen after them."""
 
     sequence: Sequence
     tokens: int
@@ -25,10 +25,10 @@ class ScheduledChunk:
 
 
 class Scheduler:
-    """Waiting and running sequences, in the order of arrival.
+    """Waiting and running sequences, in order of arrival.
 
-    A sequence is admitted with its prefix on the device and blocks for all its tokens; while it loads, later ones go
-    first. Without blocks the latest sequences are preempted.
+    Admitted with a loaded prefix and blocks for all tokens; later ones overtake those that load. Without blocks the
+    latest are preempted.
     """
 
     def __init__(self, cache: KnowledgeCache, block_size: int, max_batch_tokens: int, max_requests: int) -> None:
@@ -50,8 +50,8 @@ class Scheduler:
         self.waiting.append(sequence)
 
     def plan(self) -> list[ScheduledChunk]:
-        """The next step of at most `max_batch_tokens`; empty while all wait for prefixes. Raises OutOfBlocksError if
-        the first sequence does not fit at all."""
+        """At most `max_batch_tokens`; empty while all wait for prefixes. Raises OutOfBlocksError if the first never
+        fits."""
         chunks: list[ScheduledChunk] = []
         left = self._max_batch_tokens
         for sequence in list(self.running):
@@ -77,7 +77,7 @@ class Scheduler:
         self._release(sequence)
 
     def drop(self, sequence: Sequence) -> None:
-        """Remove a sequence whose last step is not to be trusted."""
+        """Remove a sequence whose last step is untrusted."""
         (self.running if sequence in self.running else self.waiting).remove(sequence)
         if sequence.lease is not None:
             self._cache.discard(sequence.lease)
@@ -85,7 +85,7 @@ class Scheduler:
         self._full = False
 
     def fail(self, sequences: list[Sequence]) -> None:
-        """Remove the sequences of a failed step, and what it was to compute from the cache."""
+        """Remove a failed step's sequences, and its nodes from the cache."""
         # Waiting sequences may have found nodes that this step was to compute.
         for sequence in self.waiting:
             self._release(sequence)

@@ -1,4 +1,4 @@
-"""Sequences: requests under way, and the checks before."""
+"""Sequences: requests under way, and their validation."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ __all__ = ["RequestValidator", "Sequence"]
 
 
 class Sequence:
-    """A request under way: `tokens` of prompt and answer, the first `computed` with KV in the blocks of `lease`.
-    Prefill, recomputation and decoding are alike."""
+    """`tokens` of prompt and answer, the first `computed` with KV in the blocks of `lease`. Prefill, recomputation and
+    decoding are alike."""
 
     def __init__(
         self, request_id: int, request: Request, path: tuple[Segment, ...], tokenizer: Any | None, stops: frozenset[int]
@@ -54,7 +54,7 @@ class Sequence:
 
     @property
     def pending(self) -> int:
-        """Tokens to compute before the next token can be chosen: 1 when decoding."""
+        """Tokens to compute before the next can be chosen: 1 when decoding."""
         return len(self.tokens) - self.computed
 
     @property
@@ -74,7 +74,7 @@ class Sequence:
             self.cached = self.lease.tokens_by_tier
 
     def table(self, block_size: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
-        """The lease's block table. Entries in front of `computed` stay the same from step to step."""
+        """Entries before `computed` never change."""
         assert self.lease is not None
         blocks = self.lease.block_table
         known = min(len(self._table), self.computed // block_size)
@@ -82,7 +82,7 @@ class Sequence:
         return self._table
 
     def take(self, token_id: int, logprobs: TokenLogprobs | None) -> Update:
-        """Append the next token; the update has a completion if that was the last."""
+        """Append the next token; the last update has a completion."""
         if self._first is None:
             self._first = perf_counter()
         self.tokens.append(token_id)
@@ -127,7 +127,7 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class RequestValidator:
-    """Checks requests against the model's vocabulary and context and the size of the pool."""
+    """Limits: vocabulary, context, size of the pool."""
 
     vocabulary: int
     max_model_len: int
@@ -138,7 +138,7 @@ class RequestValidator:
     end_tokens: frozenset[int]
 
     def admit(self, request_id: int, request: Request) -> Sequence:
-        """The sequence of a request. Raises RequestRefusedError if it can never be served."""
+        """Raises RequestRefusedError if the request can never be served."""
         tokens = self._checked(request.token_ids)
         self._check_room(len(tokens), request.sampling.max_tokens)
         if request.sampling.stop_strings and self.tokenizer is None:

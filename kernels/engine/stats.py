@@ -15,7 +15,7 @@ __all__ = ["EngineCounters", "EngineStats"]
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """A snapshot. `finished` counts by finish reason; prompt and cached tokens are of requests with a first token."""
+    """`finished` by finish reason; prompt and cached tokens of requests with a first token."""
 
     cache: CacheStats
     running: int

@@ -1,4 +1,4 @@
-"""Models that can be served exactly, by their configuration; `probe` finds out what a configuration does not say."""
+"""Models that can be served exactly, by configuration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Paged KV: a pool of blocks with reference counts, and copies between pools."""
+"""Paged KV: a pool of counted blocks, and copies between pools."""
 
 from ragorder.kernels.paging.base import Transfer, Transfers
 from ragorder.kernels.paging.make import make_transfers

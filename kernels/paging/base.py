@@ -11,37 +11,37 @@ __all__ = ["Transfer", "Transfers", "runs"]
 
 
 class Transfer(Protocol):
-    """A copy under way. Until it has ended, its source must not be written, nor either side reused."""
+    """A copy under way: its source must not be written, nor either side reused."""
 
     @property
     def done(self) -> bool:
-        """Whether it has ended: the target may be read."""
+        """Ended: the target may be read."""
 
     @property
     def failed(self) -> bool:
-        """Whether it has ended without copying: the target may hold anything."""
+        """Ended without copying: the target may hold anything."""
 
     def wait(self) -> None:
-        """Wait until it has ended, on any thread."""
+        """Block until it has ended; any thread may call."""
 
     def fence(self) -> None:
-        """Order later computations behind the copy, so that they may overwrite the source. Blocks on a CPU only."""
+        """Order later computations behind the copy. Blocks on a CPU only."""
 
 
 class Transfers(Protocol):
-    """Makes copies in the order of their starts, each seeing all computations queued before `start`."""
+    """Copies in the order of their starts, each behind all computations queued before."""
 
     def start(
         self, source: BlockPool, source_blocks: Sequence[int], target: BlockPool, target_blocks: Sequence[int]
     ) -> Transfer:
-        """Copy blocks, each to the one at the same place in the other list, between pools of the same shape."""
+        """Copy blocks to those at the same places of the other list; the pools have one shape."""
 
     def close(self) -> None:
-        """Wait for the copies under way, and stop."""
+        """Wait for copies under way, and stop."""
 
 
 def runs(source_blocks: Sequence[int], target_blocks: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Runs of blocks that are adjacent in both pools, as (first source, first target, count).
+    """Blocks that are adjacent in both pools, as (first source, first target, count).
 
     Raises ValueError for lists of different lengths.
     """

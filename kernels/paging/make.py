@@ -12,7 +12,7 @@ __all__ = ["make_transfers"]
 
 
 def make_transfers(device: torch.device | str) -> Transfers:
-    """Transfers between the host and a device. Raises ValueError for devices other than CUDA and CPU."""
+    """Raises ValueError for devices other than CUDA and CPU."""
     kind = torch.device(device).type
     if kind == "cuda":
         return StreamTransfers(device)

@@ -17,15 +17,15 @@ class OutOfBlocksError(RuntimeError):
 
 
 class BlockPool:
-    """`blocks` reference-counted blocks on `device`.
+    """`blocks` reference-counted blocks on `device`. Not thread-safe, but for block contents.
 
-    `kv` is (blocks, layers, 2, block_size, kv_heads, head_dim): a block is contiguous. It starts as zeros, as masked
-    values must be finite. `pinned`: page-locked host memory.
+    `kv` (blocks, layers, 2, block_size, kv_heads, head_dim) starts as zeros: masked values must be finite. `pinned`:
+    page-locked.
 
         pool = BlockPool(KVShape(layers=24, kv_heads=2, head_dim=64), blocks=1024)
         blocks = pool.allocate(4)
 
-    Not thread-safe, but for block contents. Raises ValueError if `blocks` is negative, MemoryError without the memory.
+    Raises ValueError if `blocks` is negative, MemoryError without the memory.
     """
 
     def __init__(
@@ -64,23 +64,22 @@ class BlockPool:
         return self.blocks * self.shape.block_bytes
 
     def key_cache(self, layer: int) -> torch.Tensor:
-        """Keys of one layer: a view (blocks, block_size, kv_heads, head_dim)."""
+        """One layer's view (blocks, block_size, kv_heads, head_dim)."""
         return self.kv[:, layer, 0]
 
     def value_cache(self, layer: int) -> torch.Tensor:
-        """Values of one layer: a view (blocks, block_size, kv_heads, head_dim)."""
+        """One layer's view (blocks, block_size, kv_heads, head_dim)."""
         return self.kv[:, layer, 1]
 
     def rows(self) -> Any:
-        """The memory of a host pool as a NumPy array of bytes (blocks, block_bytes)."""
+        """A host pool as NumPy bytes (blocks, block_bytes)."""
         return self.kv.view(torch.uint8).numpy().reshape(self.blocks, self.shape.block_bytes)
 
     def references(self, block: int) -> int:
         return self._references[block]
 
     def allocate(self, count: int) -> list[int]:
-        """Take free blocks, with one reference each and any finite contents. Raises OutOfBlocksError, and takes none,
-        if there are fewer."""
+        """Free blocks with one reference and any finite contents. Raises OutOfBlocksError, taking none."""
         free = self._free
         if count > len(free):
             raise OutOfBlocksError(f"{count} blocks are needed, and {len(free)} of {self.blocks} are free")

@@ -11,7 +11,7 @@ __all__ = ["KVShape"]
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """A key and a value of `head_dim` numbers for each layer, KV head and token; `block_size` tokens are a block.
+    """`head_dim` numbers of key and value for each layer, KV head and token; `block_size` tokens are a block.
 
     Raises ValueError for a number below 1.
     """
@@ -39,5 +39,5 @@ class KVShape:
         return -(-tokens // self.block_size)
 
     def covering(self, start: int, tokens: int) -> range:
-        """The blocks of a sequence that hold `tokens` tokens (1 or more) from position `start` on."""
+        """A sequence's blocks of `tokens` tokens (1 or more) from `start` on."""
         return range(start // self.block_size, (start + tokens - 1) // self.block_size + 1)

@@ -1,4 +1,4 @@
-"""Copies between a GPU and the host on streams of their own."""
+"""Copies between a GPU and the host on streams."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["StreamTransfers"]
 
 
 class StreamTransfers:
-    """One stream for each direction between host and GPU; copies within the host use a thread.
+    """A stream for each direction; copies within the host use a thread.
 
-    A copy waits, on the GPU, for the caller's current stream, but not for the other direction: do not start from blocks
-    that another copy still writes. The host's pool must be pinned.
+    A copy waits for the caller's stream, not for the other direction: do not start from blocks still being written. The
+    host's pool must be pinned.
     """
 
     def __init__(self, device: torch.device | str) -> None:

@@ -16,8 +16,6 @@ _logger = logging.getLogger("ragorder.kernels")
 
 
 class ThreadTransfers:
-    """One thread that makes one copy after the other."""
-
     def __init__(self) -> None:
         # NumPy copies on this thread alone and without Python's lock; PyTorch would start a second set of threads,
         # which would compete with those that compute.

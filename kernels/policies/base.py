@@ -10,11 +10,10 @@ __all__ = ["Clocked", "ReplacementPolicy", "TierNode"]
 
 
 class TierNode:
-    """A tier's record of a node. Written by the tier only.
+    """A tier's record of a node, written by the tier only.
 
-    `frequency` counts uses, `misses` the requests that computed it; `cost` is their mean seconds per new token (formula
-    4's Cost/Size), or an estimate. `priority` was set at the last use, number `order`. `children` and `pins` count in
-    the tier; `place` is its place in a heap, or -1.
+    `frequency` counts uses, `misses` computations; `cost` is their mean seconds per new token (formula 4's Cost/Size),
+    or an estimate. `priority` is of the last use, number `order`. `place`: in a heap, or -1.
     """
 
     __slots__ = (
@@ -46,20 +45,19 @@ class TierNode:
 
 
 class ReplacementPolicy(Protocol):
-    """Priorities of nodes: the leaf with the lowest is evicted first, among equals the least recently used. One
-    instance serves one tier, as a clock (formula 3) is a tier's."""
+    """Priorities for one tier: the lowest leaf is evicted first, among equals the least recently used."""
 
     name: ClassVar[str]
 
     def priority(self, node: TierNode) -> float:
-        """The new priority of a node that is used or enters the tier."""
+        """Of a node used or inserted now."""
 
     def evicted(self, priority: float) -> None:
-        """Note the eviction of a node with this priority."""
+        """A node with this priority was evicted."""
 
 
 class Clocked:
-    """A clock at the highest evicted priority (formula 3): recent uses outrank frequent ones of long ago."""
+    """A clock at the highest evicted priority (formula 3): recent uses outrank frequent old ones."""
 
     def __init__(self) -> None:
         self.clock = 0.0

@@ -10,8 +10,7 @@ __all__ = ["GDSF"]
 
 
 class GDSF(Clocked):
-    """Greedy-Dual-Size-Frequency with the paper's cost, proportional to the size: Clock + Frequency. The unit of cost
-    is free, as only such sums are compared."""
+    """Clock + Frequency: Greedy-Dual-Size-Frequency with a cost proportional to the size, in any unit."""
 
     name: ClassVar[str] = "gdsf"
 

@@ -13,8 +13,7 @@ Entry = tuple[float, int, TierNode]
 
 
 class NodeHeap:
-    """A binary heap whose nodes have their place: O(log n) in the worst case, no stale entries. Children of place p are
-    2p + 1 and 2p + 2."""
+    """A binary heap whose nodes store their place: no stale entries."""
 
     def __init__(self) -> None:
         self._entries: list[Entry] = []

@@ -10,10 +10,9 @@ __all__ = ["History"]
 
 
 class History:
-    """Frequency and cost of the `max_nodes` last used nodes outside one tier: the paper's unspecified "time window",
-    counted in uses.
+    """Frequency and cost of the `max_nodes` last used nodes outside one tier: the paper's "time window", in uses.
 
-    A node takes about 0.4 KB. Raises ValueError if `max_nodes` is negative.
+    About 0.4 KB a node. Raises ValueError if `max_nodes` is negative.
     """
 
     def __init__(self, max_nodes: int) -> None:

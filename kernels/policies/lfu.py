@@ -10,12 +10,11 @@ __all__ = ["LFU"]
 
 
 class LFU:
-    """Number of uses; among equals the least recently used goes first."""
+    """Number of uses."""
 
     name: ClassVar[str] = "lfu"
 
     def priority(self, node: TierNode) -> float:
         return float(node.frequency)
 
-    def evicted(self, priority: float) -> None:
-        """No effect."""
+    def evicted(self, priority: float) -> None: ...

@@ -21,5 +21,4 @@ class LRU:
         self._uses += 1
         return float(self._uses)
 
-    def evicted(self, priority: float) -> None:
-        """No effect."""
+    def evicted(self, priority: float) -> None: ...

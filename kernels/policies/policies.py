@@ -17,7 +17,7 @@ POLICIES = tuple(_BY_NAME)
 
 
 def make_policy(name: str) -> ReplacementPolicy:
-    """A policy for one tier. Raises ValueError naming the choices."""
+    """For one tier. Raises ValueError naming the choices."""
     if name not in _BY_NAME:
         raise ValueError(f"there is no replacement policy {name!r}: choose one of {', '.join(POLICIES)}")
     return _BY_NAME[name]()

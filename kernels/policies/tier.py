@@ -15,17 +15,17 @@ __all__ = ["Tier"]
 
 
 class Tier:
-    """Metadata of the nodes in one tier; `used` is the sum of their sizes.
+    """Metadata of one tier's nodes; `used` is the sum of their sizes. Not thread-safe.
 
         tier = Tier(make_policy("pgdsf"), History(65536))
         tier.insert("system prompt", size=4)
         tier.insert("document", size=9, parent="system prompt")
         tier.evict(5)  # ["document"]
 
-    The leaf with the lowest priority goes first; a parent is a leaf once its last child is gone. Keys are hashable, not
-    None; parents may be absent. Without a history, insert a request's nodes before `use` counts it.
+    The leaf with the lowest priority goes first. Keys are hashable, not None; parents may be absent. Without a history,
+    insert a request's nodes before `use`. Calls take O(log n) a node.
 
-    All calls take O(log n) a node in the worst case. Not thread-safe. Raises ValueError for another tier's history.
+    Raises ValueError for another tier's history.
     """
 
     def __init__(self, policy: ReplacementPolicy, history: History | None = None) -> None:
@@ -72,8 +72,8 @@ class Tier:
                 history.keep(node)
 
     def insert(self, key: Key, size: int = 1, parent: Key | None = None, *, known: TierNode | None = None) -> None:
-        """Add a node; `known` is another tier's record, used if it has seen more. Raises ValueError for a node that is
-        there, its own parent, or of negative size."""
+        """`known` is another tier's record, used if it has seen more. Raises ValueError for a present node, its own
+        parent, or a negative size."""
         if key in self._nodes:
             raise ValueError("the tier holds this node already")
         if key == parent:
@@ -100,17 +100,17 @@ class Tier:
         self._change_candidates(holder, node)
 
     def remove(self, key: Key) -> None:
-        """Remove a node, pinned or not; its children stay. Raises KeyError if it is absent."""
+        """Pinned or not; its children stay. Raises KeyError if absent."""
         self._take_out(self._nodes[key])
 
     def pin(self, key: Key) -> None:
-        """Protect a node until it is unpinned as often as pinned. Raises KeyError if it is absent."""
+        """Protect a node until unpinned as often. Raises KeyError if absent."""
         node = self._nodes[key]
         node.pins += 1
         self._change_candidates(node, None)
 
     def unpin(self, key: Key) -> None:
-        """Remove one pin. Raises KeyError if the node is absent, ValueError if it is not pinned."""
+        """Raises KeyError if absent, ValueError if not pinned."""
         node = self._nodes[key]
         if not node.pins:
             raise ValueError("the node is not pinned")
@@ -118,8 +118,7 @@ class Tier:
         self._change_candidates(None, node)
 
     def evict(self, size: int, protected: Container[Key] = (), also_protected: Container[Key] = ()) -> list[Key] | None:
-        """Evict nodes until `size` is freed; their keys, children first. None, and nothing is evicted, if that cannot
-        be."""
+        """Free `size`; returns the evicted keys, children first; None, evicting nothing, if that cannot be."""
         evicted: list[TierNode] = []
         freed = 0
         if size > 0:
@@ -136,7 +135,7 @@ class Tier:
         return [node.key for node in evicted]
 
     def victims(self) -> Iterator[Key]:
-        """Evictable nodes in their order, not evicted: O(k log k) for the first k. Invalid once the tier changes."""
+        """In the order of eviction: O(k log k) for the first k. Invalid once the tier changes."""
         return (node.key for node in self._in_order())
 
     def clear(self) -> None:

@@ -1,4 +1,4 @@
-"""Chunk stores: bytes by key in a bounded folder that survives the process."""
+"""Chunk stores: bytes by key in a bounded folder, kept over restarts."""
 
 try:
     import xxhash  # noqa: F401

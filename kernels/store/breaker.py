@@ -9,8 +9,8 @@ __all__ = ["CircuitBreaker"]
 
 
 class CircuitBreaker:
-    """Opens for `first_seconds` after `failures` failures in a row. The first failure after that opens it again for
-    twice as long, up to `longest_seconds`; a success resets it. Not thread-safe."""
+    """Opens for `first_seconds` after `failures` failures in a row, then after each further one for twice as long, up
+    to `longest_seconds`; a success resets it. Not thread-safe."""
 
     def __init__(
         self,
@@ -28,16 +28,16 @@ class CircuitBreaker:
 
     @property
     def open(self) -> bool:
-        """Whether to make no attempt now."""
+        """Whether to attempt nothing now."""
         return self._in_a_row >= self._failures and self._clock() < self._until
 
     @property
     def probing(self) -> bool:
-        """Whether the next attempt is the first since a success or since the breaker opened."""
+        """Whether the next attempt is the first since a success or an opening."""
         return self._in_a_row == 0 or self._in_a_row >= self._failures
 
     def failed(self) -> float:
-        """Record a failure; the seconds for which this opens the breaker, or 0."""
+        """The seconds for which this failure opens the breaker, or 0."""
         if self.open:
             return 0.0
         self._in_a_row += 1
@@ -49,7 +49,7 @@ class CircuitBreaker:
         return seconds
 
     def succeeded(self) -> bool:
-        """Record a success; whether the breaker had opened before it."""
+        """Whether the breaker had opened."""
         reset = self._in_a_row >= self._failures
         self._in_a_row = 0
         self._next_seconds = self._first_seconds

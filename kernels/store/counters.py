@@ -13,9 +13,8 @@ class StoreCounters:
     """Chunks since the opening, when `restored` were found.
 
     Refused chunks leave the store: `identity` (another model's; files stay), `checksum`, `truncated`, `format` (another
-    version), `foreign` (not the named chunk), `missing` (no file), `size` (of the reader's buffer). `refused_room`:
-    eviction could not make room; `skipped_writes`: during one of the `pauses`. Failures count system errors by name
-    (ENOSPC…).
+    version), `foreign` (another chunk), `missing` (no file), `size` (of the buffer). `refused_room`: without room;
+    `skipped_writes`: during `pauses`. Failures count system errors by name (ENOSPC…).
     """
 
     restored: int = 0
@@ -47,7 +46,7 @@ class StoreCounters:
         _count(self.failed_writes, error)
 
     def refusals(self) -> dict[str, int]:
-        """Everything that was not stored or not returned, by reason. Other threads may count meanwhile."""
+        """What was not stored or returned, by reason, while others count."""
         found = {
             "identity": self.refused_identity,
             "checksum": self.refused_checksum,

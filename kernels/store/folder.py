@@ -31,8 +31,8 @@ _REASONS = {
 
 
 class StoreRefusedError(Exception):
-    """The folder cannot be used now. `reason` is "locked" (by another process), "identity" (another model's), "format"
-    (of another version), "read-only", "full" or "unusable"."""
+    """`reason` is "locked" (by another process), "identity" (another model's), "format" (another version), "read-only",
+    "full" or "unusable"."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -44,10 +44,10 @@ class StoreRefusedError(Exception):
 
 
 class ChunkFolder:
-    """An open folder and its lock (flock, so it goes with the process); a second opener is refused after `patience_s`.
+    """An open folder and its lock (flock: it ends with the process). A second opener is refused after `patience_s`.
 
-    Files are the owner's only (0700 and 0600), and reached through the open folder: if it is replaced, nothing is
-    written there. Raises StoreRefusedError; reads and writes raise OSError.
+    Files are the owner's only (0700, 0600), reached through the open folder: nothing is written to a replaced one.
+    Raises StoreRefusedError; reads and writes raise OSError.
     """
 
     def __init__(self, folder: Path, identity: str, patience_s: float = 0.0) -> None:
@@ -89,7 +89,7 @@ class ChunkFolder:
                 os.close(descriptor)
 
     def read(self, name: ChunkName, *buffers: memoryview) -> tuple[int, os.stat_result]:
-        """Fill the buffers from the beginning of the file; the number of bytes, and the file's status."""
+        """Fill the buffers; the number of bytes, and the file's status."""
         # Non-blocking: a pipe in the file's place must not be waited for.
         descriptor = os.open(name.path, os.O_RDONLY | os.O_NONBLOCK | _OPEN, dir_fd=self._chunks)
         try:
@@ -103,7 +103,7 @@ class ChunkFolder:
             os.close(descriptor)
 
     def write(self, name: ChunkName, *buffers: bytes | memoryview) -> None:
-        """Write a file under its temporary name, then rename it: final names are whole files only."""
+        """Rename from a temporary name: final names are whole files only."""
         # No fsync, which would cost more than most chunks are worth. A chunk may be lost, as it can be computed again,
         # but must not be wrong, which readers verify. A killed process loses nothing, as the kernel has the bytes; a
         # power cut may leave files that are whole by name and not by content: they are refused when they are found.
@@ -124,7 +124,7 @@ class ChunkFolder:
         os.rename(temporary, name.path, src_dir_fd=self._chunks, dst_dir_fd=self._chunks)
 
     def remove(self, name: ChunkName) -> bool:
-        """Remove a file; whether it is gone now."""
+        """Whether the file is gone now."""
         try:
             os.unlink(name.path, dir_fd=self._chunks)
         except FileNotFoundError:

@@ -48,7 +48,7 @@ LONGEST_HEADER = _FIXED.size + 2 * MAX_KEY_BYTES + _DIGEST_BYTES
 
 
 class BadHeaderError(Exception):
-    """The file is not a usable chunk. `reason` is "truncated", "foreign", "format", "checksum" or "identity"."""
+    """`reason` is "truncated", "foreign", "format", "checksum" or "identity"."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -64,8 +64,7 @@ def checksum(data: bytes | memoryview) -> bytes:
 
 
 class Header(NamedTuple):
-    """Header of a chunk's file. `cost`: seconds that a new token took to compute (0: unknown); `identity` is a
-    digest."""
+    """`cost`: seconds per new token (0: unknown); `identity` is a digest."""
 
     key: bytes
     parent: bytes | None
@@ -91,7 +90,7 @@ class Header(NamedTuple):
 
     @classmethod
     def unpack(cls, data: bytes) -> Header:
-        """The header that `data` begins with. Raises BadHeaderError."""
+        """Raises BadHeaderError."""
         if len(data) < _FIXED.size:
             raise BadHeaderError("truncated")
         magic, version, key_bytes, parent_bytes, _, payload_bytes, cost, identity, payload_checksum = (
@@ -114,7 +113,7 @@ class Header(NamedTuple):
 
 
 class ChunkName(NamedTuple):
-    """Name of a chunk's file: `digest` is the key's, hexadecimal; `finished` is False while the file is written."""
+    """`digest` is the key's, hexadecimal; `finished`: not a temporary file."""
 
     digest: str
     serial: int
@@ -135,7 +134,7 @@ class ChunkName(NamedTuple):
 
     @property
     def path(self) -> str:
-        """Path below the chunks' folder."""
+        """Below the chunks' folder."""
         return f"{self.subfolder}/{self.digest}.{self.serial:016x}.{'kv' if self.finished else 'tmp'}"
 
     @property

@@ -1,4 +1,4 @@
-"""In-memory index of a store: chunks by key, their sizes, and the replacement tier."""
+"""Index of a store: chunks by key, sizes, and the replacement tier."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["ChunkIndex", "StoredChunk"]
 
 
 class StoredChunk:
-    """A readable chunk: its file, the file's sizes, and when it was written (seconds since the epoch)."""
+    """A readable chunk: its file, sizes, and write time (epoch seconds)."""
 
     __slots__ = ("bytes_on_disk", "header_bytes", "name", "payload_bytes", "written")
 
@@ -25,8 +25,7 @@ class StoredChunk:
 
 
 class ChunkIndex:
-    """Chunks by key, oldest write first, and their tier. `other_bytes`: files being written or removed, and unusable
-    ones."""
+    """Chunks by key, oldest write first. `other_bytes`: files being written, removed, or unusable."""
 
     def __init__(self, capacity_bytes: int, policy: str, history: int) -> None:
         self.capacity_bytes = capacity_bytes
@@ -40,7 +39,7 @@ class ChunkIndex:
         return self.tier.used + self.other_bytes
 
     def restore(self, key: bytes, chunk: StoredChunk, parent: bytes | None, cost: float) -> None:
-        """Insert a chunk of an earlier process, as used once by a request that computed it."""
+        """Insert an earlier process's chunk, as used once by a request that computed it."""
         known = TierNode(key)
         known.frequency, known.misses, known.cost = 1, 1, cost
         self.chunks[key] = chunk
@@ -60,8 +59,8 @@ class ChunkIndex:
         return chunk
 
     def make_room(self, bytes_on_disk: int, protected: Container[bytes] = ()) -> dict[bytes, StoredChunk] | None:
-        """Evict for a new file; None, and nothing is evicted, if that does not suffice. Remove the files before
-        writing: `other_bytes` grows by the larger of both."""
+        """Evict for a new file; None, evicting nothing, if that does not suffice. Remove the files before writing:
+        `other_bytes` grows by the larger."""
         if self.other_bytes + bytes_on_disk > self.capacity_bytes:
             return None
         missing = self.used_bytes + bytes_on_disk - self.capacity_bytes
@@ -73,7 +72,7 @@ class ChunkIndex:
         return evicted
 
     def evict(self, bytes_on_disk: int, protected: Container[bytes] = ()) -> dict[bytes, StoredChunk]:
-        """Evict at least that much, or nothing if that cannot be. The files count in `other_bytes` until removed."""
+        """At least that much, or nothing. The files count in `other_bytes` until removed."""
         evicted = {key: self.chunks.pop(key) for key in self._evict(bytes_on_disk, protected) or ()}
         self.other_bytes += sum(chunk.bytes_on_disk for chunk in evicted.values())
         return evicted

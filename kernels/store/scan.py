@@ -1,4 +1,4 @@
-"""Reading of a store's folder: its chunks at the opening, and a survey from outside."""
+"""Reading of a store's folder, at the opening and from outside."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["FoundChunk", "Scan", "Survey", "check", "scan", "survey"]
 
 
 class FoundChunk(NamedTuple):
-    """A chunk's file, its header, its length, and when it was written (seconds since the epoch)."""
+    """A chunk's file, header, length, and write time (epoch seconds)."""
 
     name: ChunkName
     header: Header
@@ -25,7 +25,7 @@ class FoundChunk(NamedTuple):
 
 
 class Scan(NamedTuple):
-    """This store's `chunks`, oldest first; `occupied` bytes on disk of unusable files that stay; the next `serial`."""
+    """This store's `chunks`, oldest first; bytes `occupied` by unusable files; the next `serial`."""
 
     chunks: list[FoundChunk]
     occupied: int
@@ -33,8 +33,8 @@ class Scan(NamedTuple):
 
 
 def scan(folder: ChunkFolder, counters: StoreCounters) -> Scan:
-    """Read all headers, not payloads. Unfinished and unusable files are removed, other models' stay; all but unfinished
-    ones are counted."""
+    """Read all headers, not payloads. Unfinished and unusable files are removed, other models' stay; the latter two are
+    counted."""
     good: list[FoundChunk] = []
     unwanted: list[tuple[ChunkName, int]] = []
     occupied = serial = 0
@@ -83,8 +83,7 @@ def check(folder: ChunkFolder, name: ChunkName, head: bytes, size: int) -> Heade
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """A folder seen from outside: bytes on disk, unfinished files, write times (epoch seconds), and the process that
-    has it ("?": unnamed)."""
+    """Bytes on disk, unfinished files, write times (epoch seconds), and the owning process ("?": unnamed)."""
 
     chunks: int
     bytes: int
@@ -96,8 +95,7 @@ class Survey:
 
 
 def survey(folder: Path) -> Survey | None:
-    """Survey a folder by names and sizes, changing nothing; None if it is not a store's. Raises OSError if it cannot be
-    read."""
+    """By names and sizes, changing nothing; None for other folders. Raises OSError."""
     root = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         identity = read_identity(root)

@@ -25,22 +25,21 @@ _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 class ChunkStore:
-    """Chunks of bytes by key (1 to 1024 bytes) in a folder, of which it uses at most `capacity_bytes`, in whole blocks.
+    """Chunks of bytes by key (1 to 1024 bytes) in a folder of at most `capacity_bytes`, in whole blocks. Thread-safe.
 
         with closing(ChunkStore(folder, 1 << 30, "model, weights, layout")) as store:
             store.write(b"key", data)
             store.read(b"key", buffer)  # True: the buffer has the data
 
-    `identity` stands for everything that makes equal keys mean equal bytes; other identities are refused. The store
-    survives the process, however that ends: the next one finds whole files by their headers, as used once. Every read
-    verifies header, key, identity and payload. One process has the folder; another waits up to `patience_s`.
+    Under one `identity` equal keys mean equal bytes; others are refused. The store survives the process, however that
+    ends: whole files are found by their headers, as used once. Every read verifies header, key, identity and payload.
+    One process has the folder; another waits up to `patience_s`.
 
-    `read`, `write` and `use` count what happens to the disk and never raise it. A full store evicts by `policy`,
-    children before parents, and on a disk that others fill older chunks make room; after failures writing pauses
-    (`CircuitBreaker`). Unreadable chunks leave the store.
+    `read`, `write` and `use` count disk errors and never raise them. A full store evicts by `policy`, children first;
+    where others fill the disk, older chunks make room; after failures writing pauses (`CircuitBreaker`). Unreadable
+    chunks leave the store; `removed` gets departed keys on any thread.
 
-    Thread-safe: `in` is a dictionary look-up, reads and writes run side by side, `removed` gets departed keys on any
-    thread. Raises StoreRefusedError, and ValueError for invalid settings.
+    Raises StoreRefusedError, and ValueError for invalid settings.
     """
 
     def __init__(
@@ -92,7 +91,7 @@ class ChunkStore:
 
     @property
     def oldest_written(self) -> float | None:
-        """Seconds since the epoch; None in an empty store."""
+        """Epoch seconds; None in an empty store."""
         with self._lock:
             return next((chunk.written for chunk in self._index.chunks.values()), None)
 
@@ -102,7 +101,7 @@ class ChunkStore:
             return self._breaker.open
 
     def read(self, key: bytes, into: bytearray | memoryview) -> bool:
-        """Copy a chunk into a buffer of its size. If that returns False, the buffer may hold anything."""
+        """Copy a chunk into a buffer of its size, which may hold anything after False."""
         with self._lock:
             chunk = self._index.chunks.get(key)
             if chunk is None:
@@ -132,8 +131,8 @@ class ChunkStore:
         used: bool = True,
         protected: Container[bytes] = (),
     ) -> bool:
-        """Store a copy, evicting others but none in `protected`; whether the store has it now. `cost`: seconds per new
-        token of the request that computed it. Raises ValueError for invalid keys or costs."""
+        """Store a copy, evicting none in `protected`; whether the store has it now. `cost`: seconds per new token.
+        Raises ValueError for invalid keys or costs."""
         if not 0 < len(key) <= MAX_KEY_BYTES or (parent is not None and not 0 < len(parent) <= MAX_KEY_BYTES):
             raise ValueError(f"keys have 1 to {MAX_KEY_BYTES} bytes")
         if cost is not None and not 0 <= cost < math.inf:
@@ -149,7 +148,7 @@ class ChunkStore:
                 self._index.tier.use(path, cost=cost, computed=computed)
 
     def pin(self, keys: Iterable[bytes]) -> None:
-        """Do not evict these, whether they are here yet or not, until they are unpinned as often."""
+        """Do not evict these, present or not, until unpinned as often."""
         with self._lock:
             self._index.pin(keys)
 
@@ -158,7 +157,7 @@ class ChunkStore:
             self._index.unpin(keys)
 
     def close(self) -> None:
-        """Wait for reads and writes under way, and release the folder. The store is empty from then on."""
+        """Wait for reads and writes, and release the folder. The store is empty from then on."""
         with self._lock:
             self._closed = True
             self._idle.wait_for(lambda: not self._busy)

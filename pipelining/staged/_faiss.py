@@ -26,7 +26,7 @@ def load_faiss() -> Any:
 
 @dataclass(frozen=True, slots=True)
 class UnwrappedIndex:
-    """The searching index, and its wrappers from the outside in: IDMap, PreTransform."""
+    """The searching index and its wrappers, outermost first."""
 
     outer: Any
     index: Any
@@ -56,7 +56,7 @@ class UnwrappedIndex:
 
 
 def unwrap(index: Any) -> UnwrappedIndex:
-    """The index inside IndexIDMap, IndexIDMap2 and IndexPreTransform. Raises TypeError for no FAISS index."""
+    """Unwraps IndexIDMap, IndexIDMap2 and IndexPreTransform. Raises TypeError for no FAISS index."""
     faiss = load_faiss()
     if not isinstance(index, faiss.Index):
         raise TypeError(f"expected a FAISS index of float vectors, got {type(index).__name__}")

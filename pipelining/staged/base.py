@@ -38,11 +38,10 @@ class Stage:
 class StagedSearch(Protocol):
     """A retriever that searches in stages.
 
-    The iterator does one stage's work in each `next()`, in a library that releases the interpreter lock: successive
-    `next()` calls may run in different threads, and the iterator may be dropped between two. Searches of one object may
-    run concurrently.
+    Each `next()` does one stage's work in a library that releases the interpreter lock. Successive calls may run in
+    different threads; the iterator may be dropped between two. Searches of one object may run concurrently.
     """
 
     def search(self, queries: Any, k: int) -> Iterator[Stage]:
-        """Find the k nearest of each query, an array of shape (queries, dimensions), in at least one stage. The last
-        stage equals an unstaged search. Raises ValueError at once for `k` < 1 and for another shape."""
+        """The k nearest of each query, an array of shape (queries, dimensions), in at least one stage. The last stage
+        equals an unstaged search. Raises ValueError at once for `k` < 1 and for another shape."""

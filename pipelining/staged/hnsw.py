@@ -21,15 +21,17 @@ _FACTOR = 4
 class StagedHNSW:
     """Searches an HNSW index with growing efSearch; the last stage is `index.search`.
 
+        for stage in StagedHNSW(index, stages=3).search(queries, k=5):
+            print(stage.number, stage.ids)
+
     - `index`: a FAISS HNSW index, bare or in IndexIDMap, IndexIDMap2 or IndexPreTransform; any metric
     - `ef_search`: of the last stage (default: the index's own)
     - `stages`: each has four times the efSearch of the one before
     - `schedule`: growing efSearch of each stage instead
 
     FAISS searches with at least k candidates: stages below that become one. It cannot resume a traversal, as RAGCache
-    does; starting anew costs at most 1/4 + 1/16 of the last stage for three stages.
-
-    Raises TypeError for another index, ValueError for a schedule that does not grow.
+    does; starting anew costs at most 1/4 + 1/16 of the last stage for three stages. Raises TypeError for another index,
+    ValueError for a schedule that does not grow.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Staged IVF search: some clusters at a time, the nearest first."""
+"""Staged IVF search: the nearest clusters first."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class StagedIVF:
     - `growth`: "equal" stages; "geometric" ones, each doubling the clusters scanned so far; or each stage's clusters
     - `nprobe`: clusters to scan in all (default: the index's own)
 
-    The last stage equals `index.search` with the same nprobe, ties included. The index must not be changed during a
-    search. Raises TypeError for an index that cannot be staged exactly, ValueError for settings that make no stages.
+    The last stage equals `index.search` with the same nprobe, ties included. The index must not change during a search.
+    Raises TypeError for an index that cannot be staged exactly, ValueError for settings that make no stages.
     """
 
     def __init__(
@@ -172,8 +172,7 @@ def _cuts(nprobe: int, stages: int, growth: object, counts: Sequence[int] | None
 
 
 class TopKMerge:
-    """The k best so far of each query, as FAISS's own heap would have kept them; `add` takes the k best of the next
-    part.
+    """The k best so far of each query, as FAISS's own heap would have kept them.
 
     The heap evicts the largest id among equals first (for similarities the smallest). So ties for the last places
     depend on the order of the scan, which is lost if ties of a later part do not all fit: `uncertain` has those

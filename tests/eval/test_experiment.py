@@ -24,8 +24,6 @@ from ragorder.eval.running.experiment import experiments
 EXPERIMENT = """
 from typing import Literal
 
-from ragorder.eval.report.part import Part
-from ragorder.eval.report.tables import Entry, Table
 from ragorder.eval.running.cells import SuiteCell
 from ragorder.eval.running.experiment import Experiment
 from ragorder.eval.running.record import Record
@@ -49,12 +47,17 @@ class Dice(Experiment):
         (policy,) = job.policies
         yield {"policy": policy, "rows": {"eyes": [1 if policy == "low" else job.cell.sides]}}
         advance()
+"""
+REPORT = """
+from ragorder.eval.experiments.dice.experiment import DiceRecord
+from ragorder.eval.report.part import Part
+from ragorder.eval.report.tables import Entry, Table
 
-    @classmethod
-    def report(cls, suite, results):
-        lines = results.of(DiceRecord, suite.name)
-        rows = [[Entry(line.policy), Entry(str(line.rows["eyes"][0]))] for line in lines]
-        return Part([Table("Eyes", ["policy", "eyes"], rows)])
+
+def make_part(suite, results):
+    lines = results.of(DiceRecord, suite.name)
+    rows = [[Entry(line.policy), Entry(str(line.rows["eyes"][0]))] for line in lines]
+    return Part([Table("Eyes", ["policy", "eyes"], rows)])
 """
 SUITE = """
 title = "Dice"
@@ -66,7 +69,7 @@ policies = ["low", "high"]
 [sweep]
 sides = [6, 20]
 [report]
-figure = "eyes"
+chart = "eyes"
 """
 
 
@@ -76,6 +79,7 @@ def dice(tmp_path: Path) -> Iterator[None]:
     home.mkdir(parents=True)
     (home / "__init__.py").write_text("")
     (home / "experiment.py").write_text(EXPERIMENT)
+    (home / "report.py").write_text(REPORT)
     (home / "throws.toml").write_text(SUITE)
     folder.__path__.append(str(home.parent))
     experiments.cache_clear()

@@ -53,7 +53,7 @@ capacity_tokens = 20_000
 workload = ["paper-shuf", "geo"]
 
 [report]
-figure = "strategies"
+chart = "strategies"
 """
 
 
@@ -70,7 +70,7 @@ question_order = "random"
 [sweep]
 dataset = ["hotpotqa"]
 [report]
-figure = "quality"
+chart = "quality"
 """
 
 NEEDY = SUITE.replace("policies =", 'needs = "patience, which does not exist yet"\npolicies =')
@@ -164,7 +164,7 @@ class TestSuites:
             ("capacity_tokens = 20_000", 'workload = "geo"', "workload: either in [cell] or in [sweep]"),
             ('["paper-shuf", "geo"]', "[]", "sweep: workload has no value"),
             ('["paper-shuf", "geo"]', '"geo"', "sweep.workload: "),
-            ('figure = "strategies"', "", "report.figure: Field required"),
+            ('chart = "strategies"', "", "report.chart: Field required"),
             ("[report]", "[report", "line"),
         ],
     )
@@ -713,12 +713,12 @@ class TestCells:
         assert self.cached(batch)["auto"] > self.cached(one)["auto"]
 
     def test_builds_are_timed_if_the_report_needs_them(self, tmp_path: Path) -> None:
-        text = SUITE.replace('figure = "strategies"', 'figure = "breakdown"\nmetrics = ["build_us"]')
+        text = SUITE.replace('chart = "strategies"', 'chart = "breakdown"\nmetrics = ["build_us"]')
         run(tmp_path, suite(text), seeds=(0,))
         assert all(min(line["rows"]["build_us"]) > 0 for line in result_lines(tmp_path, "run"))
 
     def test_timelines_show_the_cache_fill_and_evict(self, tmp_path: Path) -> None:
-        text = SUITE.replace('figure = "strategies"', 'figure = "timeline"').replace("requests = 30", "requests = 90")
+        text = SUITE.replace('chart = "strategies"', 'chart = "timeline"').replace("requests = 30", "requests = 90")
         run(tmp_path, suite(text), seeds=(0,))
         line = result_lines(tmp_path, "run")[1]["timeline"]
         assert line["request"] == list(range(0, 90, 2))
@@ -911,7 +911,7 @@ concurrency = [1, 4]
 residency = ["events"]
 
 [report]
-figure = "strategies"
+chart = "strategies"
 """
 
 

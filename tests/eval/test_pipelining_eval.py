@@ -330,7 +330,7 @@ segments = [2]
 segment_requests = [2]
 
 [report]
-figure = "speculation"
+chart = "speculation"
 
 [[paper]]
 label = "MMLU, half of it"

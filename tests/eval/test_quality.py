@@ -1668,7 +1668,7 @@ output_tokens = 6
 [sweep]
 dataset = ["hotpotqa"]
 [report]
-figure = "quality"
+chart = "quality"
 """
 
 

@@ -422,7 +422,7 @@ host = ["1GiB"]
 device = ["1GiB"]
 workload = ["mmlu-like"]
 [report]
-figure = "replacement"
+chart = "replacement"
 x = "host"
 metrics = ["hits"]
 """
@@ -551,7 +551,7 @@ class TestTheHarness:
 
     def test_times_scheduling(self, tmp_path: Path) -> None:
         text = SUITE.partition("[cell]")[0] + (
-            '[cell]\nmeasure = "scheduling"\nnodes = 300\ntop_k = 3\n[report]\nfigure = "scheduling"\n'
+            '[cell]\nmeasure = "scheduling"\nnodes = 300\ntop_k = 3\n[report]\nchart = "scheduling"\n'
         )
         (tmp_path / "mine.toml").write_text(text, "utf-8")
         invoke("run", tmp_path / "mine.toml", "-o", tmp_path, "--seeds", "0", "--policy", "lru")

@@ -49,7 +49,7 @@ segment = 4
 [sweep]
 tier = ["host"]
 [report]
-figure = "tiering"
+chart = "tiering"
 """
 
 

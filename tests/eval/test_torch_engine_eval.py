@@ -32,7 +32,7 @@ from ragorder.eval.experiments.embedded.cells import EmbeddedCell
 from ragorder.eval.experiments.embedded.prefill import plain_transformers
 from ragorder.eval.experiments.embedded.prompts import Layout, RandomPrompts, ask_again, draw_prompt
 from ragorder.eval.experiments.embedded.record import EmbeddedRecord
-from ragorder.eval.experiments.embedded.report import embedded_part
+from ragorder.eval.experiments.embedded.report import make_part
 from ragorder.eval.experiments.embedded.results import judge, median, required
 from ragorder.eval.experiments.embedded.serving import draw_trace
 from ragorder.eval.experiments.embedded.shapes import SHAPES
@@ -672,7 +672,7 @@ class TestServe:
 
 def test_a_table_needs_only_one_arm() -> None:
     """As there is where a run was interrupted."""
-    part = embedded_part(Suite.unlisted("mine"), Results(Path(), records=list(lines("2", 100))))
+    part = make_part(Suite.unlisted("mine"), Results(Path(), records=list(lines("2", 100))))
     (table,) = part.tables
     assert [each.text for each in table.rows[0][:2]] == ["and 2 of 5 documents", "0"]
     assert "–" in [each.text for each in table.rows[0]]

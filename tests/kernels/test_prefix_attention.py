@@ -529,7 +529,7 @@ class TestTheBenchmark:
 
     def test_shows_times_and_the_fastest_other(self) -> None:
         from ragorder.eval.experiments.attention.record import AttentionRecord
-        from ragorder.eval.experiments.attention.report import attention_part
+        from ragorder.eval.experiments.attention.report import make_part
 
         facts = {"error": 1e-3, "flops": 2 * 10**9, "bytes": 2 * 10**6, "splits": 1}
         times = {"triton": 2.0, "triton unsplit": 1.0, "flash": 3.0}
@@ -546,7 +546,7 @@ class TestTheBenchmark:
             for context in (0, 128)
             for name, ms in times.items()
         ]
-        part = attention_part(Suite.unlisted("mine"), Results(Path(), records=list(records)))
+        part = make_part(Suite.unlisted("mine"), Results(Path(), records=list(records)))
         first, _, flash, *_ = [[entry.text for entry in row] for row in part.tables[0].rows]
         assert first[4:9] == ["triton", "2.000", "1", "1", "1.50 ×"]
         assert flash[8] == "0.33 ×"

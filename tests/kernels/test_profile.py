@@ -14,6 +14,7 @@ from threading import Lock, Thread
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 from support.commands import run_command
@@ -28,6 +29,7 @@ from ragorder.eval.experiments.profiling.measuring import (
     own_server,
     plan_grid,
 )
+from ragorder.eval.experiments.profiling.record import ProfileRecord
 from ragorder.kernels.profile import LINEAR, PrefillProfile
 
 BLOCK = 16
@@ -492,6 +494,27 @@ def refusal(*arguments: str | Path) -> str:
     assert done.exit_code != 0, done.output
     assert "Traceback" not in done.output
     return done.stderr
+
+
+class TestTheSuite:
+    def test_measures_the_same_and_shows_it(self, far: FarServer, tmp_path: Path) -> None:
+        pytest.importorskip("scipy")
+        changes = ["--set", "cached=0,40", "--set", "new=16,48", "--set", "repeats=2", "--set", "block_size=16"]
+        command = ["eval", "run", "prefill-profile", "-o", str(tmp_path), "--engine", "openai", *changes]
+        done = CliRunner().invoke(main, [*command, "--base-url", far.base_url])
+        assert done.exit_code == 0, done.output
+        lines = map(json.loads, (tmp_path / "results.jsonl").read_text("utf-8").splitlines())
+        (line,) = [ProfileRecord.model_validate(line) for line in lines if line["type"] == "profile"]
+        profile = line.profile
+        assert (profile.cached_tokens, profile.new_tokens) == ((0, 32), (16, 48))
+        assert ProfileRecord.rows_of(profile) == line.rows
+        assert (line.facts["repeats"], line.facts["seed"], line.engine["block_size"]) == (2, 0, 16)
+        shown = CliRunner().invoke(main, ["eval", "report", str(tmp_path), "--md"]).output
+        assert f"| 32 | {1e3 * profile(32, 16):,.1f}" in shown
+
+    def test_needs_a_server(self, tmp_path: Path) -> None:
+        done = CliRunner().invoke(main, ["eval", "run", "prefill-profile", "-o", str(tmp_path)])
+        assert done.exit_code == 0 and "1 not to be had" in done.output
 
 
 class TestTheCommand:

@@ -20,7 +20,7 @@ np = pytest.importorskip("numpy")
 from ragorder.eval._aliases.command import run_suite
 from ragorder.eval.experiments.staging import measuring as staging
 from ragorder.eval.experiments.staging.record import StagingRecord
-from ragorder.eval.experiments.staging.report import staging_part
+from ragorder.eval.experiments.staging.report import make_part
 from ragorder.eval.running.reading import Results
 from ragorder.eval.running.suite import Suite
 from ragorder.pipelining import Stage, StagedHNSW, StagedIVF
@@ -537,7 +537,7 @@ class TestConvergence:
         rows = {"plain_ms": [1.0, 2.0, 3.0], "added_ms": [0.2, 0.4, 0.3]}
         cell = {"corpus": "docs"}
         line = StagingRecord(suite="mine", cell=cell, policy="IVF 1 equal", facts=facts, rows=rows)
-        part = staging_part(Suite.unlisted("mine"), Results(Path(), records=[line]))
+        part = make_part(Suite.unlisted("mine"), Results(Path(), records=[line]))
         overhead, convergence = part.tables
         assert convergence.title == "Top k final: docs, 1,200 questions"
         assert [entry.text for entry in convergence.rows[0]] == ["IVF", "50.0 100.0", "25.0 100.0"]

@@ -13,9 +13,9 @@ __all__ = ["Lease", "RequestedDocuments", "Residency", "TokenIds"]
 class Lease:
     """A request in flight since `stamp`.
 
-    `cached_documents` and `cached_tokens` (system prompt included) of its `path` were held when it started. After the
-    documents it fills `suffix_blocks` whole blocks, and `partial_blocks` (0 or 1) in part. `previous_stamp` is the
-    previous use of the last held node (0: in use).
+    `cached_documents` and `cached_tokens` (system prompt included) of its `path` were held at its start. After the
+    documents it fills `suffix_blocks` whole blocks, and `partial_blocks` (0 or 1) in part. `previous_stamp`: last use
+    of the last held node (0: in use).
     """
 
     __slots__ = (
@@ -61,19 +61,18 @@ class Lease:
 
 
 class Residency(Protocol):
-    """Marks on the tree's nodes what the engine holds, and removes what it evicted.
+    """Marks the nodes that the engine holds, and removes evicted ones.
 
-    The caller serialises all calls. Every lease ends with `release` or `cancel`, once; a forgotten one counts as served
+    The caller serialises all calls. Every lease ends with one `release` or `cancel`; a forgotten one counts as served
     when its room is needed.
     """
 
     def refresh(self, requested: RequestedDocuments | None = None) -> None:
-        """Apply what was learnt of the engine, and find the requested documents in its cache. Called before each
-        search."""
+        """Apply the engine's news, and find the requested documents in its cache. Called before each search."""
 
     def lease(self, path: Sequence[Node], suffix_tokens: int, token_ids: Sequence[TokenIds] = ()) -> Lease:
         """A request starts, with `suffix_tokens` (question and answer) after its documents. What it computes counts as
-        held at once. `token_ids` are each document's, if known."""
+        held at once."""
 
     def release(
         self,
@@ -82,8 +81,8 @@ class Residency(Protocol):
         total_tokens: float | None = None,
         prompt_tokens: float | None = None,
     ) -> None:
-        """The request is served. As far as the engine reports them: `cached_tokens` it reused, `total_tokens` of prompt
-        and answer, `prompt_tokens` of the prompt."""
+        """The request is served; the engine reported `cached_tokens` reused, `total_tokens` of prompt and answer,
+        `prompt_tokens`."""
 
     def cancel(self, lease: Lease) -> None:
-        """The request failed: what only it would have computed is not held."""
+        """The request failed: what it alone would have computed is not held."""

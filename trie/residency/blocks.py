@@ -1,4 +1,4 @@
-"""Blocks of an engine's KV cache, as its events report them."""
+"""Blocks of an engine's KV cache, from its events."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TOKEN_BYTES = array("q").itemsize
 
 
 class BlockWatcher(Protocol):
-    """Receives the content of each watched block that is stored or removed in `changed`."""
+    """Receives in `changed` the contents of stored and removed blocks that it watches."""
 
     changed: dict[Content, None]
 
@@ -29,7 +29,7 @@ def chain_root(salt: str | None = None) -> Content:
 
 
 def pack_tokens(token_ids: Sequence[int]) -> bytes:
-    """Token ids as bytes. Raises TypeError for no token id, OverflowError beyond 63 bits."""
+    """Raises TypeError for no token id, OverflowError beyond 63 bits."""
     return array("q", token_ids).tobytes()
 
 
@@ -58,7 +58,7 @@ class PathContents:
         self.rest = rest
 
     def first_block(self, tokens: bytes, block_size: int) -> Content | None:
-        """The content of the first block that these tokens would fill after the path, if they fill one."""
+        """The content of the first block that these tokens would fill after the path."""
         missing = block_size * _TOKEN_BYTES - len(self.rest)
         return _digest(self.last, self.rest + tokens[:missing]) if len(tokens) >= missing else None
 
@@ -80,9 +80,12 @@ class _Held(NamedTuple):
 class EngineBlocks:
     """The blocks of one engine's cache. One thread writes, any thread reads.
 
-    `generation` changes when blocks may have gone without an event each, `epoch` with the engine. At most `max_blocks`
-    are remembered, held or not, oldest evicted first: choose a multiple of the engine's capacity. `orphans` counts
-    blocks with unknown parents.
+        blocks = EngineBlocks(block_size=16)
+        blocks.store(["hash"], None, range(16))
+
+    `generation` changes when blocks may have gone without events, `epoch` with the engine. At most `max_blocks` are
+    remembered, held or not, oldest evicted first: choose a multiple of the engine's capacity. `orphans`: blocks with
+    unknown parents.
     """
 
     def __init__(self, block_size: int, max_blocks: int = 1 << 18) -> None:
@@ -105,7 +108,7 @@ class EngineBlocks:
         return content in self._held
 
     def watch(self, content: Content, watcher: BlockWatcher) -> None:
-        """Notify the watcher of changes. A block has one watcher, the last one."""
+        """A block has one watcher, the last one."""
         self._watchers[content] = watcher
 
     def unwatch(self, content: Content, watcher: BlockWatcher) -> None:
@@ -122,7 +125,7 @@ class EngineBlocks:
     ) -> None:
         """The engine filled consecutive blocks after the block `parent` (None: at the start of a prompt).
 
-        `extra_keys` list for each what its hash covers besides tokens; a block is held as long as any `medium` (tier)
+        `extra_keys`: for each block what its hash covers besides tokens. A block is held as long as any `medium` (tier)
         holds it. Raises ValueError if the tokens do not fill the blocks, TypeError or OverflowError for no token id.
         """
         size = self.block_size
@@ -153,7 +156,7 @@ class EngineBlocks:
             self._forget_oldest()
 
     def remove(self, hashes: Iterable[Hashable], medium: Hashable = None) -> None:
-        """A tier evicted blocks. Unknown blocks are ignored."""
+        """A tier evicted blocks; unknown ones are ignored."""
         with self._lock:
             for block_hash in hashes:
                 content = self._contents.get(block_hash)
@@ -171,7 +174,7 @@ class EngineBlocks:
             self.generation += 1
 
     def replace(self, other: EngineBlocks, *, same_engine: bool) -> None:
-        """Take over the state of `other`, which must not be used afterwards."""
+        """Take over the state of `other`, which is not used afterwards."""
         with self._lock:
             self._contents, self._held = other._contents, other._held
             self.orphans += other.orphans
@@ -179,7 +182,7 @@ class EngineBlocks:
             self.epoch += not same_engine
 
     def make_successor(self, *, same_engine: bool) -> EngineBlocks:
-        """An empty object for `replace`, with known hashes if the engine is the same."""
+        """An empty object for `replace`; the same engine's hashes stay known."""
         successor = EngineBlocks(self.block_size, self.max_blocks)
         if same_engine:
             with self._lock:

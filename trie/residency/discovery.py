@@ -1,4 +1,4 @@
-"""Discovery of paths in the engine's cache that other processes had computed."""
+"""Discovery of cached paths that other processes had computed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _BUDGET = 256
 
 
 class ServedPath(NamedTuple):
-    """Ranks of consecutive documents, and what each fills; the engine holds all but the last whole."""
+    """Ranks of consecutive documents and their contents; the engine holds all but the last whole."""
 
     ranks: tuple[int, ...] = ()
     contents: tuple[PathContents, ...] = ()
@@ -32,8 +32,8 @@ def discover(
     blocks).
 
     The first block of each document after a path is looked up in the engine's table: at most `_BUDGET` times, depth
-    first, in rank order. Only the request's documents and the scope's own prefix and salt are tried: nothing of
-    another tenant can be found.
+    first, in rank order. Only the request's documents and the scope's own prefix and salt are tried: nothing of another
+    tenant can be found.
     """
     top = known.get(tree.root)
     if top is None or (top.blocks and not blocks.holds(top.last)):

@@ -18,7 +18,7 @@ _MAX_PENDING = 1024
 
 
 class _Pending(NamedTuple):
-    """Expected evictions for a request in flight; `marker` is the content of a block that it will fill."""
+    """Expected evictions for a request in flight; `marker`: content of a block that it will fill."""
 
     lease: Lease
     marker: Content | None
@@ -28,9 +28,9 @@ class _Pending(NamedTuple):
 class EventsResidency(LRUResidency):
     """The mirror of the block pool, corrected block by block by the engine's events.
 
-    Events come late: the mirror predicts what requests that the engine has not begun will fill and displace. All else
-    follows the events. `prefix_ids` are the tokens before the documents, `salt` is the tenant's `cache_salt`. Documents
-    with unknown tokens are followed by the mirror alone.
+    Events are late: the mirror predicts what requests that the engine has not begun will fill and displace.
+    `prefix_ids` are the tokens before the documents, `salt` is the tenant's `cache_salt`. Documents with unknown tokens
+    are followed by the mirror alone.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class EventsResidency(LRUResidency):
         return super().holds(node)
 
     def correct(self, lease: Lease) -> int | None:
-        """Only if there are no events about the request: else they are exact."""
+        """Only without events about the request: these are exact."""
         if any(node in self._contents and self._held_blocks(node) for node in lease.path):
             return None
         return super().correct(lease)
@@ -168,7 +168,7 @@ class EventsResidency(LRUResidency):
             self._blocks.watch(content, self)
 
     def _adopt(self, path: Sequence[Node], contents: Sequence[PathContents]) -> None:
-        """Insert a path that other processes had computed. It counts as used just now."""
+        """Insert a path that other processes had computed, as just used."""
         for node, known in zip(path[1:], contents, strict=True):
             if node not in self._contents:
                 self._learn(node, known)
@@ -217,7 +217,7 @@ class EventsResidency(LRUResidency):
                 self._append(node, node.stamp, 0)
 
     def _doom(self, node: Node) -> None:
-        """Evict a node in the mirror. Whether the engine does is known once it has begun the request."""
+        """Evict a node in the mirror; the engine's decision shows once it has begun the request."""
         in_doubt = node.children or (node in self._contents and self._held_blocks(node))
         if in_doubt and self.tree.size <= self.max_nodes:
             self._doomed[node] = node.stamp

@@ -1,4 +1,4 @@
-"""Residency corrected by the cached tokens that the engine reports."""
+"""Residency corrected by reported cached tokens."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _MAX_TOKENS = 1 << 32
 class FeedbackResidency:
     """Corrects another residency from the engine's reports.
 
-    Engines evict in order of use: if a request found a block gone, everything used before it is gone as well.
-    Differences of less than a block are ignored, and for estimated lengths all but clear ones. `lengths` may be
-    shared by residencies of different orders of the same requests.
+    Engines evict in order of use: if a block was gone, so is everything used before it. Differences of less than a
+    block are ignored, and for estimated lengths all but clear ones. Residencies of different orders of the same
+    requests may share `lengths`.
     """
 
     def __init__(self, mirror: LRUResidency, lengths: ScopeLengths | None = None) -> None:

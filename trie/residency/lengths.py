@@ -28,7 +28,7 @@ _RATIOS = (0.2, 8.0)
 
 
 class LearnedLengths:
-    """What was learnt of one engine's prompts. `ratio`: tokens per estimated token."""
+    """Learnt lengths of one engine's prompts. `ratio`: tokens per estimated token."""
 
     def __init__(self) -> None:
         self.ratio = 1.0
@@ -63,10 +63,10 @@ class LearnedLengths:
 
 
 class ScopeLengths:
-    """What was learnt of one scope's prompts.
+    """Learnt lengths of one scope's prompts.
 
-    `prefix_tokens` is None while nothing contradicts the settings. `losses` counts evictions by other clients,
-    `kept_blocks` is what the last one left. `version` changes with any of these.
+    `prefix_tokens` is None while nothing contradicts the settings. `losses` counts evictions by other clients, of which
+    the last left `kept_blocks`. `version` changes with any of these.
     """
 
     def __init__(self, lengths: LearnedLengths) -> None:
@@ -92,13 +92,12 @@ class ScopeLengths:
         return tokens if ratio == 1 else [round(ratio * each) for each in tokens]
 
     def learn_loss(self, kept_blocks: int) -> None:
-        """Other clients have taken all room but `kept_blocks`."""
         self.kept_blocks = kept_blocks
         self.losses += 1
         self.version += 1
 
     def learn_hit(self, prefix_tokens: int, held_tokens: int, cached_tokens: float, block_size: int) -> None:
-        """After a prefix of `prefix_tokens`, `held_tokens` of documents were held, and `cached_tokens` were reused."""
+        """Behind a prefix of `prefix_tokens`, `held_tokens` of documents were held; `cached_tokens` were reused."""
         if held_tokens and self.estimated:
             if sum(vote <= prefix_tokens < vote + block_size for vote in self._votes) >= _SURE_VOTES:
                 found = cached_tokens + (block_size - 1) / 2 - prefix_tokens
@@ -114,7 +113,7 @@ class ScopeLengths:
             self._lengths.prompt(round(documents_tokens / self.ratio), prompt_tokens)
 
     def _elect(self, prefix_tokens: int, block_size: int) -> None:
-        """Take the middle of where more than half of the latest reports agree. A prefix that agrees with them stays."""
+        """The middle of where more than half of the latest reports agree; a prefix that agrees with them stays."""
         votes = sorted(self._votes)
         first = best_first = best_last = 0
         for last, vote in enumerate(votes):

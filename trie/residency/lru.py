@@ -1,4 +1,4 @@
-"""Residency that mirrors the block pool of a serving engine (vLLM's automatic prefix caching)."""
+"""Residency that mirrors an engine's block pool (vLLM's automatic prefix caching)."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class UseEntry:
 class LRUResidency:
     """Least recently used first, a request's tail before its head, block by block, as vLLM frees them.
 
-    `capacity_tokens` is the engine's (None: unlimited); `max_nodes` bounds the tree regardless. Blocks of requests
-    in flight are not evicted. Partly filled blocks are evicted first with `partial_blocks_first` (vLLM 0.32), else
-    in their turn.
+    `capacity_tokens` is the engine's (None: unlimited); `max_nodes` bounds the tree regardless. Blocks of requests in
+    flight are not evicted. Partly filled blocks are evicted first with `partial_blocks_first` (vLLM 0.32), else in
+    their turn.
 
-    The order of use is a log with one entry for each served request, oldest first; entries with an older stamp than
+    The order of use is a log with an entry for each served request, oldest first; entries with an older stamp than
     their node's are skipped. Mirrors of one engine share the `clock` of stamps.
     """
 
@@ -173,12 +173,12 @@ class LRUResidency:
         lease.path = ()
 
     def holds(self, node: Node) -> bool:
-        """Whether the engine holds the node whole, or a request in flight fills it."""
+        """True also for a node that a request in flight fills."""
         return not node.blocks or (bool(node.stamp) and not node.missing)
 
     def correct(self, lease: Lease) -> int | None:
         """The request found less than predicted, since others use the engine; returns the remaining blocks. Everything
-        used before the missing blocks is gone as well, and others' blocks, as young as new ones, have its room."""
+        used before the missing blocks is gone, and others' blocks, as young as new ones, have its room."""
         used_blocks = self.used_blocks
         while self._log and self._log[0].stamp <= lease.previous_stamp:
             self._evict_oldest(maxsize)
@@ -224,7 +224,7 @@ class LRUResidency:
             self._mark_missing(root, min(excess, root.blocks - root.missing))
 
     def truncate(self, node: Node, kept_blocks: int) -> None:
-        """The engine holds only the first `kept_blocks` of an unused node, and nothing below it."""
+        """The engine holds the first `kept_blocks` of an unused node, and nothing below it."""
         below = list(self.tree.walk(node))
         for each in reversed(below[1:]):
             self._mark_missing(each, each.blocks - each.missing)
@@ -237,7 +237,7 @@ class LRUResidency:
             node.missing -= found
 
     def _mark_missing(self, node: Node, blocks: int) -> None:
-        """Mark a node's last blocks as not held. A leaf without held blocks leaves the tree."""
+        """Marks a node's last blocks. A leaf without held blocks leaves the tree."""
         self.used_blocks -= blocks
         node.missing += blocks
         if node.missing == node.blocks and node.parent is not None and not node.children:
@@ -267,7 +267,7 @@ class LRUResidency:
         return self._log[0].stamp if self._log else None
 
     def evict(self, blocks: int) -> None:
-        """Evict at most `blocks` of the least recently used request, for others."""
+        """At most `blocks` of the least recently used request."""
         self._evict_oldest(blocks)
 
     def _evict_oldest(self, blocks: int) -> None:
@@ -300,7 +300,7 @@ class LRUResidency:
         self.evicted_blocks += blocks - left
 
     def _overflow(self) -> bool:
-        """Only requests in flight are left, and exceed the capacity; whether that could be helped."""
+        """Requests in flight alone exceed the capacity; True if that could be changed."""
         return self.finish_oldest()
 
     def finish_oldest(self) -> bool:

@@ -1,4 +1,4 @@
-"""Unlimited residency: whatever was served counts as cached for ever, as in the paper (RAGCache++ section 3.4)."""
+"""Unlimited residency: what was served stays cached (RAGCache++ section 3.4)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["NoResidency"]
 
 
 class NoResidency(LRUResidency):
-    """An engine that never evicts; only `max_nodes` bounds the tree, least recently used sequences first."""
+    """An engine that never evicts; `max_nodes` bounds the tree, least recently used sequences first."""
 
     def __init__(self, tree: KnowledgeTree, max_nodes: int = 100_000, clock: Iterator[int] | None = None) -> None:
         super().__init__(tree, None, max_nodes, clock=clock)

@@ -15,13 +15,13 @@ Permits = Callable[[Sequence[int]], bool]
 
 
 class PrefixSearch(Protocol):
-    """Finds a path of the tree that holds only documents of the request, within a `budget` of nodes."""
+    """Finds a cached path of the request's documents, within a `budget` of nodes."""
 
     def __init__(self, budget: int) -> None: ...
 
     def find(self, tree: KnowledgeTree, ranks: Mapping[Key, int], permits: Permits | None = None) -> Node:
-        """The last node of the path; the root if no document is cached. `ranks` maps each document's key to its
-        retrieval rank, in rank order; `permits` restricts the allowed orders."""
+        """The last node of the path; the root if no document is cached. `ranks`: retrieval rank by document key, in
+        rank order; `permits` restricts the allowed orders."""
 
 
 def ranks_on_path(node: Node, ranks: Mapping[Key, int]) -> list[int]:

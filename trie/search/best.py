@@ -14,8 +14,8 @@ __all__ = ["BestPathSearch"]
 class BestPathSearch(PrefixSearch):
     """Depth-first search of all paths within the request's documents, over at most `budget` nodes.
 
-    The longest cached prefix in tokens wins, among equals the most recently used. A node of which the engine holds only
-    a part counts with that part and ends its path.
+    The longest cached prefix in tokens wins, among equals the most recently used. A partly held node counts with that
+    part and ends its path.
     """
 
     def __init__(self, budget: int = 1024) -> None:

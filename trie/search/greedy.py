@@ -12,9 +12,8 @@ __all__ = ["GreedySearch"]
 
 @searches.register("greedy", "the best-ranked cached document at each step (RAGCache++)")
 class GreedySearch(PrefixSearch):
-    """At each node takes the cached child with the best rank. Under guards at most `budget` orders are checked. The
-    paper's code iterates over a `set`, in an order that depends on the hash seed; here it is retrieval order, as
-    Algorithm 1 is written."""
+    """At each node takes the cached child with the best rank; under guards at most `budget` orders are checked. The
+    paper's code iterates over a `set`, in hash order; here it is retrieval order, as Algorithm 1 is written."""
 
     def __init__(self, budget: int = 1024) -> None:
         self.budget = budget

@@ -1,4 +1,4 @@
-"""Default tail: for the waiting requests if there are any, else by popularity class."""
+"""Default tail: for the waiting requests, else by popularity class."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class _PopularityClassTail(FrequencyTail):
 
 @tails.register("auto", "for the waiting requests, and without any the popular documents first")
 class AutoTail(QueueTail):
-    """`QueueTail` while requests wait; else documents of higher popularity classes first."""
+    """`QueueTail` while requests wait; else higher popularity classes first."""
 
     def __init__(self) -> None:
         super().__init__(_PopularityClassTail())

@@ -19,7 +19,12 @@ Waiting = Sequence[frozenset[Key]]
 class Tail(ABC):
     """Orders the documents after the cached prefix for the requests to come; a document is named by its rank.
 
-    The defaults are those of a policy that remembers nothing: others override `observe`, `observing` and `copy`.
+        @tails.register("reversed", "the least relevant document first")
+        class ReversedTail(Tail):
+            def arrange(self, request, prefix, rest, waiting):
+                return rest[::-1]
+
+    The defaults are those of a policy without memory: others override `observe`, `observing` and `copy`.
     """
 
     @classmethod
@@ -31,21 +36,21 @@ class Tail(ABC):
         """A request is about to be arranged."""
 
     def observing(self, request: RequestedDocuments) -> AbstractContextManager[None]:
-        """A block in which the request counts as observed, and after which it does not."""
+        """A block within which the request counts as observed."""
         return nullcontext()
 
     def served(self, path: Sequence[Node]) -> None:  # noqa: B027
-        """A request was served: the engine has computed its path, from the root."""
+        """The engine has computed a request's path, from the root."""
 
     def copy(self) -> Self:
-        """An independent policy that has observed the same requests."""
+        """An independent policy with the same memory."""
         return self
 
     @abstractmethod
     def arrange(
         self, request: RequestedDocuments, prefix: Sequence[int], rest: list[int], waiting: Waiting
     ) -> list[int]:
-        """The ranks in `rest` (in rank order) in the order in which they are to follow `prefix`."""
+        """The ranks in `rest` (in rank order) in the order in which they follow `prefix`."""
 
 
 tails: Registry[Tail] = Registry("tail")

@@ -1,4 +1,4 @@
-"""Tail by popularity: the most requested documents first, where they can be shared."""
+"""Tail by popularity."""
 
 from __future__ import annotations
 

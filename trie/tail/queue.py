@@ -16,9 +16,9 @@ __all__ = ["QueueTail"]
 
 @tails.register("queue", "for the waiting requests, and without any as ranked")
 class QueueTail(Tail):
-    """Next come the documents that most of the waiting requests want, among those that can still share the prefix.
+    """Next come the documents of most waiting requests, among those that can still share the prefix.
 
-    Once no waiting request can share, the fallback policy (by default rank order) arranges the rest.
+    Once none can, the fallback policy (by default rank order) arranges the rest.
     """
 
     def __init__(self, fallback: Tail | None = None) -> None:

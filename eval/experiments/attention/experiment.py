@@ -13,8 +13,6 @@ from ragorder.eval.experiments.attention.record import AttentionRecord
 from ragorder.eval.running.experiment import Experiment, Job, Line, Missing
 
 if TYPE_CHECKING:
-    from ragorder.eval.report.part import Part
-    from ragorder.eval.running.reading import Results
     from ragorder.eval.running.suite import Suite
 
 __all__ = ["Attention"]
@@ -92,9 +90,3 @@ class Attention(Experiment):
         if device.type == "cuda":
             torch.cuda.empty_cache()
         advance()
-
-    @classmethod
-    def report(cls, suite: Suite, results: Results) -> Part:
-        from ragorder.eval.experiments.attention.report import attention_part
-
-        return attention_part(suite, results)

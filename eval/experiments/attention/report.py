@@ -15,7 +15,7 @@ from ragorder.eval.report.words import figure
 from ragorder.eval.running.reading import Results
 from ragorder.eval.running.suite import Suite
 
-__all__ = ["attention_part"]
+__all__ = ["make_part"]
 
 _Group = Group[AttentionRecord]
 
@@ -29,7 +29,7 @@ _TIMED = (
 _UNTIMED = "Nothing was timed: results were held against the reference, that is all."
 
 
-def attention_part(suite: Suite, results: Results) -> Part:
+def make_part(suite: Suite, results: Results) -> Part:
     groups = group_runs(results.of(AttentionRecord, suite.name))
     devices = dict.fromkeys(f"attention on {group.engine['device']}" for group in groups)
     cells = [group.runs()[0].setting for group in groups]

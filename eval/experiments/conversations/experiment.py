@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     import httpx2
 
     from ragorder.eval.experiments.conversations.server import SimulatedServer
-    from ragorder.eval.report.part import Part
-    from ragorder.eval.running.reading import Results
     from ragorder.eval.running.suite import Suite
 
     ChatServer = VLLMServer | SimulatedServer
@@ -120,12 +118,6 @@ class Conversations(Experiment):
         else:
             self._model = self.options.model
         return self.resources.enter_context(VLLMServer(self._model, blocks=blocks, max_model_len=_LONGEST_PROMPT))
-
-    @classmethod
-    def report(cls, suite: Suite, results: Results) -> Part:
-        from ragorder.eval.experiments.conversations.report import conversations_part
-
-        return conversations_part(suite, results)
 
 
 async def send_conversations(

@@ -13,10 +13,10 @@ from ragorder.eval.report.words import figure
 from ragorder.eval.running.reading import Results
 from ragorder.eval.running.suite import Suite
 
-__all__ = ["conversations_part"]
+__all__ = ["make_part"]
 
 
-def conversations_part(suite: Suite, results: Results) -> Part:
+def make_part(suite: Suite, results: Results) -> Part:
     table = Table("Predicted by the proxy", ["", "prompt tokens", "cached, %", "predicted, %"])
     for group in group_runs(results.of(ConversationRecord, suite.name)):
         tokens = group.values("ragorder", "prompt_tokens").sum()

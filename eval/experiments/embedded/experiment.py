@@ -14,8 +14,6 @@ from ragorder.eval.experiments.embedded.shapes import SHAPES, hardware
 from ragorder.eval.running.experiment import Experiment, Job, Line, Missing
 
 if TYPE_CHECKING:
-    from ragorder.eval.report.part import Part
-    from ragorder.eval.running.reading import Results
     from ragorder.eval.running.suite import Suite
 
 __all__ = ["Embedded"]
@@ -92,9 +90,3 @@ class Embedded(Experiment):
         for arm, rows in measure_prefill(cell, model, job.seed, advance).items():
             if arm in job.policies:
                 yield arm, 0, rows
-
-    @classmethod
-    def report(cls, suite: Suite, results: Results) -> Part:
-        from ragorder.eval.experiments.embedded.report import embedded_part
-
-        return embedded_part(suite, results)

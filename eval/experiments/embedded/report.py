@@ -20,7 +20,7 @@ from ragorder.eval.running.measures import percentile
 from ragorder.eval.running.reading import Results
 from ragorder.eval.running.suite import Suite
 
-__all__ = ["embedded_part"]
+__all__ = ["make_part"]
 
 _Group = Group[EmbeddedRecord]
 
@@ -32,7 +32,7 @@ _TITLES = {
 _CLOCKS = {"wall_ms": "wall ms", "cpu_ms": "CPU ms"}
 
 
-def embedded_part(suite: Suite, results: Results) -> Part:
+def make_part(suite: Suite, results: Results) -> Part:
     groups = group_runs(results.of(EmbeddedRecord, suite.name))
     return Part(
         [_serving(each) if _cell(each).measure == "serving" else _prefill(each) for each in groups],

@@ -1,4 +1,4 @@
-"""Pipelines measured on a real server: cold starts, speculation, throughput, and the benchmark's modes."""
+"""Pipelines on a real server."""
 
 from ragorder.eval.experiments.pipelining.bench import PIPELINES, PipelineError, PipelineResult, run_pipelines
 from ragorder.eval.experiments.pipelining.cold import ALONE, measure_cold, time_system

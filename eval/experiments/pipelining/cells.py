@@ -16,11 +16,10 @@ PIPELINE_POLICIES = ("none", "warmup", "speculative")
 
 class PipeliningCell(SuiteCell):
     """`measure` is "cold" (warm-ups of a cold cache), "speculation" (one request at a time) or "throughput" (a closed
-    loop of `clients`, or of enough for `overload` times what the engine serves, in `segments` of `segment_requests`).
+    loop of `clients`, or of enough for `overload`).
 
-    cold: retrieval is a pause of `retrieval_ms`, or of `retrieval_of_system` times the system prompt's time. Otherwise:
-    a search for the `top_k` in an `index` over the corpus' embeddings, of which `search_ratio` is searched, in up to
-    `stages` of `growth`, stretched to `search_ms` (0: not at all).
+    cold: retrieval is a pause of `retrieval_ms`, or of `retrieval_of_system` times the system prompt's time. Otherwise
+    `search_ratio` of an `index` is searched in `stages`, stretched to `search_ms` (0: not at all).
     """
 
     measure: Literal["cold", "speculation", "throughput"]

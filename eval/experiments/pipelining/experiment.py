@@ -1,4 +1,4 @@
-"""The experiment of the suites of kind "pipelining": pipelines on one server."""
+"""The experiment of the suites of kind "pipelining"."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ from ragorder.eval.running.specs import Bench
 
 if TYPE_CHECKING:
     from ragorder.eval.experiments.pipelining.server import MeasuredServer, ServerFacts
-    from ragorder.eval.report.part import Part
-    from ragorder.eval.running.reading import Results
     from ragorder.eval.running.suite import Suite
 
 __all__ = ["Pipelining"]
@@ -91,12 +89,6 @@ class Pipelining(Experiment):
             )
         return self._facts
 
-    @classmethod
-    def report(cls, suite: Suite, results: Results) -> Part:
-        from ragorder.eval.experiments.pipelining.report import pipelining_part
-
-        return pipelining_part(suite, results)
-
 
 async def _measure(
     cell: PipeliningCell,
@@ -160,7 +152,7 @@ async def _search(
 
 
 def _requests(cell: PipeliningCell, corpus: Corpus, seed: int, count: int) -> list[tuple[int, TraceRequest]]:
-    """Consecutive questions of the corpus with their numbers, from a random one on: neighbours share documents."""
+    """Consecutive questions from a random one on, with their numbers: neighbours share documents."""
     start = random.Random(seed).randrange(len(corpus.questions))
     numbers = [(start + each) % len(corpus.questions) for each in range(count)]
     return [

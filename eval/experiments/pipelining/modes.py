@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from ragorder.adapters.openai.pipelined import Question, ordered_pipeline
 from ragorder.document import Document
@@ -13,7 +14,9 @@ from ragorder.orderer import OrdererLike
 from ragorder.pipelining import Pipeline, Retrieval
 from ragorder.prompt import PromptBuilder
 
-__all__ = ["MODES", "Asked", "ask", "in_turn", "long_builder", "make_pipeline"]
+__all__ = ["MODES", "Asked", "ask", "closed_loop", "in_turn", "long_builder", "make_pipeline", "milliseconds"]
+
+T = TypeVar("T")
 
 MODES = {"none": (False, False), "warmup": (True, False), "speculative": (True, True)}
 """Of each mode whether it warms up and whether it speculates."""
@@ -38,7 +41,7 @@ class Asked(Question):
 
 
 def ask(number: int, query: str, scope: str, output_tokens: int = 1) -> Asked:
-    """A question of tenant `scope` with an answer of exactly `output_tokens`, on servers that know ignore_eos."""
+    """A question of tenant `scope` with exactly `output_tokens`, where the server knows ignore_eos."""
     options = {"extra_body": {"ignore_eos": True}}
     return Asked(query, scope, max_tokens=output_tokens, options=options, number=number)
 
@@ -69,7 +72,7 @@ def make_pipeline(
 
 
 def long_builder(system: str, tokenizer: Any, system_tokens: int) -> PromptBuilder:
-    """Prompts with a system prompt of `system_tokens` tokens or a few more: `system` and rules."""
+    """Prompts with a system prompt of at least `system_tokens`: `system` and rules."""
     rules: list[str] = []
     while True:
         builder = PromptBuilder("\n".join([system, *rules]), tokenizer=tokenizer)
@@ -79,6 +82,22 @@ def long_builder(system: str, tokenizer: Any, system_tokens: int) -> PromptBuild
 
 
 def in_turn(number: int, modes: Sequence[str]) -> list[str]:
-    """The modes, rotated by one place from request to request."""
     first = number % len(modes)
     return [*modes[first:], *modes[:first]]
+
+
+async def closed_loop(ask: Callable[[T], Awaitable[None]], questions: Iterable[T], clients: int) -> None:
+    """The questions by `clients` that ask one after another, without a pause."""
+    remaining = iter(questions)
+
+    async def client() -> None:
+        for question in remaining:
+            await ask(question)
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(clients):
+            group.create_task(client())
+
+
+def milliseconds(seconds: float | None) -> float | None:
+    return None if seconds is None else round(1e3 * seconds, 3)

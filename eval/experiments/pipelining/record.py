@@ -16,7 +16,7 @@ __all__ = ["PipeliningRecord"]
 
 
 class PipeliningRecord(Record):
-    """One cell with one seed: rows by mode and column. The modes took turns."""
+    """One cell with one seed: rows by mode and column."""
 
     called: ClassVar[str] = "a measurement of a pipeline"
 
@@ -33,7 +33,6 @@ class PipeliningRecord(Record):
 
     @property
     def requests(self) -> int:
-        """Served after the warm-up, in all modes."""
         throughput = self.figures("none", "requests")
         if len(throughput):
             return int(sum(self.figures(mode, "requests").sum() for mode in self.rows))
@@ -44,5 +43,5 @@ class PipeliningRecord(Record):
         return as_column(self.rows.get(mode, {}).get(name, ()))[self.warmup :]
 
     def entries(self, mode: str, name: str) -> Sequence[Any]:
-        """Entries after the warm-up that are not numbers."""
+        """Entries of a mode after the warm-up."""
         return self.rows.get(mode, {}).get(name, ())[self.warmup :]

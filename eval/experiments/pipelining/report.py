@@ -1,4 +1,4 @@
-"""Tables and pictures of pipelines: cold starts, speculation, throughput under saturation."""
+"""Tables of pipelines."""
 
 from __future__ import annotations
 
@@ -10,7 +10,15 @@ from ragorder.eval.report.paper import number
 from ragorder.eval.report.part import Part
 from ragorder.eval.report.statistics import PairedDifference, compare, summary
 from ragorder.eval.report.tables import Entry, Table
-from ragorder.eval.report.words import THIN, change_words, figure, signed
+from ragorder.eval.report.words import (
+    THIN,
+    change_words,
+    format_number,
+    interval_words,
+    served_words,
+    signed,
+    verdict_words,
+)
 from ragorder.eval.running.reading import Results
 from ragorder.eval.running.record import key_of
 from ragorder.eval.running.suite import PaperRow, Suite
@@ -18,7 +26,7 @@ from ragorder.eval.running.suite import PaperRow, Suite
 if TYPE_CHECKING:
     from ragorder.eval.running.record import Floats
 
-__all__ = ["pipelining_part"]
+__all__ = ["make_part"]
 
 _SLACK = 0.10
 _LESS = 0.02
@@ -48,13 +56,12 @@ _THROUGHPUT = (
 _Group = Sequence[PipeliningRecord]
 
 
-def pipelining_part(suite: Suite, results: Results) -> Part:
+def make_part(suite: Suite, results: Results) -> Part:
     lines = results.of(PipeliningRecord, suite.name)
     return Part(_pipelining_tables(suite, lines), engine=_engine(lines))
 
 
 def _engine(lines: _Group) -> str:
-    """The engines, in words."""
     found = [
         f"a live server, model {line.engine.get('model')}, blocks of {line.engine.get('block_size')} tokens"
         for line in lines
@@ -63,7 +70,6 @@ def _engine(lines: _Group) -> str:
 
 
 def _pipelining_tables(suite: Suite, lines: _Group) -> list[Table]:
-    """What was measured of a suite about pipelines, with the paper's numbers beside it."""
     groups: dict[object, list[PipeliningRecord]] = {}
     for line in lines:
         groups.setdefault((key_of(line.cell), key_of(line.engine), line.policy), []).append(line)
@@ -93,12 +99,15 @@ def _cold(suite: Suite, groups: Sequence[_Group]) -> list[Table]:
         )
         row = [
             Entry(_retrieval(lines[0]), f"system prompt {lines[0].system_tokens:,} tokens"),
-            *(Entry(figure(value)) for value in alone),
-            Entry(figure(saved.baseline)),
-            Entry(figure(saved.value), change_words(saved), _verdict(saved)),
-            Entry(figure(-100 * saved.difference)),
-            Entry(figure(over.baseline)),
-            Entry(figure(100 * (1 + over.difference)), _interval(over)),
+            *(Entry(format_number(value)) for value in alone),
+            Entry(format_number(saved.baseline)),
+            Entry(format_number(saved.value), change_words(saved), verdict_words(saved)),
+            Entry(format_number(-100 * saved.difference)),
+            Entry(format_number(over.baseline)),
+            Entry(
+                format_number(100 * (1 + over.difference)),
+                interval_words(over, 1, lambda difference: 100 * (1 + difference)),
+            ),
             Entry("holds" if over.difference <= _SLACK else "does not hold"),
         ]
         row += _paper_cold(suite, lines) if paper else []
@@ -116,15 +125,25 @@ def _speculation(suite: Suite, groups: Sequence[_Group]) -> list[Table]:
         exposed = _compare(lines, "none", "speculative", "exposed_ms", statistic="mean", better="lower")
         row = [
             Entry(_search(lines[0])),
-            Entry(figure(exposed.baseline)),
-            Entry(figure(exposed.value)),
-            Entry(f"{figure(1 / (1 + exposed.difference), 2)} ×", _ratio(exposed), _verdict(exposed)),
+            Entry(format_number(exposed.baseline)),
+            Entry(format_number(exposed.value)),
+            Entry(
+                f"{format_number(1 / (1 + exposed.difference), 2)} ×",
+                interval_words(exposed, 2, lambda difference: 1 / (1 + difference)),
+                verdict_words(exposed),
+            ),
         ]
         for statistic in ("mean", "p50", "p95"):
             times = _compare(lines, "none", "speculative", "ttft_ms", statistic=statistic, better="lower")
-            row.append(Entry(f"{figure(times.baseline)} → {figure(times.value)}", change_words(times), _verdict(times)))
+            row.append(
+                Entry(
+                    f"{format_number(times.baseline)} → {format_number(times.value)}",
+                    change_words(times),
+                    verdict_words(times),
+                )
+            )
         right, started = (_sum(lines, "speculative", name) for name in ("right", "speculations"))
-        row.append(Entry(figure(100 * right / started if started else None), f"{right:,.0f} of {started:,.0f}"))
+        row.append(Entry(format_number(100 * right / started if started else None), f"{right:,.0f} of {started:,.0f}"))
         row.append(_extra(lines))
         row += [Entry(_paper_ratios(suite, lines))] * paper
         table.rows.append(row)
@@ -142,7 +161,9 @@ def _stages(groups: Sequence[_Group]) -> Table:
         row = [Entry(_search(lines[0]))]
         for stage in range(1, most + 1):
             begun, taken = started.count(stage), right.count(stage)
-            row.append(Entry(f"{taken:,} of {begun:,}", f"{figure(100 * taken / begun)}{THIN}%" if begun else ""))
+            row.append(
+                Entry(f"{taken:,} of {begun:,}", f"{format_number(100 * taken / begun)}{THIN}%" if begun else "")
+            )
         table.rows.append(row)
     table.note = _STAGES
     return table
@@ -160,11 +181,11 @@ def _throughput(suite: Suite, groups: Sequence[_Group]) -> list[Table]:
             [
                 Entry(_search(lines[0])),
                 Entry(f"{clients:,}"),
-                Entry(f"{figure(clients / alone / rates.baseline)} ×" if alone else "–"),
-                Entry(figure(rates.baseline, 2)),
-                Entry(figure(rates.value, 2), change_words(rates), _verdict(rates)),
+                Entry(f"{format_number(clients / alone / rates.baseline)} ×" if alone else "–"),
+                Entry(format_number(rates.baseline, 2)),
+                Entry(format_number(rates.value, 2), change_words(rates), verdict_words(rates)),
                 Entry(_at_most_less(rates)),
-                Entry(figure(100 * refused / (refused + started) if refused + started else None)),
+                Entry(format_number(100 * refused / (refused + started) if refused + started else None)),
                 _extra(lines),
             ]
         )
@@ -201,7 +222,7 @@ def _sum(lines: _Group, mode: str, name: str) -> float:
 
 
 def _started(lines: _Group) -> list[Sequence[int]]:
-    """Of each request the stages after which a speculation began. Where one was refused, that is not known."""
+    """The stages of each request after which a speculation began; unknown where one was refused."""
     return [
         stages
         for line in lines
@@ -222,7 +243,7 @@ def _extra(lines: _Group) -> Entry:
 def _retrieval(line: PipeliningRecord) -> str:
     if (share := line.cell.get("retrieval_of_system")) is not None:
         pause = summary([float(value) for value in line.figures("none", "retrieval_ms")])
-        return f"{share:g} × T_sys ({figure(pause.p50 if pause else None, 0)}{THIN}ms)"
+        return f"{share:g} × T_sys ({format_number(pause.p50 if pause else None, 0)}{THIN}ms)"
     return f"{line.cell['retrieval_ms']:g}{THIN}ms"
 
 
@@ -246,8 +267,8 @@ def _beside(suite: Suite, lines: _Group) -> list[PaperRow]:
 
 def _paper_cold(suite: Suite, lines: _Group) -> list[Entry]:
     for row in _beside(suite, lines):
-        times = ", ".join(figure(number(row, name)) for name in ("serial_ms", "pipelined_ms"))
-        return [Entry(times, row.hardware), Entry(figure(number(row, "saving_percent")))]
+        times = ", ".join(format_number(number(row, name)) for name in ("serial_ms", "pipelined_ms"))
+        return [Entry(times, row.hardware), Entry(format_number(number(row, "saving_percent")))]
     return [Entry("–"), Entry("–")]
 
 
@@ -256,25 +277,8 @@ def _paper_ratios(suite: Suite, lines: _Group) -> str:
     for row in _beside(suite, lines):
         serial, speculative = number(row, "serial_ms"), number(row, "speculative_ms")
         if serial and speculative:
-            words.append(f"{figure(serial / speculative, 2)} × ({row.label.partition(',')[0]})")
+            words.append(f"{format_number(serial / speculative, 2)} × ({row.label.partition(',')[0]})")
     return ", ".join(words) or "–"
-
-
-def _verdict(found: PairedDifference) -> str:
-    return found.verdict if found.known else "too few requests"
-
-
-def _interval(over: PairedDifference) -> str:
-    if not over.known:
-        return "too few requests for an interval"
-    return f"[{figure(100 * (1 + over.low))}, {figure(100 * (1 + over.high))}]"
-
-
-def _ratio(exposed: PairedDifference) -> str:
-    """The interval of T2 / T1."""
-    if not exposed.known:
-        return "too few requests for an interval"
-    return f"[{figure(1 / (1 + exposed.high), 2)}, {figure(1 / (1 + exposed.low), 2)}]"
 
 
 def _at_most_less(rates: PairedDifference) -> str:
@@ -287,7 +291,6 @@ def _at_most_less(rates: PairedDifference) -> str:
 
 def _counted(groups: Sequence[_Group]) -> str:
     seeds = sorted({line.seed for lines in groups for line in lines})
-    served = sorted({len(line.figures("none", "ttft_ms")) for lines in groups for line in lines})
-    warmup = sorted({line.warmup for lines in groups for line in lines})
-    numbers = [" to ".join(f"{each:,}" for each in dict.fromkeys((some[0], some[-1]))) for some in (served, warmup)]
-    return f"{numbers[0]} requests a seed and mode after {numbers[1]} of warm-up; seeds {', '.join(map(str, seeds))}."
+    served = [len(line.figures("none", "ttft_ms")) for lines in groups for line in lines]
+    words = served_words(served, [line.warmup for lines in groups for line in lines], "a seed and mode")
+    return f"{words}; seeds {', '.join(map(str, seeds))}."

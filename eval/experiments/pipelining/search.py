@@ -1,4 +1,4 @@
-"""Retrieval for pipelines: a real index in stages, a stretched search, or a trace."""
+"""Retrieval for pipelines."""
 
 from __future__ import annotations
 
@@ -35,8 +35,7 @@ _EF_FACTOR = 4
 
 @dataclass(frozen=True, slots=True)
 class SearchPlan:
-    """A staged search. `shares` are each stage's part of the unstaged search; their sum exceeds 1 if stages repeat
-    work."""
+    """`shares` are each stage's part of the unstaged search; their sum exceeds 1 if stages repeat work."""
 
     search: StagedSearch
     unstaged: StagedSearch
@@ -46,12 +45,8 @@ class SearchPlan:
 def plan_search(
     kind: Literal["ivf", "hnsw"], vectors: Vectors, *, ratio: float, stages: int, growth: str, top_k: int, seed: int = 0
 ) -> SearchPlan:
-    """A search for the `top_k` by inner product.
-
-    "ivf": `ratio` of at most 128 clusters, in stages of `growth` "equal" or "geometric" (each doubles the clusters
-    searched so far). "hnsw": `ratio` is efSearch / 512; each stage has four times the efSearch of the one before, and
-    starts anew. Raises ImportError naming the extra to install.
-    """
+    """A search by inner product. "ivf": `ratio` of at most 128 clusters, in stages of `growth` "equal" or "geometric".
+    "hnsw": `ratio` is efSearch / 512; each stage has four times the last one's, and starts anew. Raises ImportError."""
     faiss = _faiss()
     if kind == "hnsw":
         target = max(top_k, round(ratio * _EF_FULL))
@@ -73,7 +68,7 @@ def plan_search(
 
 
 def _counts(probes: int, stages: int, growth: str) -> list[int]:
-    """Clusters searched by each stage."""
+    """Clusters by stage."""
     if growth == "geometric":
         ends = sorted({max(1, probes >> left) for left in range(stages)})
     else:
@@ -94,8 +89,8 @@ def real_retrieval(search: StagedSearch, corpus: Corpus, queries: Vectors, top_k
 def paced(
     retrieval: Retrieval[Asked, Document], shares: Sequence[float], search_s: float
 ) -> Retrieval[Asked, Document]:
-    """The search stretched to `search_s` seconds without stages, each stage to its share. It waits rather than
-    computes, as for a vector database on another machine."""
+    """The search stretched to `search_s` seconds, each stage to its share. It waits, as for a database on another
+    machine."""
     ends_s = [search_s * share for share in accumulate(shares)]
 
     async def search(question: Asked) -> AsyncGenerator[Provisional[Document], None]:
@@ -114,11 +109,8 @@ def paced(
 def played(
     rankings: Sequence[Sequence[Document]], delay_s: float, *, stages: int = 1, seed: int = 0
 ) -> Retrieval[Asked, Document]:
-    """A trace's documents after `delay_s` seconds, in equal stages.
-
-    The stage after which a question's documents are final is drawn uniformly; each stage before it has one more of the
-    last documents wrong. The same seed draws the same.
-    """
+    """A trace's documents after `delay_s` seconds, in equal stages. They are final after a stage drawn uniformly for
+    each question."""
     pool = list({document.key: document for documents in rankings for document in documents}.values())
 
     async def search(question: Asked) -> AsyncGenerator[Provisional[Document], None]:
@@ -146,10 +138,8 @@ def _provisional(
 
 
 def embed(texts: Sequence[str], cache: Path | None = None) -> Vectors:
-    """Normalised embeddings, one row a text, as `DenseRetriever` makes them; `cache` is a folder that keeps them.
-
-    Raises ImportError naming the extra to install, OSError for a model that cannot be loaded.
-    """
+    """Normalised embeddings, one row a text, kept in the folder `cache`. Raises ImportError, OSError for a model that
+    cannot be loaded."""
     import numpy as np
 
     retriever = DenseRetriever(default_model())

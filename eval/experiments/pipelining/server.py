@@ -1,4 +1,4 @@
-"""A server on which pipelines are measured, and its counters."""
+"""A server whose pipelines are measured, and its counters."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _MOST_PROBES = 50
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
-    """Address, model and tokenizer of a server; its limits in tokens. `longest_tokens` includes the answer."""
+    """Limits are in tokens; `longest_tokens` includes the answer."""
 
     base_url: str
     model: str
@@ -52,11 +52,8 @@ def find_server(
     block_size: int | None = None,
     capacity_tokens: int | None = None,
 ) -> ServerFacts:
-    """The facts of a server; `model` is where the tokenizer is, if not where the server loaded it from.
-
-    Raises EngineError for a server that does not answer or does not report its cache, or whose tokenizer cannot be
-    loaded; ImportError naming the extra to install.
-    """
+    """Raises EngineError for a server that does not answer or does not report its cache, or without a tokenizer;
+    ImportError naming the extra to install."""
     from ragorder.adapters.vllm.cache_config import ServerError, read_cache_config
 
     found = find_model(base_url, served_model, api_key=api_key)
@@ -75,18 +72,15 @@ def find_server(
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """Prompt tokens that a vLLM server `computed`, aborted requests included, and requests `at_work` now.
-
-    Computed tokens are those looked up in the prefix cache and not found. vllm:prompt_tokens_total omits requests
-    aborted before their first token.
-    """
+    """Prompt tokens `computed` (looked up in the prefix cache and not found), and requests `at_work` now.
+    vllm:prompt_tokens_total would omit requests aborted before their first token."""
 
     computed: int
     at_work: int
 
 
 class MeasuredServer:
-    """A server in an `async with` block; `streams` is the engine of its pipelines. Raises ImportError."""
+    """A server in an `async with` block; `streams` is the engine of its pipelines."""
 
     def __init__(self, facts: ServerFacts) -> None:
         try:
@@ -113,7 +107,7 @@ class MeasuredServer:
         await self._client.close()
 
     async def check(self, builder: PromptBuilder) -> None:
-        """Raises EngineError if nothing can be measured with the server: see `OpenAIEngine.check`."""
+        """Raises EngineError: see `OpenAIEngine.check`."""
         facts = self.facts
         async with OpenAIEngine(
             facts.base_url,
@@ -125,7 +119,7 @@ class MeasuredServer:
             await engine.check(list(builder.prefix_ids) * 2)
 
     def orderer(self, builder: PromptBuilder, *, tenants: int = 1, **settings: Any) -> Orderer:
-        """A fresh orderer for one of `tenants` that share the server's cache."""
+        """An orderer for one of `tenants` that share the server's cache."""
         return Orderer(
             capacity_tokens=max(self.facts.block_size, self.facts.capacity_tokens // tenants),
             block_size=self.facts.block_size,
@@ -136,7 +130,7 @@ class MeasuredServer:
         )
 
     async def counters(self) -> Counters | None:
-        """None if the server does not publish these metrics."""
+        """None if the server publishes no such metrics."""
         import openai
 
         try:
@@ -154,10 +148,7 @@ class MeasuredServer:
         return Counters(int(computed), int(found["running"] + found["waiting"]))
 
     async def quiet(self) -> Counters | None:
-        """The counters once the server is idle: an aborted request delays the next one until its iteration ends.
-
-        Raises EngineError for a server that stays busy or does not answer.
-        """
+        """The counters once the server is idle. Raises EngineError for a server that stays busy or does not answer."""
         for _ in range(_MOST_PROBES):
             # Metrics are as of the last iteration, which an abort does not make: so there must be one behind it.
             await self._probe()

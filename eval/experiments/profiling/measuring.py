@@ -1,16 +1,17 @@
-"""Measures what a prefill takes on a server, by cached and by new tokens: the profile of the replacement policies.
+"""Measurement of a server's prefill times, by cached and by new tokens: the profile of the replacement policies.
 
-A cell of the grid is one request: a prefix of random tokens that was sent just before, and fresh ones behind it. What
-the server says that it had cached must be that prefix, no more and no less, or the request is sent again. Every cell
-has a `cache_salt` of its own, so that nothing else can be cached. The cells are measured in rounds, each in another
-order, so that what slows the machine down for a while is spread over all of them, and a cell's time is the median.
+A cell of the grid is one request: a prefix of random tokens that was sent just before, and new tokens behind it. It
+counts if the server reports exactly the prefix as cached; else it is repeated. Each cell has a `cache_salt` of its own,
+so that nothing else can be cached. Cells are measured in rounds, each in another order, which spreads a slow spell over
+all of them; a cell's time is the median.
 """
 
 from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -23,12 +24,21 @@ from ragorder.eval.engines.base import EngineCompletion, EngineError, RequestErr
 from ragorder.eval.engines.models import longest_prompt, random_model
 from ragorder.eval.engines.openai import OpenAIEngine, find_model
 from ragorder.eval.engines.server import VLLMServer
+from ragorder.eval.running.progress import Progress, silent
 from ragorder.kernels.profile import PrefillProfile
 
-__all__ = ["Grid", "ProfiledServer", "find_profiled", "measure_profile", "own_server", "plan_grid"]
+__all__ = [
+    "Grid",
+    "ProfiledServer",
+    "find_profiled",
+    "measure_profile",
+    "own_server",
+    "plan_grid",
+    "profiled_server",
+]
 
-Progress = Callable[[str, int], Callable[[], None]]
-Cell = tuple[int, int]
+_CellTokens = tuple[int, int]
+"""Cached and new tokens."""
 
 _TIMEOUT_S = 10.0
 _LONGEST_TOKENS = 8_192
@@ -44,8 +54,8 @@ _TOKEN_IDS = range(100, 256)
 
 @dataclass(frozen=True, slots=True)
 class ProfiledServer:
-    """A server that can be profiled: its address, the model's name there, what engine it is, the tokens of a block of
-    its prefix cache, and those of the longest prompt with its answer."""
+    """A server that can be profiled. `engine` is its name and version, `block_size` the tokens of a block of its prefix
+    cache, `longest_tokens` the longest prompt with its answer."""
 
     base_url: str
     model: str
@@ -57,20 +67,19 @@ class ProfiledServer:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """What is measured: every number of cached tokens with every number of new ones. `notes` say where this is not
-    what was asked for."""
+    """Every number of cached tokens with every number of new ones. `notes`: deviations from what was asked for."""
 
     cached_tokens: tuple[int, ...]
     new_tokens: tuple[int, ...]
     notes: tuple[str, ...] = ()
 
     @property
-    def cells(self) -> list[Cell]:
+    def cells(self) -> list[_CellTokens]:
         return [(cached, new) for cached in self.cached_tokens for new in self.new_tokens]
 
 
 def own_server(model: Path | None = None, *, block_size: int | None = None) -> VLLMServer:
-    """A vLLM server for a profile alone, to be entered, with this model or one with random weights.
+    """A vLLM server to be entered, with this model or random weights.
 
     Raises ImportError naming the extra to install, OSError or ValueError for a folder without a model.
     """
@@ -83,10 +92,10 @@ def own_server(model: Path | None = None, *, block_size: int | None = None) -> V
 def find_profiled(
     base_url: str, *, served_model: str | None = None, api_key: str | None = None, block_size: int | None = None
 ) -> ProfiledServer:
-    """Ask a server. `block_size` is needed of one that does not publish it as vLLM does. One that does not say how long
-    a prompt may be is taken to allow 8,192 tokens.
+    """The server at an address. It needs a `block_size` if it does not publish its own as vLLM does; prompts have 8,192
+    tokens at most if it publishes no limit.
 
-    Raises EngineError for a server that is not there, has no such model or does not tell its block size; ImportError
+    Raises EngineError for a server that does not answer, has no such model or publishes no block size; ImportError
     naming the extra to install.
     """
     found = find_model(base_url, served_model, api_key=api_key)
@@ -103,11 +112,28 @@ def find_profiled(
     return ProfiledServer(base_url, found.id, engine, block_size, longest, api_key)
 
 
-def plan_grid(server: ProfiledServer, cached: Iterable[int] | None = None, new: Iterable[int] | None = None) -> Grid:
-    """The grid of these numbers of tokens. Cached ones are rounded down to whole blocks, which is what a server caches.
-    What is not given is a geometric series, as far as both together fit into a prompt.
+@contextmanager
+def profiled_server(
+    base_url: str | None,
+    *,
+    model: Path | None = None,
+    served_model: str | None = None,
+    api_key: str | None = None,
+    block_size: int | None = None,
+) -> Iterator[ProfiledServer]:
+    """The server at an address, or one of its own if there is none. Raises as `find_profiled` and `own_server` do."""
+    if base_url is not None:
+        yield find_profiled(base_url, served_model=served_model, api_key=api_key, block_size=block_size)
+        return
+    with own_server(model, block_size=block_size) as started:
+        yield find_profiled(started.base_url, block_size=block_size)
 
-    Raises EngineError for a prompt that is longer than the server takes, and for counts that are none.
+
+def plan_grid(server: ProfiledServer, cached: Iterable[int] | None = None, new: Iterable[int] | None = None) -> Grid:
+    """The grid of these numbers of tokens, the cached ones rounded down to whole blocks. Without numbers: a geometric
+    series, as far as both fit into a prompt.
+
+    Raises EngineError for a prompt that is longer than the server's limit, and for invalid counts.
     """
     size, room = server.block_size, server.longest_tokens - 1
     if room < 3 * size:
@@ -141,13 +167,13 @@ def measure_profile(
     *,
     repeats: int = 5,
     seed: int = 0,
-    progress: Progress = lambda description, steps: lambda: None,
+    progress: Progress = silent,
 ) -> PrefillProfile:
-    """The server's profile: the median time to the first token of so many requests for each cell, as this process sees
-    it. `seed` draws the tokens and the order of the cells. The server and this machine should serve nothing else.
+    """The server's profile: for each cell the median time to the first token at the client, of `repeats` requests.
+    `seed` draws the tokens and the order of the cells. The server and this machine should serve nothing else.
 
-    Raises EngineError for a server that does not report cached tokens, does not cache, or had something else cached
-    than it was sent, and if a request fails; ImportError naming the extra to install.
+    Raises EngineError if a request fails, cached tokens are not reported, or are not those that were sent; ImportError
+    naming the extra to install.
     """
     return asyncio.run(_measure(server, grid, repeats, seed, progress))
 
@@ -157,7 +183,7 @@ async def _measure(server: ProfiledServer, grid: Grid, repeats: int, seed: int, 
     # The first of its kind pays for what is set up once: with and without a prefix, in every length.
     warm_up = [cell for cell in cells if cell[0] in (grid.cached_tokens[0], grid.cached_tokens[-1])]
     advance = progress("profile", len(warm_up) + repeats * len(cells))
-    times: dict[Cell, list[float]] = {cell: [] for cell in cells}
+    times: dict[_CellTokens, list[float]] = {cell: [] for cell in cells}
     async with OpenAIEngine(
         server.base_url, server.model, block_size=server.block_size, capacity_tokens=None, api_key=server.api_key
     ) as engine:
@@ -190,19 +216,19 @@ async def _measure(server: ProfiledServer, grid: Grid, repeats: int, seed: int, 
 
 
 class _Requests:
-    """The requests of the cells. `again` counts those that failed, or found something else cached than they should."""
+    """The requests of the cells; `again` counts those that failed or found something else cached."""
 
     def __init__(self, engine: OpenAIEngine, draw: Random) -> None:
         self.again = 0
         self._engine = engine
         self._draw = draw
-        self._prefixes: dict[Cell, tuple[str, list[int]]] = {}
+        self._prefixes: dict[_CellTokens, tuple[str, list[int]]] = {}
 
     def token_ids(self, count: int) -> list[int]:
         return self._draw.choices(_TOKEN_IDS, k=count)
 
-    async def ttft_s(self, cell: Cell) -> float:
-        """Raises EngineError if it cannot be had in some tries."""
+    async def ttft_s(self, cell: _CellTokens) -> float:
+        """Raises EngineError after some tries."""
         cached, new = cell
         problem = ""
         for _ in range(_TRIES):
@@ -225,7 +251,7 @@ class _Requests:
             del self._prefixes[cell]
         raise EngineError(problem)
 
-    async def _ask(self, cell: Cell) -> EngineCompletion:
+    async def _ask(self, cell: _CellTokens) -> EngineCompletion:
         """Raises RequestError."""
         cached, new = cell
         salt, prefix = self._prefixes.setdefault(cell, (secrets.token_hex(16), self.token_ids(cached)))
@@ -237,7 +263,7 @@ class _Requests:
 
 
 def _engine(server: Server) -> str:
-    """Its name and version, as vLLM says them."""
+    """Name and version, as vLLM reports them."""
     try:
         answer = server.get_json("/version")
     except ServerError:
@@ -251,7 +277,6 @@ def _blocks(tokens: int, size: int) -> int:
 
 
 def _series(first: int, last: int) -> list[int]:
-    """From the first, each a multiple of the one before, up to the last."""
     series = []
     while first <= last:
         series.append(first)

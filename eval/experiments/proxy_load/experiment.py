@@ -16,8 +16,6 @@ from ragorder.eval.running.experiment import Experiment, Job, Line
 from ragorder.eval.running.record import Record, as_column
 
 if TYPE_CHECKING:
-    from ragorder.eval.report.part import Part
-    from ragorder.eval.running.reading import Results
     from ragorder.eval.running.suite import Suite
 
 __all__ = ["ProxyLoad", "ProxyLoadCell", "ProxyLoadRecord"]
@@ -102,9 +100,3 @@ class ProxyLoad(Experiment):
                     },
                 }
             advance()
-
-    @classmethod
-    def report(cls, suite: Suite, results: Results) -> Part:
-        from ragorder.eval.experiments.proxy_load.report import proxy_load_part
-
-        return proxy_load_part(suite, results)

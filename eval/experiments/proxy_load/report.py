@@ -16,7 +16,7 @@ from ragorder.eval.running.reading import Results
 from ragorder.eval.running.record import key_of
 from ragorder.eval.running.suite import Suite
 
-__all__ = ["proxy_load_part"]
+__all__ = ["make_part"]
 
 _NOTE = (
     "In ms, p50 / p99. Each request is sent to the proxy and, half a period away, upstream, which answers at once. "
@@ -24,7 +24,7 @@ _NOTE = (
 )
 
 
-def proxy_load_part(suite: Suite, results: Results) -> Part:
+def make_part(suite: Suite, results: Results) -> Part:
     cells: dict[object, dict[str, dict[int, ProxyLoadRecord]]] = {}
     for record in results.of(ProxyLoadRecord, suite.name):
         sides = cells.setdefault(key_of(record.cell), {"direct": {}, "proxied": {}})

@@ -1,4 +1,4 @@
-"""Sources of answers: an engine in this process, an OpenAI-compatible server, a stub for dry runs."""
+"""Sources of answers: an engine in this process, a server, a stub."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _DEFAULT_CAPACITY_TOKENS = 262_144
 
 @dataclass(frozen=True, slots=True)
 class ModelAnswer:
-    """`cached_tokens` is None where the engine does not report them."""
+    """`cached_tokens` None: not reported."""
 
     text: str
     cached_tokens: int | None
 
 
 class Answerer(Cache, Protocol):
-    """An engine that answers greedily, up to the end of the sequence or to its limit of tokens."""
+    """An engine that answers greedily."""
 
     def reset(self, *, reuse: bool = True) -> None:
         """Empty the cache; without `reuse` before every further request, too."""
@@ -45,7 +45,7 @@ class Answerer(Cache, Protocol):
 
 
 class StubAnswers:
-    """Fixed answers, without a model or a cache: a check of questions, orders, prompts and scores."""
+    """Fixed answers for dry runs."""
 
     name = "stub"
     kept_output_tokens = 0
@@ -91,19 +91,16 @@ class _LocalAnswers:
 
 @contextmanager
 def local_answers(engine: VLLMEngine | TorchEngine, output_tokens: int) -> Iterator[Answerer]:
-    """An engine of the benchmarks, set to answer with at most `output_tokens` within the block."""
+    """An engine of the benchmarks, set to answers of at most `output_tokens`."""
     with engine.answering(output_tokens):
         yield _LocalAnswers(engine)
 
 
 class ServerAnswers:
-    """Chat completions of a server at `base_url` (with or without /v1), in a `with` block and from several threads.
+    """Chat completions of a server, in a `with` block and from several threads.
 
-    `block_size` and `capacity_tokens` None are those of its /metrics, or 16 and 262,144. Every `reset` draws a new
-    `cache_salt`. A server that refuses salts, or `max_tokens`, gets requests without them
-    (`max_completion_tokens`).
-
-    Raises EngineError for an invalid address or key, ImportError naming the extra to install.
+    `block_size` and `capacity_tokens` None are read from its /metrics, else 16 and 262,144. Every `reset` draws a new
+    `cache_salt`, if the server takes one. Raises EngineError for an invalid address or key, ImportError.
     """
 
     name = "openai"

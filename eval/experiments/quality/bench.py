@@ -1,4 +1,4 @@
-"""A benchmark of answers: every question once in every order, on one engine."""
+"""The benchmark of answers: every question once in every order."""
 
 from __future__ import annotations
 
@@ -29,14 +29,12 @@ def run_quality(bench: QualityBench, progress: Progress = silent) -> list[Line]:
 
 
 def done_in(store: Store, bench: QualityBench) -> Done:
-    """Whether the store has the answers of a cell of this benchmark in an order."""
     key = {"suite": bench.suite, "seed": bench.questions.seed, "dry_run": bench.dry_run}
     return lambda cell, policy: store.has("quality", **key, cell=cell, policy=policy)
 
 
 def serve_quality(bench: QualityBench, progress: Progress = silent, done: Done = _never) -> Iterator[Line]:
-    """A line of type "quality" for each order once all its questions are answered, but for those of which
-    `done(cell, order)`.
+    """A "quality" line for each order once all questions are answered in it, unless `done(cell, order)`.
 
     Raises QualityError or CorpusError for questions that cannot be asked, EngineError for an engine that does not
     answer, ImportError naming what to install.

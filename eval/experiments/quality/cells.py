@@ -1,4 +1,4 @@
-"""Cells of suites of kind "quality": questions and documents."""
+"""Cells of the suites of kind "quality"."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["QualityCell"]
 
 
 class QualityCell(SuiteCell):
-    """Fields of `QuestionsSpec` and `AnswererSpec` that a suite may set."""
+    """The fields of `QuestionsSpec` and `AnswererSpec` that a suite may set."""
 
     dataset: DatasetName
     question_order: Literal["data", "random"] = "data"

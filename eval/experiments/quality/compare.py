@@ -1,4 +1,4 @@
-"""Comparison of answers between orders: paired differences, places of the gold documents, a verdict."""
+"""Comparison of answers between orders."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _KEY = ("session", "suite", "cell", "seed", "dry_run")
 
 
 def mcnemar_exact(baseline: Sequence[int], other: Sequence[int]) -> tuple[int, int, float]:
-    """Questions that only the baseline answered, those that only the other answered, and the two-sided p-value of
-    McNemar's exact test. Raises ValueError for different lengths, ImportError without scipy."""
+    """Questions answered only by the baseline, those only by the other, and the two-sided p-value. Raises ValueError
+    for different lengths, ImportError without scipy."""
     pairs = list(zip(baseline, other, strict=True))
     lost = sum(before > after for before, after in pairs)
     won = sum(before < after for before, after in pairs)
@@ -38,8 +38,7 @@ def mcnemar_exact(baseline: Sequence[int], other: Sequence[int]) -> tuple[int, i
 def bootstrap_difference(
     baseline: Sequence[float], other: Sequence[float], *, seed: int = 0, confidence: float = 0.95
 ) -> tuple[float, float, float]:
-    """The mean of other - baseline over paired questions, and its percentile bootstrap interval. Raises ValueError for
-    different lengths or no questions, ImportError without scipy."""
+    """The mean of other - baseline, and its percentile bootstrap interval. Raises like `mcnemar_exact`."""
     differences = [after - before for before, after in zip(baseline, other, strict=True)]
     if not differences:
         raise ValueError("there are no questions to compare")
@@ -68,9 +67,8 @@ def _scipy_stats() -> Any:
 
 
 def summarise(lines: Iterable[Mapping[str, Any]], progress: Progress | None = None) -> list[Line]:
-    """Lines of type "check" for each (suite, cell, seed, dry_run) of the "quality" lines: "quality-comparison" and
-    "quality-positions" of each order, then "quality-verdict" (the only one of a dry run). The last of several lines for
-    one order counts."""
+    """ "check" lines for each (suite, cell, seed, dry_run): comparison and positions of each order, then the verdict
+    (alone for a dry run). The last line of an order counts."""
     groups: dict[str, dict[str, Mapping[str, Any]]] = defaultdict(dict)
     for line in lines:
         if line.get("type") == "quality":
@@ -92,9 +90,9 @@ def summarise(lines: Iterable[Mapping[str, Any]], progress: Progress | None = No
 def compare_orders(lines: Sequence[Mapping[str, Any]], baseline: str = _BASELINE) -> list[Line]:
     """Each order against the baseline over the questions that both answered; EM and F1 in percent.
 
-    `reordered` is the share of questions whose documents are not in retrieval order. EM differs if McNemar's exact test
-    says so at 5 % (`em_p`, from `em_lost` questions that only the baseline answered and `em_won` that only this order
-    did), F1 if the 95 % interval of the paired difference excludes zero. Comparing several orders is not corrected for.
+    EM differs by McNemar's exact test at 5 % (`em_lost`, `em_won`: questions answered only by the baseline, only by
+    this order), F1 if the paired 95 % interval excludes zero; several orders are not corrected for. `reordered` is the
+    share of questions whose documents moved.
     """
     by_policy = {line["policy"]: line for line in lines}
     if baseline not in by_policy:
@@ -135,8 +133,7 @@ def compare_orders(lines: Sequence[Mapping[str, Any]], baseline: str = _BASELINE
 
 
 def gold_places(line: Mapping[str, Any]) -> Line:
-    """For each place (from 0, the front) the number of gold documents there, and EM and F1 in percent over their
-    questions. A question counts at each of its gold documents; `without_gold` questions have none."""
+    """By place (from 0) the number of gold documents there, and their questions' EM and F1 in percent."""
     rows = line["rows"]
     by_place: dict[int, list[tuple[int, float]]] = defaultdict(list)
     without = 0
@@ -161,8 +158,7 @@ def gold_places(line: Mapping[str, Any]) -> Line:
 
 
 def judge(lines: Sequence[Mapping[str, Any]]) -> Line:
-    """Whether quality was `measured` in these orders of one cell, the `reason` if not, and a `note` on what the
-    measurement cannot show. `reordered`: see `compare_orders`."""
+    """Whether quality was `measured` in these orders of one cell, the `reason` if not, and a `note` on its limits."""
     first = lines[0]
     reason, note = None, None
     model: Mapping[str, Any] = first["model"] or {}

@@ -30,8 +30,8 @@ _PATIENCE_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
-    """How a data set is read, and where it is on the Hub. `questions` is their approximate number; `container` the
-    field of the official file that holds the records."""
+    """`hub`: its place on the Hub; `questions`: about how many; `container`: the field of the official file with the
+    records."""
 
     name: DatasetName
     questions: int
@@ -60,7 +60,7 @@ DATASETS = {
 
 @dataclass(frozen=True, slots=True)
 class QuestionSet:
-    """Questions in the order in which they are asked. `passed_over` counts unusable records and documents by reason."""
+    """`passed_over` counts unusable records and documents by reason."""
 
     dataset: Dataset
     questions: list[GradedQuestion]
@@ -68,13 +68,8 @@ class QuestionSet:
 
 
 def load_questions(spec: QuestionsSpec, progress: Progress = silent) -> QuestionSet:
-    """Questions from the official file `data` or the Hub (package `datasets`).
-
-    Without a retriever each question has its own documents, of which `top_k` are kept. With one, the documents of all
-    questions are one corpus, from which `top_k` (10) are retrieved for each question.
-
-    Raises CorpusError naming file and record, ImportError naming what to install.
-    """
+    """With a retriever, the documents of all questions are one corpus, from which `top_k` (10) are retrieved for each.
+    Raises CorpusError naming file and record, ImportError naming what to install."""
     data, evidence, aliases, limit = spec.data, spec.evidence, spec.aliases, spec.limit
     in_order = spec.question_order == "data"
     dataset = DATASETS[spec.dataset]

@@ -1,4 +1,4 @@
-"""A quality benchmark without a model: a check of questions, orders, prompts and scores."""
+"""The benchmark without a model."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _CAPACITY = Capacity(tokens=100_000)
 def dry_run(
     bench: QualityBench, data: QuestionSet, orders: list[Order], todo: Sequence[list[Order]], progress: Progress
 ) -> Iterator[Line]:
-    """Each order of `todo` (one list for each of the bench's cells) with the accepted answer and with none. Raises
-    QualityError unless they score 100 and 0."""
+    """Each order of `todo` (a list for each cell). Raises QualityError unless accepted answers score 100 and none score
+    0."""
     spec, tokenizer = bench.engine, None
     if spec.model is not None:
         from ragorder.eval.engines.models import load_tokenizer
@@ -61,7 +61,7 @@ def _check_prompts(
     capacity_tokens: int | None,
     progress: Progress,
 ) -> None:
-    """Raises QualityError unless every order's prompts hold exactly the characters of retrieval order's."""
+    """Raises QualityError unless all orders' prompts have the same characters."""
     stub = StubAnswers(lambda question: "", bench.engine.block_size, capacity_tokens)
     advance = progress(f"{data.dataset.name}: prompts", len(data.questions) * len(orders))
     for order in orders:

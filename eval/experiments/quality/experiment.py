@@ -1,4 +1,4 @@
-"""The experiment of the suites of kind "quality": questions with known answers."""
+"""The experiment of the suites of kind "quality"."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from ragorder.eval.running.record import RESULTS
 
 if TYPE_CHECKING:
     from ragorder.eval.experiments.quality.specs import QualityBench
-    from ragorder.eval.report.part import Part
     from ragorder.eval.running.reading import Results
     from ragorder.eval.running.suite import Suite
 
@@ -122,16 +121,9 @@ class Quality(Experiment):
         )
 
     def _data(self, cell: QualityCell) -> Path | None:
-        """The file of questions; None: the Hub's, or none where --questions is given."""
         folder = self.options.questions
         found = sorted(folder.glob(f"{cell.dataset}.json*")) if folder is not None else []
         return found[0] if found else None
-
-    @classmethod
-    def report(cls, suite: Suite, results: Results) -> Part:
-        from ragorder.eval.experiments.quality.report import quality_part
-
-        return quality_part(suite, results)
 
     @classmethod
     def own_suites(cls) -> Mapping[str, Suite]:

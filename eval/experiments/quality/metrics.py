@@ -46,15 +46,14 @@ def _words(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Scorer:
-    """Scores of one data set. `closed` answers have an F1 only for an exact match; with `empty_agrees` two answers
-    without words have an F1 of 1."""
+    """`closed` answers have an F1 only for an exact match; with `empty_agrees` two answers without words have an F1 of
+    1."""
 
     normalise: Callable[[str], str]
     closed: frozenset[str] = frozenset()
     empty_agrees: bool = False
 
     def exact_match(self, answer: str, accepted: Iterable[str]) -> int:
-        """1 or 0."""
         given = self.normalise(answer)
         return int(any(given == self.normalise(other) for other in accepted))
 
@@ -64,8 +63,13 @@ class Scorer:
         return max((self._overlap(given, self.normalise(other)) for other in accepted), default=0.0)
 
     def is_empty(self, accepted: Iterable[str]) -> bool:
-        """Whether an accepted answer has no word that counts ("The The"), so that the empty answer matches it."""
+        """Whether the empty answer matches an accepted one ("The The")."""
         return any(not self.normalise(other) for other in accepted)
+
+    def occurs(self, answers: Iterable[str], text: str) -> bool:
+        """Whether an answer stands in the text, as whole words."""
+        words = f" {self.normalise(text)} "
+        return any(answer and f" {answer} " in words for answer in map(self.normalise, answers))
 
     def _overlap(self, given: str, wanted: str) -> float:
         if given != wanted and not self.closed.isdisjoint((given, wanted)):
@@ -88,9 +92,8 @@ SCORERS = {
 
 
 def extract_answer(text: str) -> str:
-    """The part of a model's text that is scored, by one rule for every model and order: the first line that is not
-    blank after the last "</think>", without a label ("Answer:", "The answer is"). Unfinished thinking is no answer.
-    """
+    """The scored part of a model's text: the first line after the last "</think>", without a label such as "Answer:".
+    Unfinished thinking is no answer."""
     _, closed, rest = text.rpartition("</think>")
     if closed:
         text = rest

@@ -1,4 +1,4 @@
-"""Facts of a model: random weights, number of parameters."""
+"""Facts of a model."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ _LONGEST_HEADER = 100_000_000
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """`parameters` None: unknown; `from_name`: read from the model's name. `random_weights`: made by
-    `ragorder.eval.engines.tiny_model`."""
+    """`parameters` None: unknown; `from_name`: read from the model's name."""
 
     name: str
     parameters: int | None = None
@@ -32,7 +31,7 @@ class ModelFacts:
 
 
 def model_facts(name: str, root: str | Path | None = None) -> ModelFacts:
-    """Facts of the model `name`, loaded from `root` (a folder or a Hub name; None: `name`)."""
+    """`root` is the folder or Hub name that the model was loaded from (None: `name`)."""
     folder = Path(root or name)
     if folder.is_dir():
         counted = _count(folder)

@@ -1,4 +1,4 @@
-"""Answers of earlier sessions in a results file, and their comparison."""
+"""Comparison of the answers in a results file."""
 
 from __future__ import annotations
 
@@ -18,11 +18,8 @@ Line = dict[str, Any]
 def judge_previous(
     path: Path, suite: str, session: str | None, progress: Progress | None = None
 ) -> tuple[list[Line], list[Line]]:
-    """The "quality" lines of those cells of a suite that have new answers since their last verdict, or no verdict, and
-    what `summarise` finds in them, as lines of `session`.
-
-    Torn lines are skipped. Raises OSError; ImportError without scipy.
-    """
+    """The "quality" lines of cells without a verdict on all of them, and the checks of `summarise` as lines of
+    `session`. Raises OSError; ImportError without scipy."""
     cells: dict[str, list[Line]] = {}
     unjudged: dict[str, None] = {}
     for line in _lines(path):

@@ -1,4 +1,4 @@
-"""Questions asked in an order of their documents, and the scores of the answers."""
+"""Questions asked in an order of their documents."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SYSTEM = (
 
 
 class Builders:
-    """Prompt builders without and with a note of the ranking; `tokenizer` None: lengths are estimated."""
+    """Prompt builders without and with a note of the ranking."""
 
     def __init__(self, tokenizer: Any = None) -> None:
         self._make = cache(
@@ -56,8 +56,7 @@ def ask_questions(
     progress: Progress,
     cell: Line,
 ) -> Iterator[Line]:
-    """One order after another, each with a cache of its own. Raises EngineError if no question of an order is
-    answered."""
+    """One order after another, each with an empty cache. Raises EngineError for an order without any answer."""
     advance = progress(f"{data.dataset.name}: asking", len(data.questions) * len(orders))
     for order in orders:
         scores = _ask(bench, data, order, engine, builders(state_ranking=order.state_ranking), advance)
@@ -88,8 +87,7 @@ def ask_questions(
 
 
 class _Scores:
-    """Columns with an entry for each answered question. `failures` questions got no answer, the first one for the
-    reason `failure`. EM and F1 are from 0 to 1, places of gold documents from 0."""
+    """Columns of the answered questions. `failure` is the first reason for `failures`."""
 
     def __init__(self, scorer: Scorer) -> None:
         names = ("id", "em", "f1", "cached_tokens", "displacement", "moved_share", "gold_places")
@@ -159,7 +157,6 @@ def _ask(
 
 @contextmanager
 def _submitter(engine: Answerer, concurrency: int) -> Iterator[Callable[[GradedQuestion, Prompt], Future[ModelAnswer]]]:
-    """A function that sends a question: to a pool of threads, or in this thread, in which vLLM must stay."""
     if concurrency > 1:
         with ThreadPoolExecutor(concurrency) as pool:
             yield lambda question, prompt: pool.submit(engine.answer, question, prompt)
@@ -177,7 +174,6 @@ def _submitter(engine: Answerer, concurrency: int) -> Iterator[Callable[[GradedQ
 
 
 def corpus_tokens(data: QuestionSet, builders: Builders) -> int:
-    """The length of all distinct documents."""
     builder = builders(state_ranking=False)
     documents = {document.id: document for question in data.questions for document in question.documents}
     return sum(builder.document_tokens(document) for document in documents.values())

@@ -12,7 +12,7 @@ __all__ = ["QualityRecord"]
 
 
 class QualityRecord(Record):
-    """Scores of the answers in one order, question by question."""
+    """Scores of one order, question by question."""
 
     called: ClassVar[str] = "a quality run"
     identified_by: ClassVar[tuple[str, ...]] = ("suite", "cell", "seed", "policy", "dry_run")

@@ -16,7 +16,7 @@ __all__ = ["SourceRecord", "read_records"]
 
 @dataclass(frozen=True, slots=True)
 class SourceRecord:
-    """A JSON object and its place, "file:line" or "file: record 3" (from 1). Errors quote none of its texts."""
+    """A JSON object and its place. Errors quote none of its texts."""
 
     where: str
     fields: Mapping[str, Any]
@@ -75,7 +75,7 @@ class SourceRecord:
         return SourceRecord(f"{self.where}, {field}", value)
 
     def records(self, field: str) -> list[SourceRecord]:
-        """A list of objects, or an object of lists (the form of the package `datasets`)."""
+        """A list of objects, or an object of lists as in the package `datasets`."""
         value = self.value(field)
         if isinstance(value, Mapping):
             columns = {name: column for name, column in value.items() if isinstance(column, list)}
@@ -91,7 +91,7 @@ class SourceRecord:
         return [SourceRecord(f"{self.where}, {field}[{place}]", row) for place, row in enumerate(rows)]
 
     def pairs(self, field: str, first: str, second: str) -> list[SourceRecord]:
-        """A list of pairs [first, second], or `records`, as objects."""
+        """A list of pairs [first, second], or `records`."""
         value = self.value(field)
         if isinstance(value, list) and all(isinstance(row, list) and len(row) == 2 for row in value):
             return [

@@ -1,4 +1,4 @@
-"""Tables of answer quality by order: exact match and F1, paired by question."""
+"""Tables of answer quality by order."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from ragorder.eval.experiments.quality.record import QualityRecord
 from ragorder.eval.report.part import Part
 from ragorder.eval.report.statistics import summary
 from ragorder.eval.report.tables import Entry, Table
-from ragorder.eval.report.words import THIN, cell_words, figure, policy_words, signed
+from ragorder.eval.report.words import THIN, cell_words, format_number, policy_words, signed
 from ragorder.eval.running.reading import Results
 from ragorder.eval.running.record import key_of
 from ragorder.eval.running.suite import Suite
 
-__all__ = ["quality_not_measured", "quality_part"]
+__all__ = ["make_part", "print_quality", "quality_not_measured"]
 
 _Check = Mapping[str, Any]
 
@@ -28,7 +28,7 @@ _PLACES = "Over all orders; places from the front. A question counts once for ea
 _NOT_IN_TITLES = ("data", "base_url", "model", "engine", "answers")
 
 
-def quality_part(suite: Suite, results: Results) -> Part:
+def make_part(suite: Suite, results: Results) -> Part:
     tables, words = _quality_tables(suite, results)
     lines = results.of(QualityRecord, suite.name)
     policies = [line.policy for line in lines]
@@ -36,7 +36,7 @@ def quality_part(suite: Suite, results: Results) -> Part:
 
 
 def _quality_tables(suite: Suite, results: Results) -> tuple[list[Table], list[str]]:
-    """Of each cell that measured something what the checks say; and what must be said about all of them."""
+    """Tables of the cells that measured something, and messages on the others."""
     cells: dict[object, list[QualityRecord]] = {}
     for line in results.of(QualityRecord, suite.name):
         cells.setdefault(_key(line), []).append(line)
@@ -60,8 +60,22 @@ def _quality_tables(suite: Suite, results: Results) -> tuple[list[Table], list[s
     return tables, [f"{', '.join(titles)}: {message}" for message, titles in said.items()]
 
 
+def print_quality(lines: Sequence[Mapping[str, Any]], checks: Sequence[_Check]) -> None:
+    """A table and the verdict for each (suite, cell, seed) of these results."""
+    from rich.console import Console
+
+    console, records = Console(), [QualityRecord.model_validate(line) for line in lines]
+    for verdict in (check for check in checks if check["name"] == "quality-verdict"):
+        key = _check_key(verdict)
+        rows = {record.policy: record for record in records if _key(record) == key}
+        said = {"accepted": ", given the accepted answer", "empty": ", given no answer"}
+        title = _title(next(iter(rows.values())), several=False) + said.get(verdict["cell"].get("answers"), "")
+        console.print(_table(title, list(rows.values()), [each for each in checks if _check_key(each) == key], verdict))
+        console.print(verdict["message"], style="bold", markup=False)
+
+
 def quality_not_measured(results: Results) -> str | None:
-    """Why nothing is known about quality, if nothing is."""
+    """The reason why nothing is known about quality, if there is one."""
     verdicts = [check for check in results.own_checks if check["name"] == "quality-verdict"]
     if any(verdict["measured"] for verdict in verdicts):
         return None
@@ -99,14 +113,14 @@ def _table(title: str, lines: Sequence[QualityRecord], checks: Sequence[_Check],
         row = [Entry(policy_words(line.policy))]
         check = compared.get(line.policy)
         for name in ("em", "f1"):
-            value = figure(_score(line, name))
+            value = format_number(_score(line, name))
             if check is None:
                 baseline = line.policy in {each["baseline"] for each in compared.values()}
                 row.append(Entry(value, "baseline" * baseline))
             else:
                 row.append(Entry(value, _change(check, name), str(check[f"{name}_verdict"])))
         share = None if verdict is None else verdict["reordered"].get(line.policy)
-        reordered = figure(None if share is None else 100 * share)
+        reordered = format_number(None if share is None else 100 * share)
         table.rows.append([*row, Entry(f"{len(line.rows.get('em', ())):,}"), Entry(reordered)])
     note = verdict and verdict["note"]
     table.note = " ".join(filter(None, (_PAIRED * bool(compared), f"Mind: {note}." if note else "")))
@@ -128,7 +142,6 @@ def _score(line: QualityRecord, name: str) -> float | None:
 
 
 def _places(title: str, checks: Sequence[_Check]) -> list[Table]:
-    """The scores by the place at which a gold document stood, over all orders."""
     places: dict[int, list[Mapping[str, Any]]] = {}
     for check in checks:
         for found in check["places"] if check["name"] == "quality-positions" else ():
@@ -138,5 +151,7 @@ def _places(title: str, checks: Sequence[_Check]) -> list[Table]:
     for place, several in sorted(places.items()):
         gold = sum(each["gold"] for each in several)
         scores = [sum(each["gold"] * each[name] for each in several) / gold for name in ("em", "f1")]
-        table.rows.append([Entry(str(place + 1)), Entry(f"{gold:,}"), *(Entry(figure(score)) for score in scores)])
+        table.rows.append(
+            [Entry(str(place + 1)), Entry(f"{gold:,}"), *(Entry(format_number(score)) for score in scores)]
+        )
     return [table] * bool(places)

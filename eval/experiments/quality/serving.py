@@ -1,4 +1,4 @@
-"""Engines of a quality benchmark, ready to answer."""
+"""Engines of the benchmark of answers."""
 
 from __future__ import annotations
 
@@ -28,11 +28,8 @@ _ENGINES = {"vllm": (VLLMEngine, 32), "torch": (TorchEngine, 16)}
 def serve_answers(
     bench: QualityBench, data: QuestionSet, progress: Progress
 ) -> Iterator[tuple[Answerer, Builders, ModelFacts]]:
-    """The engine, prompt builders with its tokenizer, and the facts of its model.
-
-    Raises QualityError for prompts that do not fit, EngineError for a server that does not answer, OSError for a model
-    that cannot be loaded, ImportError naming the extra to install.
-    """
+    """Raises QualityError for prompts that do not fit, EngineError for a server that does not answer, OSError for a
+    model that cannot be loaded, ImportError."""
     spec = bench.engine
     with _server(spec, data) if spec.engine == "openai" else _local(spec, data, progress) as ready:
         yield ready

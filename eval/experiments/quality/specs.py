@@ -1,4 +1,4 @@
-"""Specifications of a benchmark of answers: its questions, its engine, its orders."""
+"""Specifications of a benchmark of answers."""
 
 from __future__ import annotations
 
@@ -28,10 +28,7 @@ def _parsed(value: Any) -> Any:
 
 
 class QuestionsSpec(BaseModel):
-    """Questions of a data set, and the documents of each.
-
-    Example: `QuestionsSpec(dataset="hotpotqa", limit=100, retriever="bm25")`.
-    """
+    """Questions of a data set: `QuestionsSpec(dataset="hotpotqa", limit=100, retriever="bm25")`."""
 
     model_config = _STRICT
 
@@ -68,7 +65,7 @@ class QuestionsSpec(BaseModel):
 
 
 class AnswererSpec(BaseModel):
-    """The engine that answers: "vllm" or "torch" in this process, or "openai", the server at `base_url`."""
+    """The engine that answers, in this process or at `base_url`."""
 
     model_config = _STRICT
 
@@ -112,12 +109,10 @@ class AnswererSpec(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class QualityBench:
-    """Questions, an engine, and the orders (policies with guards: see `Order`) of the documents.
+    """Questions, an engine, and orders of documents (see `Order`). In a `dry_run` a stub gives the accepted answer,
+    then none. Raises QualityError.
 
-    `suite`, `suite_cell` (None: made of the specifications) and `session` are written into the results as they are. A
-    `dry_run` calls no engine: a stub gives the accepted answer, then none.
-
-    Raises QualityError for what cannot be measured.
+    `suite`, `suite_cell` (None: the specifications) and `session` are written into the results.
     """
 
     questions: QuestionsSpec
@@ -138,7 +133,7 @@ class QualityBench:
 
     @property
     def cells(self) -> list[Line]:
-        """The cells of the results. A dry run has two: with the accepted answers, and with none."""
+        """The cells of the results: in a dry run one with the accepted answers, and one with none."""
         cell = self._cell() if self.suite_cell is None else dict(self.suite_cell)
         return [cell | {"answers": each} for each in ("accepted", "empty")] if self.dry_run else [cell]
 

@@ -24,8 +24,6 @@ from ragorder.eval.running.load import ServiceTimes
 from ragorder.eval.running.record import RunRecord
 
 if TYPE_CHECKING:
-    from ragorder.eval.report.part import Part
-    from ragorder.eval.running.reading import Results
     from ragorder.eval.running.suite import Suite
 
 __all__ = ["Reordering", "ReorderingCell", "ReorderingRecord"]
@@ -127,9 +125,3 @@ class Reordering(Experiment):
             url = options.base_url or self.resources.enter_context(own_server(options.model, key[0])).base_url
             self._live = key, LiveQueues(url, *shape, options)
         return self._live[1]
-
-    @classmethod
-    def report(cls, suite: Suite, results: Results) -> Part:
-        from ragorder.eval.experiments.reordering.report import reordering_part
-
-        return reordering_part(suite, results)

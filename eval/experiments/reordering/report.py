@@ -13,7 +13,7 @@ from ragorder.eval.report.words import figure
 from ragorder.eval.running.reading import Results
 from ragorder.eval.running.suite import Suite
 
-__all__ = ["reordering_part"]
+__all__ = ["make_part"]
 
 _BASELINE = "fcfs"
 _NOTE = (
@@ -22,7 +22,7 @@ _NOTE = (
 )
 
 
-def reordering_part(suite: Suite, results: Results) -> Part:
+def make_part(suite: Suite, results: Results) -> Part:
     groups = group_runs(results.of(ReorderingRecord, suite.name))
     policies = list(dict.fromkeys(policy for group in groups for policy in group.policies if policy != _BASELINE))
     table = Table("Mean TTFT, times shorter", ["", *policies], note=_NOTE)

@@ -10,10 +10,9 @@ __all__ = ["most_hits"]
 def most_hits(stream: DocumentStream, tokens: int, warmup: int = 0) -> float:
     """The most documents after the warm-up that any policy can hit with room for `tokens`, even if it knows the future.
 
-    To be hit, a node must have stayed since its last use: its tokens times the requests between. All stays together
-    have room for tokens x requests; the cheapest are taken until it is used up (PFOO-U: Berger, Beckmann,
-    Harchol-Balter, Practical Bounds on Optimal Caching with Variable Object Sizes, 2018). Momentary shortage, and that
-    a hit needs its prefix, are neglected: it is a bound, which may not be reached.
+    PFOO-U (Berger, Beckmann, Harchol-Balter, Practical Bounds on Optimal Caching with Variable Object Sizes, 2018):
+    each hit takes its tokens times the requests since the last use of the room, cheapest first. The bound may not be
+    reached.
     """
     last: dict[tuple[int, ...], int] = {}
     stays = []

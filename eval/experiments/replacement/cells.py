@@ -18,7 +18,7 @@ KIB_PER_TOKEN = 128
 
 @dataclass(frozen=True, slots=True)
 class TierSize:
-    """A size in GiB, or in percent of the stream's working set."""
+    """GiB, or percent of the stream's working set."""
 
     gib: float | None = None
     percent: float | None = None
@@ -51,9 +51,8 @@ _Size = Annotated[str, BeforeValidator(_size)]
 class ReplacementCell(SuiteCell):
     """`measure` "hits": a stream on simulated tiers; "scheduling": the time of a request on one tier of `nodes`.
 
-    `workload` is a synthetic stream, `corpus` a folder below --corpora, or "pydocs". `device` and `host` are GiB
-    ("8GiB") at `kib_per_token`, or shares of the stream's working set ("5%"), the device with room for the longest
-    request at least. `ordered`: ragorder places the documents.
+    `device` and `host` are GiB ("8GiB") at `kib_per_token`, or shares of the working set ("5%"). `ordered`: ragorder
+    places the documents.
     """
 
     measure: Literal["hits", "scheduling"] = "hits"

@@ -1,4 +1,4 @@
-"""The experiment of the suites of kind "replacement": policies on simulated tiers, and the time of scheduling."""
+"""The experiment of the suites of kind "replacement"."""
 
 from __future__ import annotations
 
@@ -27,8 +27,6 @@ from ragorder.eval.experiments.replacement.record import ReplacementRecord
 from ragorder.eval.running.experiment import Experiment, Job, Line, Missing
 
 if TYPE_CHECKING:
-    from ragorder.eval.report.part import Part
-    from ragorder.eval.running.reading import Results
     from ragorder.eval.running.suite import Suite
 
 __all__ = ["Replacement"]
@@ -53,7 +51,7 @@ class Replacement(Experiment):
         return _SIMULATED if self.options.engine != "sim" else super().obstacle(suite, cell, policy)
 
     def missing(self, suite: Suite, cell: ReplacementCell, policy: str, reason: str) -> Missing | None:
-        """A stream that cannot be drawn is missing under all policies: that is reported once."""
+        """A stream that cannot be drawn is reported once, not for every policy."""
         if (suite.name, reason) in self._said:
             return None
         self._said.add((suite.name, reason))
@@ -106,19 +104,13 @@ class Replacement(Experiment):
         }
 
     def _stream(self, job: Job) -> tuple[DocumentStream, int]:
-        """The stream, drawn once for all sizes, and the working set of its documents in retrieval order."""
+        """The stream and its working set, drawn once for all sizes."""
         cell: ReplacementCell = job.cell
         key = (cell.workload, cell.corpus, cell.order, cell.top_k, job.seed, job.requests)
         if key not in self._streams:
             stream = _draw(job)
             self._streams[key] = stream, stream.working_set_tokens
         return self._streams[key]
-
-    @classmethod
-    def report(cls, suite: Suite, results: Results) -> Part:
-        from ragorder.eval.experiments.replacement.report import replacement_part
-
-        return replacement_part(suite, results)
 
 
 def _rows(stream: DocumentStream, found: Simulated) -> dict[str, list[Any]]:
@@ -131,7 +123,6 @@ def _rows(stream: DocumentStream, found: Simulated) -> dict[str, list[Any]]:
 
 
 def _time(cell: ReplacementCell, seed: int, policy: str, requests: int) -> dict[str, Any]:
-    """Wall times, with the machine's load beside them."""
     from ragorder.eval.experiments.replacement.scheduling import measure_scheduling
 
     assert cell.nodes is not None

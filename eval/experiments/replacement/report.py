@@ -1,4 +1,4 @@
-"""Tables of replacement policies: hit rates and prefill times by size, goals of PGDSF, scheduling times."""
+"""Tables and pictures of replacement policies."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from ragorder.eval.report.paper import number
 from ragorder.eval.report.part import Part
 from ragorder.eval.report.statistics import PairedDifference
 from ragorder.eval.report.tables import Entry, Table
-from ragorder.eval.report.words import THIN, axis_words, figure
+from ragorder.eval.report.words import THIN, axis_words, format_number, interval_words, served_words, verdict_words
 from ragorder.eval.running.reading import Results
 from ragorder.eval.running.record import Cell, Record
 from ragorder.eval.running.suite import Suite
 
-__all__ = ["replacement_part"]
+__all__ = ["make_part"]
 
 _OURS, _LRU, _GDSF, _LFU = "pgdsf+history", "lru", "gdsf+history", "lfu+history"
 _MORE_HITS, _SLOWER, _SCHEDULING_MS, _NODES = 1.05, 0.01, 0.2, 100_000
@@ -58,7 +58,7 @@ _TIMES = ("p50_ms", "p99_ms", "max_ms")
 
 @dataclass(frozen=True, slots=True)
 class _SummedMetric(Metric):
-    """A metric of thousands of requests, which are added up before they are compared."""
+    """Sums over runs of requests, of which there are thousands."""
 
     def columns(self, run: Record) -> tuple[Any, Any] | None:
         assert isinstance(run, ReplacementRecord)
@@ -74,23 +74,21 @@ _Group = Group[ReplacementRecord]
 
 
 def _fact(group: _Group, name: str) -> float:
-    """A fact about the stream or a tier: the mean of the seeds."""
+    """The mean of the seeds."""
     return fmean(line.facts[name] for line in group.runs())
 
 
-def replacement_part(suite: Suite, results: Results) -> Part:
+def make_part(suite: Suite, results: Results) -> Part:
     lines = results.of(ReplacementRecord, suite.name)
     return Part(_tables(suite, lines), engine=_engine(lines), pictures=lambda: _pictures(suite, lines))
 
 
 def _engine(lines: Sequence[ReplacementRecord]) -> str:
-    """What was simulated or timed, in words."""
     kinds = ["simulated tiers" if line.scheduling is None else "one tier, metadata only, timed" for line in lines]
     return "; ".join(dict.fromkeys(kinds))
 
 
 def _tables(suite: Suite, lines: Sequence[ReplacementRecord]) -> list[Table]:
-    """What was measured of a suite about replacement, with the paper's numbers beside it."""
     groups = group_runs([line for line in lines if line.scheduling is None])
     tables = _scheduling([line for line in lines if line.scheduling is not None])
     if groups:
@@ -102,7 +100,6 @@ def _tables(suite: Suite, lines: Sequence[ReplacementRecord]) -> list[Table]:
 
 
 def _figures(suite: Suite, groups: Sequence[_Group], metric: Metric) -> Table:
-    """Every policy in every cell, against the baseline."""
     policies = list(dict.fromkeys(policy for group in groups for policy in group.policies))
     baseline = suite.baseline
     if baseline == "none" and metric is _HITS:
@@ -114,9 +111,15 @@ def _figures(suite: Suite, groups: Sequence[_Group], metric: Metric) -> Table:
         row = _labels(group)
         for policy in policies:
             found = group.compare(policy, baseline, metric)
-            shown = figure(group.value(policy, metric))
+            shown = format_number(group.value(policy, metric))
             if found is not None:
-                row.append(Entry(shown, _ratio(found), _verdict(found)))
+                row.append(
+                    Entry(
+                        shown,
+                        f"{format_number(1 + found.difference, 2)} × {interval_words(found, 2, _times_of)}",
+                        verdict_words(found),
+                    )
+                )
             else:
                 row.append(Entry(shown, "baseline" if policy == baseline else ""))
         table.rows.append(row + ([paper[place]] if any(entry.text != "–" for entry in paper) else []))
@@ -153,7 +156,7 @@ def _required(groups: Sequence[_Group]) -> Table:
 
 
 def _possible(group: _Group) -> float | None:
-    """What could be hit at most, by what LRU hits; known of the documents in the order as retrieved."""
+    """The bound on hits, by LRU's hits; known only in retrieval order."""
     plain = group.value(_LRU, _HITS)
     if not plain or group.cell.get("ordered"):
         return None
@@ -161,7 +164,7 @@ def _possible(group: _Group) -> float | None:
 
 
 def _times(ratio: float | None) -> str:
-    return f"{figure(ratio, 3)} ×" if ratio is not None else "–"
+    return f"{format_number(ratio, 3)} ×" if ratio is not None else "–"
 
 
 def _bound(found: PairedDifference | None, holds: Callable[[float], bool]) -> str:
@@ -193,8 +196,8 @@ def _scheduling(lines: Sequence[ReplacementRecord]) -> list[Table]:
 
 def _spread(values: Sequence[float]) -> Entry:
     ordered = sorted(values)
-    ends = f"{figure(ordered[0], 3)} to {figure(ordered[-1], 3)}" if len(ordered) > 1 else ""
-    return Entry(figure(ordered[len(ordered) // 2], 3), ends)
+    ends = f"{format_number(ordered[0], 3)} to {format_number(ordered[-1], 3)}" if len(ordered) > 1 else ""
+    return Entry(format_number(ordered[len(ordered) // 2], 3), ends)
 
 
 def _labels(group: _Group) -> list[Entry]:
@@ -203,7 +206,7 @@ def _labels(group: _Group) -> list[Entry]:
     device, host = (_fact(group, f"{tier}_tokens") for tier in ("device", "host"))
     kib = int(group.cell.get("kib_per_token", KIB_PER_TOKEN))
     return [
-        Entry(_stream(group.cell), f"working set {_room(held, kib)}; seen before: {figure(seen)}{THIN}%"),
+        Entry(_stream(group.cell), f"working set {_room(held, kib)}; seen before: {format_number(seen)}{THIN}%"),
         Entry(_tier(group.cell["host"]), f"{_room(host, kib)}, device {_room(device, kib)}"),
     ]
 
@@ -221,7 +224,7 @@ def _tier(size: str) -> str:
 
 def _room(tokens: float, kib_per_token: int) -> str:
     gib = tokens * kib_per_token / (1 << 20)
-    return f"{figure(tokens, 0)} tokens ({figure(gib, 0 if gib >= 10 else 1)}{THIN}GiB)"
+    return f"{format_number(tokens, 0)} tokens ({format_number(gib, 0 if gib >= 10 else 1)}{THIN}GiB)"
 
 
 def _beside(suite: Suite, group: _Group) -> Entry:
@@ -229,28 +232,20 @@ def _beside(suite: Suite, group: _Group) -> Entry:
     for row in suite.paper_rows:
         times = [number(row, name) for name in ("pgdsf", "gdsf", "lru", "lfu")]
         if row.at and all(group.cell.get(name) == value for name, value in row.at.items()) and None not in times:
-            return Entry(", ".join(figure(time, 2) for time in times), "PGDSF, GDSF, LRU, LFU")
+            return Entry(", ".join(format_number(time, 2) for time in times), "PGDSF, GDSF, LRU, LFU")
     return Entry("–")
 
 
 def _compared(found: PairedDifference | None) -> Entry:
     if found is None:
         return Entry("–")
-    return Entry(f"{figure(1 + found.difference, 3)} ×", _interval(found), _verdict(found))
+    return Entry(
+        f"{format_number(1 + found.difference, 3)} ×", interval_words(found, 3, _times_of), verdict_words(found)
+    )
 
 
-def _ratio(found: PairedDifference) -> str:
-    return f"{figure(1 + found.difference, 2)} × {_interval(found, 2)}"
-
-
-def _interval(found: PairedDifference, decimals: int = 3) -> str:
-    if not found.known:
-        return "too few requests for an interval"
-    return f"[{figure(1 + found.low, decimals)}, {figure(1 + found.high, decimals)}]"
-
-
-def _verdict(found: PairedDifference) -> str:
-    return found.verdict if found.known else "too few requests"
+def _times_of(difference: float) -> float:
+    return 1 + difference
 
 
 def _words(policy: str) -> str:
@@ -263,15 +258,14 @@ def _words(policy: str) -> str:
 def _counted(groups: Sequence[_Group]) -> str:
     lines = [line for group in groups for line in group.runs()]
     seeds = sorted({line.seed for line in lines})
-    served, warmup = (sorted({getattr(line, name) for line in lines}) for name in ("requests", "warmup"))
-    numbers = [" to ".join(f"{each:,}" for each in dict.fromkeys((some[0], some[-1]))) for some in (served, warmup)]
-    words = f"{numbers[0]} requests a seed after {numbers[1]} of warm-up; seeds {', '.join(map(str, seeds))}"
+    served = served_words([line.requests for line in lines], [line.warmup for line in lines])
+    words = f"{served}; seeds {', '.join(map(str, seeds))}"
     once = any(len(group.policies[policy]) < len(seeds) for group in groups for policy in group.policies)
     return f"{words}{', a stream as it came with one of them' if once else ''}."
 
 
 def _pictures(suite: Suite, lines: Sequence[ReplacementRecord]) -> list[Picture]:
-    """For each stream a line for each policy, along what the suite sweeps."""
+    """For each stream a line for each policy along the swept parameter."""
     x = suite.report.x
     if x is None:
         return []
@@ -304,7 +298,7 @@ def _picture(words: str, x: str, panel: Sequence[_Group], metric: Metric) -> Pic
         label_ends(axes, ends)
 
     said = "; ".join(
-        f"{_words(policy)}: {', '.join(f'{tick} {figure(value)}' for tick, value in zip(ticks, line, strict=True))}"
+        f"{_words(policy)}: {', '.join(f'{at} {format_number(value)}' for at, value in zip(ticks, line, strict=True))}"
         for policy, line in drawn.items()
     )
     title = f"{metric.name.capitalize()} by {axis_words(x).partition(',')[0]} ({words})"

@@ -31,8 +31,6 @@ HISTORY_NODES = 65_536
 
 @dataclass(slots=True)
 class Simulated:
-    """The result of each request, and all copied tokens."""
-
     served: list[SimulatedPrefill] = field(default_factory=list)
     traffic: Traffic = field(default_factory=Traffic)
 
@@ -47,11 +45,8 @@ def simulate(
     ordered: bool = False,
     advance: Callable[[], None] = lambda: None,
 ) -> Simulated:
-    """Serve the requests of a stream, one after another, under one of the `REPLACEMENT_POLICIES`.
-
-    Documents stand in retrieval order, as in RAGCache; with `ordered` ragorder places them, for a cache of both tiers
-    together.
-    """
+    """Serve the requests under one of the `REPLACEMENT_POLICIES`, in retrieval order as RAGCache does, or `ordered` by
+    ragorder."""
     if policy == "none":
         return Simulated([_computed(stream, request, profile) for request in stream.requests])
     name, history = policy.removesuffix(HISTORY), HISTORY_NODES if policy.endswith(HISTORY) else 0

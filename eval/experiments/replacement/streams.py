@@ -30,8 +30,7 @@ _NEIGHBOURS = 20
 
 @dataclass(frozen=True, slots=True)
 class DocumentStream:
-    """Requests in order of arrival, each with the numbers of its documents, best first; `tokens` are document lengths
-    by number."""
+    """Requests as numbers of documents, best first; `tokens` are lengths by number."""
 
     name: str
     requests: Sequence[tuple[int, ...]]
@@ -39,8 +38,7 @@ class DocumentStream:
 
     @property
     def working_set_tokens(self) -> int:
-        """The final size of a cache that never evicts: each document once for each sequence of documents in front of
-        it."""
+        """The final size of a cache that never evicts: each document once for each sequence in front of it."""
         paths = {request[:end] for request in self.requests for end in range(1, len(request) + 1)}
         return sum(self.tokens[path[-1]] for path in paths)
 
@@ -60,7 +58,7 @@ class DocumentStream:
 
 
 def stream_of_trace(trace: Trace) -> DocumentStream:
-    """The requests of a trace. A document that a request has twice counts once."""
+    """A document that a request has twice counts once."""
     numbers: dict[str, int] = {}
     known: list[Document] = []
     requests = []
@@ -74,12 +72,9 @@ def stream_of_trace(trace: Trace) -> DocumentStream:
 
 
 def skewed_stream(name: str, seed: int, *, top_k: int, requests: int) -> DocumentStream:
-    """A stream with the statistics that RAGCache reports of its own.
-
-    Of 10,000 documents the most popular 3 % are first in the share of requests that `SKEWED` says (a Zipf law). The
-    others of a request are neighbours of the first: each document has twenty, drawn by popularity, near ones more often
-    (1/rank). Lengths are lognormal with a mean of 3,718 tokens (section 3.1) and sigma 0.8, cut at 16,384. Sigma and
-    neighbours are our choice: the paper shows a curve of lengths and no neighbours.
+    """A stream with RAGCache's statistics: of 10,000 documents the most popular 3 % come first in a share of the
+    requests (`SKEWED`), the others of a request are neighbours of the first, and lengths are lognormal with mean 3,718
+    tokens (section 3.1), cut at 16,384. Neighbours (twenty, near ones more often) and sigma are our choice.
 
     Raises WorkloadError for more documents a request than neighbours.
     """
@@ -118,7 +113,7 @@ def skewed_stream(name: str, seed: int, *, top_k: int, requests: int) -> Documen
 
 
 def _exponent(share: float) -> float:
-    """The exponent with which the most popular 3 % of the documents have this share."""
+    """The exponent with which the most popular 3 % have this share."""
     low, high = 0.0, 3.0
     popular = round(_DOCUMENTS * _POPULAR)
     while high - low > 1e-6:

@@ -39,8 +39,7 @@ QUESTION_TOKENS = 32
 
 @dataclass(frozen=True, slots=True)
 class SimulatedPrefill:
-    """The first `hits` documents of a request were cached, `host_hits` of these only in the host. `seconds` is its
-    prefill time."""
+    """The first `hits` documents were cached, `host_hits` of these only in the host."""
 
     hits: int
     host_hits: int
@@ -51,7 +50,7 @@ class SimulatedPrefill:
 
 @dataclass(slots=True)
 class Traffic:
-    """Tokens copied from device to host (`swapped_out`) and back, and tokens lost to both."""
+    """Tokens copied to the host (`swapped_out`) and back, and tokens lost to both tiers."""
 
     swapped_out: int = 0
     swapped_in: int = 0
@@ -59,18 +58,15 @@ class Traffic:
 
 
 class TwoTiers:
-    """The knowledge tree's nodes in `device_tokens` and `host_tokens`; a node is a document behind those in front of
-    it.
+    """Nodes of the knowledge tree in two tiers; a node is a document behind those in front of it.
 
-    As in the paper: a full tier evicts its leaf with the lowest priority, and has its own clock; a node that leaves the
-    device is copied to the host only the first time ("swap out only once"); nodes of the request in service stay. So a
-    node on the device has its parent there, and one in the host has it in either tier.
+    As in the paper: a full tier evicts its leaf with the lowest priority, by its own clock; a node is copied to the
+    host only when it first leaves the device ("swap out only once"); nodes of the request in service stay.
 
-    Where the paper says nothing: of a request longer than the device, the first documents that fit are kept; the host
-    also evicts copies of nodes on the device; a node that finds no room in the host is lost with those behind it.
+    Where the paper says nothing: of a request longer than the device, the first documents are kept; the host also
+    evicts copies of device nodes; a node without room in the host is lost with those behind it.
 
-    `history_nodes` are the evicted nodes that each tier remembers. With 0 a node's frequency and cost move with it, and
-    are forgotten once both tiers have evicted it.
+    With `history_nodes` 0, frequency and cost are forgotten once both tiers have evicted a node.
     """
 
     def __init__(

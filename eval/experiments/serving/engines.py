@@ -22,7 +22,7 @@ _Sizes = tuple[int | None, int | None]
 
 
 class Engines:
-    """An empty cache for each job. Engines that start slowly are kept until a job needs another size, or `close`."""
+    """An empty cache for each job; engines are kept until a job needs another size, or `close`."""
 
     def __init__(self, options: Options) -> None:
         self._options = options

@@ -1,4 +1,4 @@
-"""The experiment of the suites of kind "serve": policies compared on one engine, request by request."""
+"""The experiment of the suites of kind "serve"."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ from ragorder.eval.running.record import RunRecord
 
 if TYPE_CHECKING:
     from ragorder.eval.experiments.serving.engines import Engines
-    from ragorder.eval.report.part import Part
-    from ragorder.eval.running.reading import Results
     from ragorder.eval.running.runner import Run
     from ragorder.eval.running.suite import Suite
 
@@ -80,8 +78,8 @@ class Serving(Experiment):
         return super().seeds(cell) if self.options.engine == "sim" else self.options.seeds
 
     def in_order(self, jobs: Sequence[Job]) -> list[Job]:
-        """Jobs of one engine size in a row, since another size needs another engine; among jobs that measure the same,
-        the one with most policies first, so that its runs serve the others as well."""
+        """Jobs of one engine size in a row; among jobs that measure the same, the one with most policies first, for the
+        others to copy."""
 
         def size(job: Job) -> tuple[object, ...]:
             cell = job.cell
@@ -176,12 +174,6 @@ class Serving(Experiment):
             "load_average": load_average(),
             "measurement": self.measurement(job),
         }
-
-    @classmethod
-    def report(cls, suite: Suite, results: Results) -> Part:
-        from ragorder.eval.experiments.serving.report import serving_part
-
-        return serving_part(suite, results)
 
 
 def _skip(steps: int, advance: Callable[[], None]) -> None:

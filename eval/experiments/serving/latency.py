@@ -7,7 +7,7 @@ from typing import Any
 from ragorder.eval.report.canvas import CARD, Picture, draw, label_ends, name_marks, style, titled
 from ragorder.eval.report.groups import Group
 from ragorder.eval.report.metrics import CACHED, TTFT_P50
-from ragorder.eval.report.words import figure, policy_words
+from ragorder.eval.report.words import format_number, policy_words
 
 __all__ = ["depth_by_time", "distributions"]
 
@@ -41,7 +41,7 @@ def distributions(group: Group) -> Picture | None:
         name_marks(axes, list(times), lines=True)
 
     medians = {policy: float(np.quantile(found, 0.5)) for policy, found in times.items()}
-    said = ", ".join(f"{policy_words(policy)} p50 {figure(middle)} ms" for policy, middle in medians.items())
+    said = ", ".join(f"{policy_words(policy)} p50 {format_number(middle)} ms" for policy, middle in medians.items())
     return draw(
         paint,
         title=titled("Time to first token", group.label),
@@ -84,7 +84,7 @@ def depth_by_time(group: Group) -> list[Picture]:
     known = np.isfinite(everything[0]) & np.isfinite(everything[1])
     spread = everything[0][known].std() > 0 and everything[1][known].std() > 0
     together = (
-        f"correlation {figure(float(np.corrcoef(everything[0][known], everything[1][known])[0, 1]), 2)}"
+        f"correlation {format_number(float(np.corrcoef(everything[0][known], everything[1][known])[0, 1]), 2)}"
         if spread
         else ""
     )
@@ -110,6 +110,8 @@ def depth_by_time(group: Group) -> list[Picture]:
         axes.set_ylabel("TTFT p50, ms")
         label_ends(axes, ends)
 
-    said = ", ".join(f"{policy_words(p)} {figure(s)} % and {figure(m)} ms" for p, (s, m) in places.items())
+    said = ", ".join(
+        f"{policy_words(p)} {format_number(s)} % and {format_number(m)} ms" for p, (s, m) in places.items()
+    )
     found.append(draw(strategies, title=titled("Hit rate and TTFT, by strategy", group.label), alt=said))
     return found

@@ -11,7 +11,7 @@ from ragorder.eval.experiments.serving.timelines import along, timelines
 from ragorder.eval.report.canvas import INK, LINE, Picture, draw, label_ends, name_marks, style, titled
 from ragorder.eval.report.groups import Group
 from ragorder.eval.report.metrics import CACHED
-from ragorder.eval.report.words import figure, policy_words
+from ragorder.eval.report.words import format_number, policy_words
 from ragorder.eval.running.suite import Suite
 
 __all__ = ["pictures_of"]
@@ -79,7 +79,7 @@ def _strategies(group: Group, baseline: str) -> Picture | None:
                 ends = [comparison.baseline + comparison.low, comparison.baseline + comparison.high]
                 axes.plot(ends, [place, place], "|-", color=INK, linewidth=1.2, markersize=6)
             axes.annotate(
-                f"{figure(values[policy])} %",
+                f"{format_number(values[policy])} %",
                 (max([values[policy], *(ends if comparison and comparison.known else [])]), place),
                 xytext=(7, 0),
                 textcoords="offset points",
@@ -93,7 +93,7 @@ def _strategies(group: Group, baseline: str) -> Picture | None:
         axes.set_ylim(-0.6, len(ordered) - 0.4)
         axes.set_xlabel("cached, % of prompt tokens")
 
-    said = ", ".join(f"{policy_words(policy)} {figure(values[policy])} %" for policy in reversed(ordered))
+    said = ", ".join(f"{policy_words(policy)} {format_number(values[policy])} %" for policy in reversed(ordered))
     return draw(
         paint,
         title=titled("Cached tokens by strategy", group.label),
@@ -124,7 +124,7 @@ def _cells(groups: Sequence[Group]) -> Picture | None:
         name_marks(axes, policies)
 
     said = "; ".join(
-        f"{group.label}: {', '.join(f'{policy_words(p)} {figure(v)} %' for p, v in row.items())}"
+        f"{group.label}: {', '.join(f'{policy_words(p)} {format_number(v)} %' for p, v in row.items())}"
         for group, row in zip(groups, values, strict=True)
     )
     return draw(
@@ -159,7 +159,9 @@ def _depth(group: Group) -> Picture | None:
         axes.set_ylabel("requests, %")
         label_ends(axes, ends)
 
-    said = ", ".join(f"{policy_words(policy)} {figure(line[0])} % at least one" for policy, line in shares.items())
+    said = ", ".join(
+        f"{policy_words(policy)} {format_number(line[0])} % at least one" for policy, line in shares.items()
+    )
     return draw(
         paint,
         title=titled("Hit depth", group.label),

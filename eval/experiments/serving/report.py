@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from ragorder.eval.experiments.serving.pictures import pictures_of
 from ragorder.eval.report.groups import Group, group_runs
@@ -19,14 +19,23 @@ from ragorder.eval.report.metrics import (
 )
 from ragorder.eval.report.paper import paper_beside, paper_heading
 from ragorder.eval.report.part import Part
-from ragorder.eval.report.statistics import PairedDifference, Summary, summary
+from ragorder.eval.report.statistics import Summary, summary
 from ragorder.eval.report.tables import Entry, Table
-from ragorder.eval.report.words import THIN, cell_words, change_words, figure, policy_words
+from ragorder.eval.report.words import (
+    THIN,
+    cell_words,
+    change_words,
+    format_number,
+    policy_words,
+    range_words,
+    served_words,
+    verdict_words,
+)
 from ragorder.eval.running.reading import Results
 from ragorder.eval.running.record import RunRecord
 from ragorder.eval.running.suite import Suite
 
-__all__ = ["serving_part"]
+__all__ = ["make_part"]
 
 _FEW_CELLS = 3
 _MOVED = (SHARE_MOVED, PLACES)
@@ -38,7 +47,7 @@ _ENGINES = {
 }
 
 
-def serving_part(suite: Suite, results: Results) -> Part:
+def make_part(suite: Suite, results: Results) -> Part:
     groups = group_runs(results.of(RunRecord, suite.name))
     policies = [policy for group in groups for policy in group.policies]
     baseline = suite.baseline if suite.baseline in policies else next(iter(policies), "")
@@ -98,12 +107,12 @@ def _policies_table(suite: Suite, group: Group, baseline: str) -> Table:
     table = Table(group.label, [*headings, *paper])
     for policy in group.policies:
         row = [Entry(policy_words(policy)), _compared(group, policy, baseline, CACHED)]
-        row.append(Entry(figure(group.value(policy, DOCUMENTS), 2)))
+        row.append(Entry(format_number(group.value(policy, DOCUMENTS), 2)))
         if timed:
             row += [_compared(group, policy, baseline, metric) for metric in (TTFT_P50, TTFT_MEAN, TTFT_P95)]
-            row.append(Entry(figure(group.value(policy, TTFT_P99))))
+            row.append(Entry(format_number(group.value(policy, TTFT_P99))))
         if predicted:
-            row.append(Entry(figure(_predicted(group, policy))))
+            row.append(Entry(format_number(_predicted(group, policy))))
         row += [Entry(f"{sum(getattr(run, name) for run in group.runs(policy)):,}") for name in lost]
         row += [Entry(*beside) for beside in paper_beside(suite, group.cell, policy, baseline)]
         table.rows.append(row)
@@ -125,15 +134,11 @@ def _cells_table(suite: Suite, groups: Sequence[Group], baseline: str, metric: M
 
 
 def _compared(group: Group, policy: str, baseline: str, metric: Metric) -> Entry:
-    value = figure(group.value(policy, metric), metric.decimals)
+    value = format_number(group.value(policy, metric), metric.decimals)
     comparison = group.compare(policy, baseline, metric)
     if comparison is None:
         return Entry(value, "baseline" if policy == baseline else "")
-    return Entry(value, change_words(comparison, metric.decimals), _verdict(comparison))
-
-
-def _verdict(comparison: PairedDifference) -> str:
-    return comparison.verdict if comparison.known else "too few requests"
+    return Entry(value, change_words(comparison, metric.decimals), verdict_words(comparison))
 
 
 def _predicted(group: Group, policy: str) -> float | None:
@@ -148,10 +153,9 @@ def _predicted(group: Group, policy: str) -> float | None:
 
 def _counted(group: Group) -> str:
     runs = [len(runs) for runs in group.policies.values()]
-    served = [run.requests for run in group.runs()]
-    warm_up = {run.warmup for run in group.runs()}
+    served = group.runs()
     words = [
-        f"{_range(served)} requests a seed after {_range(warm_up)} of warm-up",
+        served_words([run.requests for run in served], [run.warmup for run in served]),
         f"seeds {', '.join(map(str, group.seeds))}" if len(group.seeds) > 1 else f"one seed ({group.seeds[0]})",
     ]
     if len(set(runs)) > 1:
@@ -159,13 +163,7 @@ def _counted(group: Group) -> str:
     return "; ".join(words)
 
 
-def _range(numbers: Iterable[int]) -> str:
-    low, high = min(found := list(numbers)), max(found)
-    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
-
-
 def _detail_tables(suite: Suite, groups: Sequence[Group], baseline: str) -> list[Table]:
-    """Tables of what else the suite is about: breakdown, prefill saved, throughput, moved documents."""
     tables: list[Table] = []
     few = len(groups) <= _FEW_CELLS
     if any(run.throughput for group in groups for run in group.runs()):
@@ -192,15 +190,15 @@ def _by_cell(title: str, groups: Sequence[Group], make: Callable[[Group, str], E
 
 def _order_time(group: Group, policy: str) -> Entry:
     found = group.summary(policy, "order_us")
-    return Entry(figure(found.p50), f"p99 {figure(found.p99)}") if found else Entry("–")
+    return Entry(format_number(found.p50), f"p99 {format_number(found.p99)}") if found else Entry("–")
 
 
 def _value(metric: Metric) -> Callable[[Group, str], Entry]:
-    return lambda group, policy: Entry(figure(group.value(policy, metric), metric.decimals))
+    return lambda group, policy: Entry(format_number(group.value(policy, metric), metric.decimals))
 
 
 def _prediction_entry(group: Group, policy: str) -> Entry:
-    return Entry(figure(_predicted(group, policy)))
+    return Entry(format_number(_predicted(group, policy)))
 
 
 def _each(groups: Sequence[Group], make: Callable[[Group, str], list[Entry] | None]) -> list[list[Entry]]:
@@ -221,7 +219,11 @@ def _table(title: str, groups: Sequence[Group], headings: Sequence[str], rows: l
 
 
 def _spread(found: Summary | None) -> Entry:
-    return Entry(figure(found.mean), f"p50 {figure(found.p50)}, p99 {figure(found.p99)}") if found else Entry("–")
+    return (
+        Entry(format_number(found.mean), f"p50 {format_number(found.p50)}, p99 {format_number(found.p99)}")
+        if found
+        else Entry("–")
+    )
 
 
 def _throughput(groups: Sequence[Group]) -> Table:
@@ -234,9 +236,9 @@ def _throughput(groups: Sequence[Group]) -> Table:
                 float(run.throughput[name]) for run in group.runs(policy) if run.throughput and name in run.throughput
             ]
             decimals = 2 if name == "requests_per_s" else 0
-            spread = f"{figure(min(values), decimals)} to {figure(max(values), decimals)}" if len(values) > 1 else ""
+            spread = range_words(values, decimals) if len(values) > 1 else ""
             mean = sum(values) / len(values) if values else None
-            entries.append(Entry(figure(mean, decimals), spread))
+            entries.append(Entry(format_number(mean, decimals), spread))
         return entries if any(entry.text != "–" for entry in entries) else None
 
     note = "Mean of the seeds, below it their range: a seed has one throughput, too few for an interval."
@@ -249,7 +251,7 @@ def _breakdown(groups: Sequence[Group]) -> Table:
         order, build, times = parts
         ours = sum(part.mean for part in (order, build) if part) / 1e3
         overhead = 100 * ours / (ours + times.mean) if times and (order or build) else None
-        return [*map(_spread, parts), Entry(figure(overhead, 3))]
+        return [*map(_spread, parts), Entry(format_number(overhead, 3))]
 
     headings = ["order, µs", "build, µs", "generate (to the first token), ms", "order + build, % of the whole"]
     note = "Means. Ordering and building are thread CPU time; a simulated engine takes no time to generate."
@@ -270,10 +272,11 @@ def _saved(groups: Sequence[Group]) -> Table:
         saved = summary(100 * (1 - times / plain.p50)) if plain and len(times) else None
         found = int((documents >= 1).sum())
         return [
-            *[Entry(f"{figure(value)}{THIN}%") for value in (share.p50, share.mean, share.p95)],
+            *[Entry(f"{format_number(value)}{THIN}%") for value in (share.p50, share.mean, share.p95)],
             Entry(f"{found:,} of {len(documents):,}" if len(documents) else "–"),
             Entry(
-                f"{figure(saved.p50)}{THIN}%" if saved else "–", f"mean {figure(saved.mean)}{THIN}%" if saved else ""
+                f"{format_number(saved.p50)}{THIN}%" if saved else "–",
+                f"mean {format_number(saved.mean)}{THIN}%" if saved else "",
             ),
         ]
 
@@ -291,8 +294,8 @@ def _positions(groups: Sequence[Group], baseline: str) -> Table:
             return None
         places = group.summary(policy, "displacement")
         return [
-            Entry(figure(group.value(policy, SHARE_MOVED))),
-            Entry(figure(places.mean, 2), f"p95 {figure(places.p95, 2)}") if places else Entry("–"),
+            Entry(format_number(group.value(policy, SHARE_MOVED))),
+            Entry(format_number(places.mean, 2), f"p95 {format_number(places.p95, 2)}") if places else Entry("–"),
             _compared(group, policy, baseline, CACHED),
         ]
 

@@ -8,7 +8,7 @@ from typing import Any
 from ragorder.eval.report.canvas import INK, Picture, Style, draw, label_ends, name_marks, style, titled
 from ragorder.eval.report.groups import Group
 from ragorder.eval.report.metrics import CACHED, PLACES, SHARE_MOVED, TTFT_P50, Metric
-from ragorder.eval.report.words import axis_words, cell_words, figure, policy_words, signed, value_words
+from ragorder.eval.report.words import axis_words, cell_words, format_number, policy_words, signed, value_words
 from ragorder.eval.running.suite import Suite
 
 __all__ = ["panels_of", "position_pictures", "sweep_pictures", "value_on_axis"]
@@ -19,7 +19,7 @@ _APART = 0.09
 
 
 def sweep_pictures(suite: Suite, groups: Sequence[Group], baseline: str) -> list[Picture]:
-    """Two pictures a metric for each combination of the other parameters: values, and differences to the baseline."""
+    """Values, and differences to the baseline, for each metric and each combination of the other parameters."""
     x = _swept(suite, groups)
     if x is None:
         return []
@@ -164,7 +164,7 @@ def _draw(
         axes.set_ylabel(unit)
         label_ends(axes, ends)
 
-    form = figure if floor else signed
+    form = format_number if floor else signed
     said = "; ".join(
         f"{policy_words(p)}: {', '.join(f'{ticks[at]} {form(v)}' for at, v, *_ in line)}" for p, line in lines.items()
     )
@@ -172,8 +172,7 @@ def _draw(
 
 
 def position_pictures(groups: Sequence[Group], x: str | None) -> list[Picture]:
-    """Cached share by distance and by share of moved documents: a point for each policy at each `x`, a picture for each
-    combination of the other parameters."""
+    """Cached share by distance and by share of moved documents, for each combination of the other parameters."""
     panels = panels_of(groups, x) if x is not None else [("", list(groups))]
     found = (_moves(panel, x, others, metric) for others, panel in panels for metric in (PLACES, SHARE_MOVED))
     return [picture for picture in found if picture is not None]
@@ -205,7 +204,9 @@ def _moves(groups: Sequence[Group], swept: str | None, others: str, metric: Metr
         name_marks(axes, policies)
         label_ends(axes, ends)
 
-    said = "; ".join(f"{label} {policy_words(p)}: {figure(x, 2)}, {figure(y)} %".strip() for x, y, p, label in points)
+    said = "; ".join(
+        f"{label} {policy_words(p)}: {format_number(x, 2)}, {format_number(y)} %".strip() for x, y, p, label in points
+    )
     return draw(
         paint,
         title=titled("How far documents move" if metric is PLACES else "How many documents move", others),

@@ -7,7 +7,7 @@ from typing import Any
 
 from ragorder.eval.report.canvas import Picture, draw, label_ends, style, titled
 from ragorder.eval.report.groups import Group
-from ragorder.eval.report.words import figure, policy_words
+from ragorder.eval.report.words import format_number, policy_words
 
 __all__ = ["along", "timelines"]
 
@@ -99,7 +99,9 @@ def along(group: Group) -> Picture | None:
         axes.set_ylabel("cached, % of prompt tokens")
         label_ends(axes, ends)
 
-    said = ", ".join(f"{policy_words(p)} from {figure(line[0])} to {figure(line[-1])} %" for p, line in lines.items())
+    said = ", ".join(
+        f"{policy_words(p)} from {format_number(line[0])} to {format_number(line[-1])} %" for p, line in lines.items()
+    )
     return draw(paint, title=titled("Along the run", group.label), alt=said, caption="By tenth, all seeds together.")
 
 

@@ -12,8 +12,6 @@ from ragorder.eval.experiments.staging.record import StagingCell, StagingRecord
 from ragorder.eval.running.experiment import Experiment, Job, Line
 
 if TYPE_CHECKING:
-    from ragorder.eval.report.part import Part
-    from ragorder.eval.running.reading import Results
     from ragorder.eval.running.suite import Suite
 
 __all__ = ["Staging"]
@@ -72,9 +70,3 @@ class Staging(Experiment):
             rounded = {name: [round(value, 4) for value in values] for name, values in rows.items()}
             yield {"policy": policy, "engine": {"name": "faiss"}, "load_average": load, "facts": facts, "rows": rounded}
             advance()
-
-    @classmethod
-    def report(cls, suite: Suite, results: Results) -> Part:
-        from ragorder.eval.experiments.staging.report import staging_part
-
-        return staging_part(suite, results)

@@ -14,12 +14,12 @@ from ragorder.eval.report.words import figure
 from ragorder.eval.running.reading import Results
 from ragorder.eval.running.suite import Suite
 
-__all__ = ["staging_part"]
+__all__ = ["make_part"]
 
 _Group = Group[StagingRecord]
 
 
-def staging_part(suite: Suite, results: Results) -> Part:
+def make_part(suite: Suite, results: Results) -> Part:
     groups = group_runs(results.of(StagingRecord, suite.name))
     final = [group for group in groups if "final" in group.runs()[0].facts]
     tables = [*map(_overhead, groups), *map(_convergence, final)]

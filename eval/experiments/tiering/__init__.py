@@ -1,6 +1,6 @@
 """Tiers on a real engine: suite ragcache-ttft-tiers."""
 
-from ragorder.eval.experiments.tiering.results import ARMS, MOST_WORSE, REQUIRED, TierVerdict, judge
+from ragorder.eval.experiments.tiering.results import ARMS, GOALS, MOST_WORSE, REQUIRED, TierVerdict, judge
 from ragorder.eval.experiments.tiering.sizes import (
     ROOMS,
     PromptStream,
@@ -12,6 +12,7 @@ from ragorder.eval.experiments.tiering.sizes import (
 
 __all__ = [
     "ARMS",
+    "GOALS",
     "MOST_WORSE",
     "REQUIRED",
     "ROOMS",

@@ -26,12 +26,8 @@ def _room(value: str) -> str:
 
 
 class TieringCell(SuiteCell):
-    """`tier` is what the working set fits: "device", the device's pool; "host", four times the pool, and host memory;
-    "beyond", twice the host memory as well; "disk", the same with a disk.
-
-    Requests of `corpus` (a folder below --corpora, or "pydocs") come in random order. Servers with and without tiers
-    take turns of `segment` requests.
-    """
+    """`tier` is what the working set fits: "device", its pool; "host", four times the pool, and host memory; "beyond",
+    twice the host memory as well; "disk", the same with a disk. Servers take turns of `segment` requests."""
 
     tier: Annotated[str, AfterValidator(_room)]
     corpus: str = "pydocs"
@@ -43,5 +39,5 @@ class TieringCell(SuiteCell):
 
     @property
     def stream(self) -> tuple[str, int, int]:
-        """Cells with the same value serve the same requests."""
+        """Equal for cells that serve the same requests."""
         return self.corpus, self.top_k, self.block_size

@@ -1,4 +1,4 @@
-"""The experiment of the suites of kind "tiering": tiers on a real engine, measured on two servers."""
+"""The experiment of the suites of kind "tiering"."""
 
 from __future__ import annotations
 
@@ -18,9 +18,7 @@ from ragorder.eval.running.experiment import Experiment, Job, Line, Missing
 
 if TYPE_CHECKING:
     from ragorder.eval.engines.server import VLLMServer
-    from ragorder.eval.report.part import Part
     from ragorder.eval.running.options import Options
-    from ragorder.eval.running.reading import Results
     from ragorder.eval.running.suite import Suite
 
 __all__ = ["Tiering"]
@@ -103,16 +101,8 @@ class Tiering(Experiment):
             self._running = same, self.resources.enter_context(pair), sizes
         return self._running[1:]
 
-    @classmethod
-    def report(cls, suite: Suite, results: Results) -> Part:
-        from ragorder.eval.experiments.tiering.report import tiering_part
-
-        return tiering_part(suite, results)
-
 
 class _PromptStreams:
-    """Requests of all seeds, in the model's tokens."""
-
     def __init__(self, options: Options) -> None:
         from ragorder.eval.engines.models import built_prompts, random_model
 

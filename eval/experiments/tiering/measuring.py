@@ -1,5 +1,4 @@
-"""The same requests on two servers, with and without tiers, in turn: they share the machine's cores, so one is idle
-while the other serves."""
+"""The same requests on two servers, with and without tiers, in turn: they share the machine's cores."""
 
 from __future__ import annotations
 
@@ -30,8 +29,7 @@ _WARM_UP_TOKENS = (64, 256, 512, 1024, 2048)
 
 @dataclass(slots=True)
 class ArmRun:
-    """Results of one arm for the requests of one seed, warm-up included. `hits` are the sources of the KV after the
-    warm-up."""
+    """One arm with one seed, warm-up included. `hits` are the sources of the KV after the warm-up."""
 
     arm: str
     ttft_ms: list[float] = field(default_factory=list)
@@ -44,7 +42,7 @@ class ArmRun:
 def pair_of_servers(
     tiers: TierSizes, model: Path, *, block_size: int, longest_tokens: int, settings: Mapping[str, object]
 ) -> Iterator[dict[str, VLLMServer]]:
-    """Running servers by the name of their arm; `settings` are further fields of `TierSettings`."""
+    """Servers by arm; `settings` are further fields of `TierSettings`."""
     blocks = longest_tokens // block_size + 2
     longest = min(blocks, tiers.blocks) * block_size
     sizes: dict[str, Any] = {"blocks": tiers.blocks, "block_size": block_size, "max_model_len": longest}
@@ -69,11 +67,9 @@ async def measure(
     first: int = 0,
     advance: Callable[[], None] = lambda: None,
 ) -> list[ArmRun]:
-    """Both arms on one stream, one request at a time, in turns of `segment` requests; an odd `first` lets tiers begin.
-
-    Device and host are empty at the start; a cache salt of each stream hides what earlier streams left on the disk.
-    Raises EngineError for a server that stops answering.
-    """
+    """Both arms, one request at a time, in turns of `segment` requests; if `first` is odd, tiers begin. Device and host
+    are empty at the start; a cache salt hides earlier streams on the disk. Raises EngineError for a server that stops
+    answering."""
     turns = [ArmRun(arm) for arm in ARMS]
     async with AsyncExitStack() as stack:
         engines = []
@@ -103,14 +99,14 @@ async def measure(
 
 
 def _segments(requests: int, warmup: int, segment: int) -> Iterator[range]:
-    """Turns end with the warm-up, so that the requests after it can be counted separately."""
+    """A turn ends with the warm-up, so that the requests after it are counted separately."""
     for start, end in ((0, warmup), (warmup, requests)):
         for first in range(start, end, segment):
             yield range(first, min(first + segment, end))
 
 
 async def _prepare(engine: OpenAIEngine, server: VLLMServer, stream: PromptStream, *, host: bool) -> None:
-    """Warm-up calls of every length, which are slow the first time; then empty caches."""
+    """Warm-up calls, slow the first time for every length; then empty caches."""
     rng = random.Random(0)
     try:
         for tokens in _WARM_UP_TOKENS:

@@ -19,8 +19,7 @@ _FACTS = ("blocks", "host_bytes", "working_set_tokens")
 
 
 class TieringRecord(Record):
-    """One arm (the prefix cache alone, or with tiers) in one cell with one seed. `sources` are the prompt tokens after
-    the warm-up by the source of their KV."""
+    """One arm in one cell with one seed. `sources` are prompt tokens by the source of their KV."""
 
     called: ClassVar[str] = "a measurement of tiers"
 
@@ -44,5 +43,4 @@ class TieringRecord(Record):
 
     @property
     def ttft_ms(self) -> Floats:
-        """Of each request after the warm-up."""
         return as_column(self.rows["ttft_ms"])[self.warmup :]

@@ -1,27 +1,26 @@
-"""Tables of tiers on a real engine: times to the first token with and without tiers, by working set."""
+"""Tables and pictures of times to the first token with and without tiers."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ragorder.adapters.observing.tier_stats import SOURCES, TIERS
-from ragorder.eval.experiments.tiering import ARMS, MOST_WORSE, REQUIRED, TierVerdict, judge
+from ragorder.eval.experiments.tiering import ARMS, GOALS, MOST_WORSE, REQUIRED, TierVerdict, judge
 from ragorder.eval.experiments.tiering.record import TieringRecord
 from ragorder.eval.report.canvas import LINE, Picture, draw, style
 from ragorder.eval.report.groups import Group, group_runs
 from ragorder.eval.report.part import Part
 from ragorder.eval.report.statistics import StatisticsError, compare
 from ragorder.eval.report.tables import Entry, Table
-from ragorder.eval.report.words import THIN, change_words, figure
+from ragorder.eval.report.words import THIN, change_words, format_number, served_words, verdict_words
 from ragorder.eval.running.reading import Results
 from ragorder.eval.running.suite import Suite
 
 if TYPE_CHECKING:
     from ragorder.eval.running.record import Floats
 
-__all__ = ["tiering_part"]
+__all__ = ["make_part"]
 
 _FITS = {
     "device": "the device's pool",
@@ -52,7 +51,6 @@ def _sides(group: _Group) -> list[list[Floats]]:
 
 
 def _verdict(group: _Group) -> TierVerdict | None:
-    """None where nothing can be compared."""
     try:
         return judge(str(group.cell["tier"]), *_sides(group))
     except StatisticsError:
@@ -60,19 +58,18 @@ def _verdict(group: _Group) -> TierVerdict | None:
 
 
 def _shares(group: _Group, arm: str) -> dict[str, float]:
-    """Of all prompt tokens, by source, in per cent."""
+    """Percent of all prompt tokens by source."""
     sums = {source: sum(line.sources[source] for line in _arm(group, arm)) for source in SOURCES}
     every = max(1, sum(sums.values()))
     return {source: 100 * tokens / every for source, tokens in sums.items()}
 
 
-def tiering_part(suite: Suite, results: Results) -> Part:
+def make_part(suite: Suite, results: Results) -> Part:
     lines = results.of(TieringRecord, suite.name)
     return Part(_tables(lines), engine=_engine(lines), pictures=lambda: _pictures(lines))
 
 
 def _engine(lines: Sequence[TieringRecord]) -> str:
-    """The engines, in words."""
     found = [
         f"two live servers, model {line.engine.get('model')}, blocks of {line.block_size} tokens" for line in lines
     ]
@@ -80,7 +77,6 @@ def _engine(lines: Sequence[TieringRecord]) -> str:
 
 
 def _tables(lines: Sequence[TieringRecord]) -> list[Table]:
-    """What was measured of a suite about tiers on a real engine."""
     groups = _groups(lines)
     if not groups:
         return []
@@ -93,12 +89,12 @@ def _tables(lines: Sequence[TieringRecord]) -> list[Table]:
             [
                 Entry(_FITS.get(group.cell["tier"], str(group.cell["tier"])), _stream(group)),
                 _sizes(_arm(group, _WITH)[0]),
-                Entry(f"{figure(verdict.apc_ms, 0)} → {figure(verdict.tiers_ms, 0)}"),
+                Entry(f"{format_number(verdict.apc_ms, 0)} → {format_number(verdict.tiers_ms, 0)}"),
                 _ratio(verdict),
                 Entry(verdict.met or "–", _bound(str(group.cell["tier"]))),
                 *(_quantile(group, name) for name in ("p50", "p95")),
-                Entry(figure(alone["device"])),
-                Entry(", ".join(figure(tiers[tier]) for tier in TIERS)),
+                Entry(format_number(alone["device"])),
+                Entry(", ".join(format_number(tiers[tier]) for tier in TIERS)),
             ]
         )
     table.note = f"{_NOTE} {_counted([group for group, _ in groups])}"
@@ -106,7 +102,7 @@ def _tables(lines: Sequence[TieringRecord]) -> list[Table]:
 
 
 def _pictures(lines: Sequence[TieringRecord]) -> list[Picture]:
-    """How many times shorter tiers make the time, a row for each cell, with its interval."""
+    """The speed-up by tiers, a row for each cell, with its interval."""
     groups = [(group, verdict) for group, verdict in _groups(lines) if verdict.known]
     if not groups:
         return []
@@ -125,7 +121,7 @@ def _pictures(lines: Sequence[TieringRecord]) -> list[Picture]:
         axes.set_xlabel("mean TTFT, times shorter with tiers")
 
     said = "; ".join(
-        f"{name}: {figure(verdict.ratio, 2)} times [{figure(verdict.low, 2)}, {figure(verdict.high, 2)}]"
+        f"{name}: {format_number(verdict.ratio, 2)} times {_interval(verdict)}"
         for name, (_, verdict) in zip(names, groups, strict=True)
     )
     caption = "What the working set fits; bars are 95 % intervals, strokes the seeds."
@@ -133,7 +129,7 @@ def _pictures(lines: Sequence[TieringRecord]) -> list[Picture]:
 
 
 def _groups(lines: Sequence[TieringRecord]) -> list[tuple[_Group, TierVerdict]]:
-    """In the order in which they were written, those of which there is something to say."""
+    """Groups that can be compared, in the order in which they were written."""
     groups = group_runs([line for line in lines if line.policy in ARMS])
     return [(group, verdict) for group in groups if (verdict := _verdict(group)) is not None]
 
@@ -143,43 +139,44 @@ def _stream(group: _Group) -> str:
     words = f"{cell.get('corpus', '')}, top {cell['top_k']}" if "top_k" in cell else str(cell.get("corpus", ""))
     words += f", {cell['replacement']}" if "replacement" in cell else ""
     words += ", the device in vLLM's own order" if cell.get("device_order") is False else ""
-    return f"{words}: {figure(line.facts['working_set_tokens'], 0)} tokens"
+    return f"{words}: {format_number(line.facts['working_set_tokens'], 0)} tokens"
 
 
 def _sizes(line: TieringRecord) -> Entry:
     disk = line.facts.get("disk_bytes")
     sizes = [_megabytes(line.facts["host_bytes"]), "–" if disk is None else _megabytes(disk)]
-    return Entry(f"{figure(line.facts['blocks'] * line.block_size, 0)} tokens, {', '.join(sizes)}")
+    return Entry(f"{format_number(line.facts['blocks'] * line.block_size, 0)} tokens, {', '.join(sizes)}")
 
 
 def _megabytes(size: int) -> str:
-    return f"{figure(size / 1e6, 0)}{THIN}MB"
+    return f"{format_number(size / 1e6, 0)}{THIN}MB"
 
 
 def _ratio(verdict: TierVerdict) -> Entry:
     if not verdict.known:
-        return Entry(f"{figure(verdict.ratio, 2)} ×", "too few requests for an interval", "too few requests")
+        return Entry(f"{format_number(verdict.ratio, 2)} ×", "too few requests for an interval", "too few requests")
     word = "better" if verdict.low > 1 else "worse" if verdict.high < 1 else "no difference"
-    by_seed = ", ".join(figure(ratio, 2) for ratio in verdict.by_seed)
+    by_seed = ", ".join(format_number(ratio, 2) for ratio in verdict.by_seed)
     seeds = f"; {by_seed}" if len(verdict.by_seed) > 1 else ""
-    return Entry(f"{figure(verdict.ratio, 2)} ×", f"[{figure(verdict.low, 2)}, {figure(verdict.high, 2)}]{seeds}", word)
+    return Entry(f"{format_number(verdict.ratio, 2)} ×", f"{_interval(verdict)}{seeds}", word)
+
+
+def _interval(verdict: TierVerdict) -> str:
+    return f"[{format_number(verdict.low, 2)}, {format_number(verdict.high, 2)}]"
 
 
 def _bound(tier: str) -> str:
-    least: Mapping[str, float] = {"host": REQUIRED, "device": 1 / (1 + MOST_WORSE)}
-    bound = least.get(tier, math.nan)
-    return "" if math.isnan(bound) else f"{figure(bound, 2)} × or more"
+    return f"{format_number(GOALS[tier], 2)} × or more" if tier in GOALS else ""
 
 
 def _quantile(group: _Group, statistic: Any) -> Entry:
     found = compare(*_sides(group), statistic=statistic, relative=True, better="lower")
-    shown = f"{figure(found.baseline, 0)} → {figure(found.value, 0)}"
-    return Entry(shown, change_words(found), found.verdict if found.known else "too few requests")
+    shown = f"{format_number(found.baseline, 0)} → {format_number(found.value, 0)}"
+    return Entry(shown, change_words(found), verdict_words(found))
 
 
 def _counted(groups: Sequence[_Group]) -> str:
     lines = [line for group in groups for line in _arm(group, _WITH)]
-    served, warmup = (sorted({getattr(line, name) for line in lines}) for name in ("requests", "warmup"))
-    numbers = [" to ".join(f"{each:,}" for each in dict.fromkeys((some[0], some[-1]))) for some in (served, warmup)]
+    served = served_words([line.requests for line in lines], [line.warmup for line in lines])
     seeds = ", ".join(map(str, sorted({line.seed for line in lines})))
-    return f"{numbers[0]} requests a seed after {numbers[1]} of warm-up; seeds {seeds}."
+    return f"{served}; seeds {seeds}."

@@ -1,4 +1,4 @@
-"""Results of tiering runs: paired times to the first token, verdicts against the goals."""
+"""Paired times to the first token, and verdicts against the goals."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ragorder.eval.report.statistics import PairedDifference, compare
 if TYPE_CHECKING:
     from ragorder.eval.report.statistics import Floats
 
-__all__ = ["ARMS", "MOST_WORSE", "REQUIRED", "TierVerdict", "judge"]
+__all__ = ["ARMS", "GOALS", "MOST_WORSE", "REQUIRED", "TierVerdict", "judge"]
 
 ARMS = ("apc", "tiers")
 """vLLM's own prefix cache alone, and with tiers behind it."""
@@ -23,14 +23,15 @@ REQUIRED = 1.5
 MOST_WORSE = 0.03
 """The share by which it may be longer at most, where the working set fits the device."""
 
+GOALS = {"host": REQUIRED, "device": 1 / (1 + MOST_WORSE)}
+
 Met = Literal["met", "not met", "not decided", ""]
 
 
 @dataclass(frozen=True, slots=True)
 class TierVerdict:
-    """Mean times to the first token in ms; `ratio` is the speed-up by tiers (below 1: slower) with its confidence
-    interval (0 to inf: too few requests). `met` says whether the goal is reached ("": there is none): "not decided" if
-    only the ratio reaches it, and not its interval."""
+    """`ratio` is the speed-up by tiers with its interval (0 to inf: too few requests). `met` ("": no goal) is "not
+    decided" if the ratio reaches the goal and its interval does not."""
 
     apc_ms: float
     tiers_ms: float
@@ -46,8 +47,8 @@ class TierVerdict:
 
 
 def judge(room: str, apc: Sequence[Sequence[float] | Floats], tiers: Sequence[Sequence[float] | Floats]) -> TierVerdict:
-    """Compare both arms' times to the first token (a sequence a seed), paired request by request, where the working set
-    fits `room`. Raises StatisticsError for different seeds or requests."""
+    """Compare both arms' times to the first token (a sequence a seed), paired request by request. Raises
+    StatisticsError for different seeds or requests."""
     found = compare(apc, tiers, relative=True, better="lower")
     low, high = _faster(found.high), _faster(found.low)
     by_seed = tuple(map(_faster, found.by_seed))
@@ -62,7 +63,7 @@ def _faster(difference: float) -> float:
 
 
 def _met(room: str, found: PairedDifference, low: float) -> Met:
-    least = {"host": REQUIRED, "device": 1 / (1 + MOST_WORSE)}.get(room)
+    least = GOALS.get(room)
     if least is None:
         return ""
     if _faster(found.difference) < least:

@@ -26,7 +26,7 @@ ROOMS = tuple(_SHARES)
 
 @dataclass(frozen=True, slots=True)
 class PromptStream:
-    """Prompts in order of arrival. `working_set_tokens` is their reusable KV: whole blocks, each prefix once."""
+    """`working_set_tokens` is the reusable KV of the prompts: whole blocks, each prefix once."""
 
     prompts: Sequence[Sequence[int]]
     working_set_tokens: int
@@ -37,7 +37,7 @@ class PromptStream:
 
 
 def make_stream(trace: Trace, prompts: Prompts, block_size: int) -> PromptStream:
-    """The requests of a trace, with documents in retrieval order."""
+    """Documents stand in retrieval order."""
     ids = [prompts.token_ids(row, request, request.documents) for row, request in enumerate(trace.requests)]
     return PromptStream(ids, _working_set(ids, block_size))
 
@@ -54,7 +54,7 @@ def _working_set(prompts: Sequence[Sequence[int]], block_size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TierSizes:
-    """The device's pool in blocks, the other tiers in bytes; `disk_bytes` None: there is no disk."""
+    """`disk_bytes` None: there is no disk."""
 
     blocks: int
     host_bytes: int
@@ -63,11 +63,8 @@ class TierSizes:
 
 
 def make_sizes(room: str, streams: Sequence[PromptStream], *, block_size: int, bytes_per_token: int) -> TierSizes:
-    """One of the `ROOMS` for the streams (one a seed) of the same servers, by the largest working set.
-
-    The device's pool holds at least the longest prompt and its answer; the disk, which is not emptied between seeds,
-    holds all of them.
-    """
+    """By the largest working set of the streams (one a seed). The device's pool holds at least the longest prompt and
+    its answer; the disk holds all streams."""
     largest = max(stream.working_set_tokens for stream in streams)
     every = sum(stream.working_set_tokens for stream in streams)
     least = max(stream.longest_tokens for stream in streams) // block_size + 2
