@@ -181,7 +181,7 @@ def bench(
     events = events_of(options)
     options = given(options)
     if embedding_model and retriever != "dense":
-        raise click.UsageError("--embedding-model goes with --retriever dense")
+        raise click.UsageError("--embedding-model requires --retriever dense")
     if not workloads and not corpora:
         workloads = ("paper-shuf",)
     if not corpora and PYDOCS not in workloads and (retriever != "run" or options.get("order", "data") != "data"):

@@ -133,7 +133,7 @@ def quality(
     from ragorder.eval.running.store import Store, StoreError
 
     if embedding_model and retriever != "dense":
-        raise click.UsageError("--embedding-model goes with --retriever dense")
+        raise click.UsageError("--embedding-model requires --retriever dense")
     try:
         made = make_retriever(retriever, embedding_model) if retriever else None
         questions = {name: value for name, value in options.items() if name in QuestionsSpec.model_fields}

@@ -83,7 +83,7 @@ def doctor(
     if len(prompts) not in (0, 2):
         raise click.UsageError("--prompt is given twice, with prompts of different requests, or not at all")
     if document_marker and not prompts:
-        raise click.UsageError("--document-marker goes with two --prompt")
+        raise click.UsageError("--document-marker requires two --prompt")
     samples = [_read(path) for path in prompts]
     address = events_address(events_endpoint, replay_endpoint, events_topic)
     events = None if address is None else Events(*address)
