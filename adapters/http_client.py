@@ -32,13 +32,14 @@ class AddressError(ServerError):
 
 
 class Server:
-    """The server at `base_url` (with or without /v1). `api_key` is sent as a bearer token; user and password in the URL
-    as basic authentication.
+    """The server at `base_url` (with or without /v1).
 
-        Server("http://host:8000").get("/v1/models")
+        with Server("http://host:8000", timeout_s=10) as server:
+            models = server.get_json("/v1/models")
 
-    Raises ServerError for an unreachable server, an HTTP error and an answer incomplete after `timeout_s`; AddressError
-    for a malformed `base_url` or `api_key`; ImportError without httpx2.
+    `api_key` is sent as a bearer token; user and password in the URL as basic authentication. Raises ServerError for an
+    unreachable server, an HTTP error and an answer incomplete after `timeout_s`; AddressError for a malformed
+    `base_url` or `api_key`; ImportError without httpx2.
     """
 
     def __init__(self, base_url: str, *, timeout_s: float, api_key: str | None = None) -> None:

@@ -11,7 +11,7 @@ from ragorder.cli.options import Choice, Command, CommandGroup, api_key, option,
 from ragorder.eval.cli.options import events_options, limit, seeds, served_model
 from ragorder.eval.cli.progress import progress_bar
 from ragorder.eval.cli.quality import quality
-from ragorder.eval.cli.report import report
+from ragorder.eval.cli.report import eval_report
 
 if TYPE_CHECKING:
     from ragorder.eval.running.options import Options
@@ -234,5 +234,5 @@ def _say_plan(suites: list[Suite], options: Options, folder: Path) -> None:
     Console().print(table)
 
 
-eval.add_command(report)
+eval.add_command(eval_report, "report")
 eval.add_command(quality)

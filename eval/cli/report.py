@@ -1,18 +1,54 @@
-"""The command `ragorder eval report`."""
+"""The commands `ragorder report` and `ragorder eval report`."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from ragorder.cli.options import Command, option
 from ragorder.eval.cli.progress import progress_bar
 
-__all__ = ["report"]
+if TYPE_CHECKING:
+    from ragorder.eval.report import Report
+    from ragorder.eval.report.sections import Section
+
+__all__ = ["eval_report", "report"]
+
+_EXPECTED = (
+    "give a folder or results.jsonl of 'ragorder eval run' or 'ragorder eval quality', or the JSON of "
+    "'ragorder bench --json' or 'ragorder replay --json'"
+)
 
 
-@click.command(cls=Command, context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(cls=Command)
+@click.argument("paths", metavar="PATH…", nargs=-1, required=True, type=click.Path(path_type=Path))
+@option(
+    "--html",
+    "page",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Write the report as a page: one file that needs no network and no script.",
+)
+@option(
+    "--markdown",
+    type=click.Path(dir_okay=False, allow_dash=True, path_type=Path),
+    metavar="FILE|-",
+    help="Write the report in Markdown; with - on standard output.",
+)
+def report(paths: tuple[Path, ...], page: Path | None, markdown: Path | None) -> None:
+    """Report on results: what ordering saves.
+
+    PATH is a folder or a results.jsonl of `ragorder eval run` or `ragorder eval quality`, or the JSON of `ragorder
+    bench --json` or `ragorder replay --json`; several are reported on together. The report begins with what ordering
+    saves, with its 95 % interval. Without --html and --markdown it is printed.
+    """
+    _write(_made(paths), page, markdown)
+
+
+@click.command(cls=Command)
 @click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
 @option(
     "-o",
@@ -30,27 +66,69 @@ __all__ = ["report"]
     flag_value=Path("-"),
     help="Also the same tables in Markdown; without a file, or with -, on standard output.",
 )
-def report(folder: Path, output: Path | None, markdown: Path | None) -> None:
-    """Report on the results in a folder.
+def eval_report(folder: Path, output: Path | None, markdown: Path | None) -> None:
+    """Report on the results in a folder: `ragorder report DIR --html DIR/report.html`."""
+    _write(_made([folder]), output or folder / "report.html", markdown)
 
-    DIR holds the results of `ragorder eval run`. The page shows the tables with the papers' numbers beside ours,
-    differences with their confidence intervals, pictures, the environment, and what was not measured.
-    """
-    from ragorder.eval.report import ResultsError, make_report, read_results, render_html, render_markdown
+
+def _made(paths: tuple[Path, ...] | list[Path]) -> Report:
+    from ragorder.eval.report import ResultsError, make_report, read_results
     from ragorder.eval.running.suite import load_suites
 
     try:
-        results = read_results(folder)
-        page = output or folder / "report.html"
+        others = {path: section for path in paths if (section := _section(path)) is not None}
+        folders = [path for path in paths if path not in others]
+        results = read_results(*folders) if folders else None
         with progress_bar() as progress:
-            made = make_report(results, load_suites(), progress)
-            page.write_text(render_html(made, progress), "utf-8")
-        click.echo(f"wrote {page}", err=True)
-        if markdown is not None:
-            if str(markdown) == "-":
-                click.echo(render_markdown(made), nl=False)
-            else:
-                markdown.write_text(render_markdown(made), "utf-8")
-                click.echo(f"wrote {markdown}", err=True)
+            return make_report(results, load_suites(), progress, list(others.values()))
     except (ResultsError, ImportError, OSError) as error:
+        raise click.ClickException(str(error)) from None
+
+
+def _section(path: Path) -> Section | None:
+    """The section on a JSON file, told by its content; None for results of suites.
+
+    Raises ResultsError for another file, OSError.
+    """
+    from ragorder.eval.replay.tables import is_replay, replay_section
+    from ragorder.eval.report.benched import bench_section, is_bench
+    from ragorder.eval.running.reading import ResultsError
+
+    if path.suffix == ".xz" or not path.is_file():
+        return None
+    try:
+        text = path.read_text("utf-8")
+        value = json.loads(text)
+    except UnicodeDecodeError as error:
+        raise ResultsError(f"{path}: {error}: {_EXPECTED}") from None
+    except ValueError:
+        if '"type"' in text.partition("\n")[0]:
+            return None
+        raise ResultsError(f"{path} is neither JSON nor results of suites: {_EXPECTED}") from None
+    if isinstance(value, dict) and isinstance(value.get("type"), str):
+        return None
+    for known, section in ((is_replay, replay_section), (is_bench, bench_section)):
+        if known(value):
+            return section(path, value)
+    raise ResultsError(f"{path} holds no results that a report can be made of: {_EXPECTED}")
+
+
+def _write(made: Report, page: Path | None, markdown: Path | None) -> None:
+    from rich.console import Console
+
+    from ragorder.eval.report import print_report, render_html, render_markdown
+
+    try:
+        if page is not None:
+            with progress_bar() as progress:
+                page.write_text(render_html(made, progress), "utf-8")
+            click.echo(f"wrote {page}", err=True)
+        if markdown is not None and str(markdown) == "-":
+            click.echo(render_markdown(made), nl=False)
+        elif markdown is not None:
+            markdown.write_text(render_markdown(made), "utf-8")
+            click.echo(f"wrote {markdown}", err=True)
+        if page is None and markdown is None:
+            print_report(made, Console(highlight=False))
+    except (ImportError, OSError) as error:
         raise click.ClickException(str(error)) from None

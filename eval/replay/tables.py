@@ -1,27 +1,110 @@
-"""A replay's report for people."""
+"""Tables of a replay, and their section in a report."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
-from ragorder.eval.replay.report import CapacityInfo, ReplayReport
+from ragorder.eval.replay.report import CapacityInfo, ReplayReport, Verdict
+from ragorder.eval.replay.runs import RETRIEVAL
+from ragorder.eval.report.canvas import Picture, draw, label_ends, style
+from ragorder.eval.report.headline import Chart, Headline, Mark
+from ragorder.eval.report.sections import Section
+from ragorder.eval.report.statistics import compare_seeds
+from ragorder.eval.report.tables import Entry, Table, Tone
+from ragorder.eval.report.words import policy_words
+from ragorder.eval.running.cells import complaint
+from ragorder.eval.running.reading import ResultsError
+from ragorder.eval.running.suite import Suite
 
-__all__ = ["print_report"]
+__all__ = ["is_replay", "print_report", "replay_section"]
 
 _STYLES = {"helps": "bold green", "helps a little": "green", "not worth it": "yellow", "costs": "bold red"}
+_TONES: Mapping[Verdict, Tone] = {"helps": "good", "helps a little": "good", "not worth it": "doubtful", "costs": "bad"}
+_INTERVAL = "95 % intervals over the tenths of the log."
+
+
+def is_replay(value: Any) -> bool:
+    return isinstance(value, dict) and {"log", "runs", "capacities", "overlap"} <= value.keys()
+
+
+def replay_section(path: Path, value: Mapping[str, Any]) -> Section:
+    """A section on the JSON of `ragorder replay --json`. Raises ResultsError naming the file and the field."""
+    try:
+        engine, speed = value["engine"], value.get("speed") or {}
+        report = TypeAdapter(ReplayReport).validate_python(
+            {name: value[name] for name in ("log", "overlap", "capacities", "left_out")}
+            | {name: engine[name] for name in ("block_size", "timed", "prefill_tokens_per_s")}
+            | {"figures": value["runs"]}
+            | {name: speed[name] for name in ("processes", "seconds") if name in speed}
+        )
+    except (KeyError, TypeError, ValidationError) as error:
+        said = complaint(error) if isinstance(error, ValidationError) else f"{error} is missing"
+        raise ResultsError(f"{path}: {said}: give the JSON of 'ragorder replay --json'") from None
+    suite = Suite.unlisted(f"replay-{path.stem}", f"Replay of {report.log.name}", says=_served(report))
+    section = Section(suite, "", [], "", "", headline=_headline(report), environment=value.get("environment") or {})
+    section.tables = [_cached(report), *([_savings(report)] if report.savings else [])]
+    section.words = report.notes
+    section.drawings.append(lambda: [_by_capacity(report)])
+    return section
+
+
+def _headline(report: ReplayReport) -> Headline:
+    """The answer, and the saving at each capacity."""
+    policy, marks = report.compared_policy, []
+    for capacity in report.capacities if policy is not None else ():
+        sides = [report.at(each, capacity).tenths for each in (RETRIEVAL, str(policy))]
+        found = compare_seeds(*([100 * ratio for ratio in side] for side in sides))
+        plain, ordered = (100 * report.at(each, capacity).cached_ratio for each in (RETRIEVAL, str(policy)))
+        marks.append(Mark(f"cache {capacity.name}", ordered - plain, found.low, found.high, (), str(policy)))
+    words = [f"{report.log.name}: {report.answer}"]
+    if not marks:
+        return Headline(words)
+    focus = marks[list(report.capacities).index(report.focus)]
+    decided = "" if focus.known and not focus.low <= 0 <= focus.high else " (not decided: the interval covers zero)"
+    changed = f"changes the cached share of prompt tokens by {focus.shown} points"
+    words.append(f"With {focus.label} {policy_words(str(policy))} {changed}{decided}.")
+    title = f"Cached tokens of {policy}, against retrieval order"
+    return Headline(words, [Chart(title, "percentage points", marks, _INTERVAL)])
+
+
+def _by_capacity(report: ReplayReport) -> Picture:
+    lines = {
+        policy: [100 * report.at(policy, capacity).cached_ratio for capacity in report.capacities]
+        for policy in report.policies
+    }
+
+    names = [capacity.name.replace("unlimited", "no\nlimit") for capacity in report.capacities]
+
+    def paint(axes: Any) -> None:
+        ends = []
+        for policy, line in lines.items():
+            looks = style(policy)
+            axes.plot(range(len(line)), line, looks.dashes, color=looks.colour, marker=looks.marker, markersize=4.5)
+            ends.append((len(line) - 1.0, line[-1], policy_words(policy), looks))
+        axes.set_ylim(0, max(1.0, axes.get_ylim()[1]))
+        axes.set_xticks(range(len(names)), names)
+        axes.grid(axis="x", visible=False)
+        axes.set_xlabel("cache")
+        axes.set_ylabel("cached, % of prompt tokens")
+        label_ends(axes, ends)
+
+    said = "; ".join(f"{policy}: {', '.join(f'{ratio:.1f}' for ratio in line)}" for policy, line in lines.items())
+    return draw(paint, title="Cached tokens by cache", alt=said)
 
 
 def print_report(report: ReplayReport, *, stderr: bool = False) -> None:
     """What was cached, what that saves, why, and the answer."""
     console = Console(stderr=stderr, highlight=False)
     console.print(f"[bold]{escape(report.log.name)}[/]: {_served(report)}.\n")
-    console.print("Cached tokens, % of prompt tokens, by policy and by cache:")
     console.print(_cached(report))
     if report.savings:
-        console.print(f"\nPrefill tokens (those that the cache does not spare) that {report.compared_policy} saves:")
-        console.print(_savings(report))
+        console.print("", _savings(report), sep="\n")
     for saving in report.savings:
         if saving.verdict != "helps":
             console.print(f"{saving.says[0].upper()}{saving.says[1:]}.", style=_STYLES[saving.verdict])
@@ -46,21 +129,16 @@ def _served(report: ReplayReport) -> str:
 
 
 def _cached(report: ReplayReport) -> Table:
-    table = Table()
-    table.add_column("policy", style="bold", no_wrap=True)
-    for capacity in report.capacities:
-        table.add_column(_heading(report, capacity), justify="right", no_wrap=True)
-    best = {
-        capacity: max(report.at(policy, capacity).cached_tokens for policy in report.policies)
-        for capacity in report.capacities
-    }
+    headings = ["policy", *(_heading(report, capacity) for capacity in report.capacities)]
+    table = Table("Cached tokens, % of prompt tokens, by policy and by cache", headings)
+    best = [max(report.at(policy, each).cached_tokens for policy in report.policies) for each in report.capacities]
     for policy in report.policies:
-        cells = []
-        for capacity in report.capacities:
-            figures = report.at(policy, capacity)
-            cell = f"{100 * figures.cached_ratio:.1f}"
-            cells.append(f"[green]{cell}[/]" if figures.cached_tokens == best[capacity] else cell)
-        table.add_row(policy, *cells)
+        figures = [report.at(policy, capacity) for capacity in report.capacities]
+        entries = [
+            Entry(f"{100 * each.cached_ratio:.1f}", tone="good" if each.cached_tokens == most else "")
+            for each, most in zip(figures, best, strict=True)
+        ]
+        table.add(policy, *entries)
     return table
 
 
@@ -73,23 +151,16 @@ def _heading(report: ReplayReport, capacity: CapacityInfo) -> str:
 
 
 def _savings(report: ReplayReport) -> Table:
-    table = Table()
-    table.add_column("cache", no_wrap=True)
-    for heading in ("of the\nlog", "share", "per 1,000\nrequests"):
-        table.add_column(heading, justify="right", no_wrap=True)
     timed = report.prefill_tokens_per_s is not None
-    if timed:
-        table.add_column("seconds\nper 1,000", justify="right", no_wrap=True)
-    table.add_column("verdict", no_wrap=True)
+    headings = ["cache", "of the\nlog", "share", "per 1,000\nrequests", *["seconds\nper 1,000"] * timed, "verdict"]
+    title = f"Prefill tokens (those that the cache does not spare) that {report.compared_policy} saves"
+    table = Table(title, headings)
     for saving in report.savings:
-        cells = [
-            saving.capacity.removesuffix(" tokens"),
-            f"{saving.saved_tokens:,}",
-            f"{100 * saving.share_of_prefill:.1f} %",
-        ]
-        cells.append(f"{saving.tokens_per_1000_requests:,.0f}")
-        cells += [f"{saving.seconds_per_1000_requests:,.2f}"] if timed else []
-        table.add_row(*cells, f"[{_STYLES[saving.verdict]}]{saving.verdict}[/]")
+        fields = [f"{saving.saved_tokens:,}", f"{100 * saving.share_of_prefill:.1f} %"]
+        fields += [f"{saving.tokens_per_1000_requests:,.0f}"]
+        fields += [f"{saving.seconds_per_1000_requests:,.2f}"] if timed else []
+        verdict = Entry(saving.verdict, tone=_TONES[saving.verdict])
+        table.add(saving.capacity.removesuffix(" tokens"), *fields, verdict)
     return table
 
 

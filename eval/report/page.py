@@ -33,5 +33,6 @@ def render_html(report: Report, progress: Progress = silent) -> str:
     for section in report.sections:
         pictures[section.suite.name] = section.pictures
         advance()
-    page: str = template.render(report=report, pictures=pictures, colours=COLOURS, statistics=STATISTICS)
+    charts = [chart.picture() for chart in report.headline.charts]
+    page: str = template.render(report=report, charts=charts, pictures=pictures, colours=COLOURS, statistics=STATISTICS)
     return page

@@ -1,4 +1,4 @@
-"""A report: what stands in it and in which order, in no format yet."""
+"""Contents of a report, before it is rendered."""
 
 from __future__ import annotations
 
@@ -6,17 +6,19 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from ragorder.eval.report.canvas import Picture
 from ragorder.eval.report.finding import finding
 from ragorder.eval.report.groups import Group
+from ragorder.eval.report.headline import Chart, Headline, Mark, main_policy, saving_words
 from ragorder.eval.report.metrics import CACHED, TTFT_P50
 from ragorder.eval.report.paper import paper_rows
 from ragorder.eval.report.part import part_of
 from ragorder.eval.report.statistics import BLOCK, need_scipy
 from ragorder.eval.report.tables import Entry, Table
-from ragorder.eval.report.words import cell_words, format_number, policy_words
+from ragorder.eval.report.words import cell_words, format_number, policy_words, signed
 from ragorder.eval.running.experiment import experiments
 from ragorder.eval.running.progress import Progress, silent
 from ragorder.eval.running.reading import Results
@@ -24,6 +26,8 @@ from ragorder.eval.running.record import Record, SessionRecord
 from ragorder.eval.running.suite import Suite
 
 __all__ = ["Report", "Section", "make_report"]
+
+_FEW_CELLS, _FEW_SUITES = 24, 3
 
 STATISTICS = (
     "Every policy serves the same requests, so differences are paired request by request. In brackets: 95 % intervals "
@@ -47,6 +51,8 @@ class Section:
     unavailable: list[tuple[str, str]] = field(default_factory=list)
     words: list[str] = field(default_factory=list)
     drawings: list[Callable[[], Sequence[Picture]]] = field(default_factory=list)
+    headline: Headline = field(default_factory=Headline)
+    environment: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def pictures(self) -> list[Picture]:
@@ -57,7 +63,8 @@ class Section:
 class Report:
     title: str
     measured: str
-    overview: Table
+    headline: Headline
+    overview: Table | None
     finding: list[str]
     side_by_side: Table | None
     sections: list[Section]
@@ -68,29 +75,98 @@ class Report:
     notes: list[str]
 
 
-def make_report(results: Results, suites: Mapping[str, Suite], progress: Progress = silent) -> Report:
-    """Everything that is said about these results. Raises ImportError naming the extra to install."""
+def make_report(
+    results: Results | None,
+    suites: Mapping[str, Suite],
+    progress: Progress = silent,
+    others: Sequence[Section] = (),
+) -> Report:
+    """The report on results of suites, and on `others`: sections on results of other commands, which come first.
+
+    Raises ImportError naming the extra to install.
+    """
     need_scipy()
+    sections = list(others)
+    if results is None:
+        results = Results(Path())
     order = [*(name for name in suites if name in results.suites), *(n for n in results.suites if n not in suites)]
-    advance, sections = progress("comparing", len(order)), []
+    advance = progress("comparing", len(order)) if order else silent("", 0)
     own = {name: info for each in experiments().values() for name, info in each.own_suites().items()}
     for name in order:
         sections.append(_section(suites.get(name) or own.get(name) or Suite.unlisted(name), results))
         advance()
-    words, side_by_side = finding([group for section in sections for group in section.groups])
+    of_suites = sections[len(others) :]
+    papers = any(_on_papers_trace(section) for section in of_suites)
+    words, side_by_side = (
+        finding([group for section in of_suites for group in section.groups]) if papers else ([], None)
+    )
     return Report(
         title="ragorder: what ordering changes",
-        measured=_measured(results),
-        overview=_overview(sections),
+        measured=_measured(results) if of_suites else ", ".join(section.suite.title for section in others),
+        headline=_headline(of_suites, others),
+        overview=_overview(of_suites) if of_suites else None,
         finding=words,
         side_by_side=side_by_side,
         sections=sections,
-        not_measured=_not_measured(results, suites),
+        not_measured=_not_measured(results, suites) if of_suites or not others else [],
         checks=_checks(results),
-        sessions=_sessions(results),
-        commands=list(dict.fromkeys(_command(session, results.folder) for session in results.sessions)),
+        sessions=_sessions(results, others),
+        commands=list(dict.fromkeys(_command(session, results.folder_of(session)) for session in results.sessions)),
         notes=results.notes,
     )
+
+
+def _on_papers_trace(section: Section) -> bool:
+    traces = {group.cell.get("workload") for group in section.groups}
+    return bool(traces) and (section.suite.from_paper or bool(traces & {"paper", "paper-shuf"}))
+
+
+def _headline(sections: Sequence[Section], others: Sequence[Section]) -> Headline:
+    """The user's own results, or else the suites' together."""
+    found = [section.headline for section in others]
+    own = [section for section in sections if section.groups and not section.suite.source]
+    found.append(_compared_suites(own or sections))
+    words = [words for each in found for words in each.words]
+    return Headline(words, [chart for each in found for chart in each.charts])
+
+
+def _compared_suites(sections: Sequence[Section]) -> Headline:
+    """What the main policy of each suite saves, over its cells."""
+    marks, words = [], []
+    for section in sections:
+        policy = _main_policy(section)
+        if policy is None:
+            continue
+        pairs = [(group, each) for group in section.groups if (each := group.compare(policy, section.baseline, CACHED))]
+        found = [each for _, each in pairs]
+        name = policy_words(policy)
+        if len(found) == 1:
+            group, cached = pairs[0]
+            times = group.compare(policy, section.baseline, TTFT_P50)
+            words.append(saving_words(policy, section.baseline, cached, times, where=section.suite.title))
+            marks.append(Mark.of(section.suite.title, policy, cached))
+        elif found:
+            changes = sorted(each.difference for each in found)
+            verdicts = [each.verdict if each.verdict != "no difference" else "not decided" for each in found]
+            counted = ", ".join(f"{verdicts.count(each)} {each}" for each in dict.fromkeys(verdicts))
+            words.append(
+                f"{section.suite.title}: {name} changes the cached tokens by {signed(changes[0])} to "
+                f"{signed(changes[-1])} points against {policy_words(section.baseline)}; "
+                f"of {len(found)} cells {counted}."
+            )
+            if len(sections) == 1 and len(pairs) <= _FEW_CELLS:
+                marks += [Mark.of(group.label or section.suite.title, policy, each) for group, each in pairs]
+            else:
+                marks.append(Mark(section.suite.title, median(changes), changes[0], changes[-1], policy=policy))
+    if not marks:
+        return Headline(["Not decided: no two policies were compared."] if sections and not words else words)
+    if len(words) > _FEW_SUITES:
+        better = sum(mark.low > 0 for mark in marks)
+        words = [
+            f"In {better} of {len(marks)} suites ordering finds more tokens in the cache in every cell; see the table."
+        ]
+    caption = "95 % intervals; of a suite with several cells, from the smallest change to the largest."
+    return Headline(words, [Chart("Cached tokens, against the baseline", "percentage points", marks, caption)])
 
 
 def _section(suite: Suite, results: Results) -> Section:
@@ -166,11 +242,8 @@ def _overview(sections: Sequence[Section]) -> Table:
 
 
 def _main_policy(section: Section) -> str | None:
-    """The policy that a suite is about: the default one, else ours that comes last."""
     policies = dict.fromkeys(policy for group in section.groups for policy in group.policies)
-    ours = [policy for policy in ("auto", "best", "events", "greedy") if policy in policies]
-    others = [policy for policy in policies if policy not in (section.baseline, "none", "oracle")]
-    return next((policy for policy in [*ours, *reversed(others)] if policy != section.baseline), None)
+    return main_policy(list(policies), section.baseline)
 
 
 def _measured(results: Results) -> str:
@@ -230,24 +303,28 @@ def _value(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
 
 
-def _sessions(results: Results) -> Table:
-    names = ("processor", "cores", "gpu", "platform", "python", "load_average", "packages")
-    rows = []
+def _sessions(results: Results, others: Sequence[Section]) -> Table:
+    rows = [[Entry(section.suite.title), Entry(_environment(section.environment))] for section in others]
     for session in results.sessions:
-        environment = session.environment
-        known = {name: environment[name] for name in (*names, *environment) if environment.get(name) is not None}
-        known.pop("time", None)
-        said = []
-        for name, value in known.items():
-            shown = ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, Mapping) else value
-            shown = ", ".join(map(str, shown)) if isinstance(shown, list) else shown
-            if shown == "":
-                continue
-            said.append(f"{name.replace('_', ' ')}: {shown}")
+        said = _environment(session.environment)
         loads = [run.load_average for run in results.runs if run.session == session.id and run.load_average is not None]
-        said += [f"load average after the runs: {min(loads)} to {max(loads)}"] if loads else []
-        rows.append([Entry(session.id, session.started), Entry("; ".join(said) or "not recorded")])
+        if loads:
+            said = f"{f'{said}; ' if said else ''}load average after the runs: {min(loads)} to {max(loads)}"
+        rows.append([Entry(session.id, session.started), Entry(said or "not recorded")])
     return Table("Sessions", ["session", "environment"], rows)
+
+
+def _environment(environment: Mapping[str, Any]) -> str:
+    names = ("processor", "cores", "gpu", "platform", "python", "load_average", "packages")
+    known = {name: environment[name] for name in (*names, *environment) if environment.get(name) is not None}
+    known.pop("time", None)
+    said = []
+    for name, value in known.items():
+        shown = ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, Mapping) else value
+        shown = ", ".join(map(str, shown)) if isinstance(shown, list) else shown
+        if shown != "":
+            said.append(f"{name.replace('_', ' ')}: {shown}")
+    return "; ".join(said)
 
 
 def _command(session: SessionRecord, folder: Path) -> str:

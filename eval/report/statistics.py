@@ -28,7 +28,17 @@ if TYPE_CHECKING:
 
     Floats = NDArray[np.float64]
 
-__all__ = ["BLOCK", "PairedDifference", "StatisticsError", "Summary", "Verdict", "compare", "need_scipy", "summary"]
+__all__ = [
+    "BLOCK",
+    "PairedDifference",
+    "StatisticsError",
+    "Summary",
+    "Verdict",
+    "compare",
+    "compare_seeds",
+    "need_scipy",
+    "summary",
+]
 
 BLOCK = 10
 """Consecutive requests that are resampled together; fewer in a short run, of which there are at least five blocks."""
@@ -145,14 +155,52 @@ def compare(
     by_seed = tuple(float(_difference(*measure([stratum]))) for stratum in strata)
     middle = float(_difference(plain, changed))
     low, high = _interval(difference, blocks_of_seeds, middle, confidence, resamples, seed)
-    sign = 1 if better == "higher" else -1
-    verdict: Verdict = "no difference"
-    if not low <= 0 <= high:
-        verdict = "better" if sign * middle > 0 else "worse"
+    verdict = _verdict(middle, low, high, better)
     if relative:
         middle, low, high, *by = (math.expm1(value) for value in (middle, low, high, *by_seed))
         by_seed = tuple(by)
     return PairedDifference(plain, changed, middle, low, high, verdict, relative, requests, by_seed)
+
+
+def compare_seeds(
+    baseline: Sequence[float],
+    ours: Sequence[float],
+    *,
+    relative: bool = False,
+    better: Literal["higher", "lower"] = "higher",
+    confidence: float = 0.95,
+) -> PairedDifference:
+    """A figure of each seed compared, where there are none of requests: the mean difference, with Student's interval.
+
+    Raises StatisticsError for sides of different seeds or none, and ImportError naming the extra to install.
+    """
+    import numpy as np
+
+    stats = need_scipy()
+    if not baseline or len(baseline) != len(ours):
+        raise StatisticsError("the two have not been measured with the same seeds")
+    plain, changed = np.asarray(baseline, dtype=float), np.asarray(ours, dtype=float)
+    if relative and min(plain.min(), changed.min()) <= 0:
+        raise StatisticsError("a relative difference needs figures above zero")
+    by_seed = np.log(changed / plain) if relative else changed - plain
+    middle, low, high = float(by_seed.mean()), -math.inf, math.inf
+    if len(by_seed) > 1:
+        reach = stats.t.ppf((1 + confidence) / 2, len(by_seed) - 1) * by_seed.std(ddof=1) / math.sqrt(len(by_seed))
+        low, high = middle - float(reach), middle + float(reach)
+    verdict = _verdict(middle, low, high, better)
+    by = tuple(map(float, by_seed))
+    if relative:
+        middle, low, high = (math.expm1(each) if math.isfinite(each) else each for each in (middle, low, high))
+        by = tuple(map(math.expm1, by))
+    return PairedDifference(
+        float(plain.mean()), float(changed.mean()), middle, low, high, verdict, relative, len(plain), by
+    )
+
+
+def _verdict(middle: float, low: float, high: float, better: Literal["higher", "lower"]) -> Verdict:
+    if low <= 0 <= high:
+        return "no difference"
+    return "better" if (middle > 0) == (better == "higher") else "worse"
 
 
 def _interval(

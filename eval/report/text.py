@@ -1,13 +1,16 @@
-"""The report's tables in Markdown, for a README or docs/results.md."""
+"""The report as Markdown, and on the console."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from rich.console import Console
+from rich.text import Text
+
 from ragorder.eval.report.sections import STATISTICS, Report, Section
 from ragorder.eval.report.tables import markdown_text
 
-__all__ = ["render_markdown"]
+__all__ = ["print_report", "render_markdown"]
 
 
 def render_markdown(report: Report) -> str:
@@ -16,22 +19,28 @@ def render_markdown(report: Report) -> str:
 
 
 def _lines(report: Report) -> Iterator[str]:
-    yield f"# {report.title}\n\n{report.measured}. {STATISTICS}\n"
-    yield from report.overview.markdown("##")
-    yield "## The paper's trace, honestly\n"
+    yield f"# {report.title}\n"
+    yield from (f"**{markdown_text(words)}**\n" for words in report.headline.words)
+    yield f"{report.measured}.{f' {STATISTICS}' if report.overview else ''}\n"
+    if report.overview:
+        yield from report.overview.markdown("##")
+    if report.finding:
+        yield "## The paper's trace, honestly\n"
     yield from (f"{markdown_text(words)}\n" for words in report.finding)
     if report.side_by_side is not None:
         yield from report.side_by_side.markdown("")
-    yield "## What was not measured\n"
+    if report.not_measured:
+        yield "## What was not measured\n"
     yield from (f"- {markdown_text(words)}" for words in report.not_measured)
     yield ""
     for section in report.sections:
         yield from _section(section)
     if report.checks is not None:
         yield from report.checks.markdown("##")
-    yield "## To repeat it\n\n```"
-    yield from report.commands
-    yield "```\n"
+    if report.commands:
+        yield "## To repeat it\n\n```"
+        yield from report.commands
+        yield "```\n"
     yield from report.sessions.markdown("##")
     if report.notes:
         yield "Notes on reading the results:\n"
@@ -51,3 +60,37 @@ def _section(section: Section) -> Iterator[str]:
         yield f"- {policy} not available: {markdown_text(reason)}"
     if section.unavailable:
         yield ""
+
+
+def print_report(report: Report, console: Console) -> None:
+    console.print(Text(f"{report.title}\n", "bold"))
+    for words in report.headline.words:
+        console.print(Text(words, "bold green"))
+    for chart in report.headline.charts:
+        console.print("", chart)
+    console.print(Text(f"\n{report.measured}.\n", "dim"))
+    if report.overview is not None:
+        console.print(report.overview)
+    for words in report.finding:
+        console.print(Text(words))
+    if report.side_by_side is not None:
+        console.print(report.side_by_side)
+    for section in report.sections:
+        suite = section.suite
+        console.print(Text(f"\n{suite.title}", "bold underline"))
+        said = "; ".join(filter(None, (suite.says.rstrip("."), suite.source, section.engine, section.setting)))
+        console.print(Text(said, "dim"))
+        for words in section.words:
+            console.print(Text(words, "yellow"))
+        for table in section.tables:
+            console.print(table)
+        for policy, reason in section.unavailable:
+            console.print(Text(f"{policy} not available: {reason}", "dim"))
+    if report.checks is not None:
+        console.print(report.checks)
+    if report.not_measured:
+        console.print(Text("\nWhat was not measured", "bold underline"))
+    for words in (*report.not_measured, *report.notes):
+        console.print(Text(f"- {words}"))
+    if report.overview is not None:
+        console.print(Text(f"\n{STATISTICS}", "dim"))

@@ -47,7 +47,12 @@ class Results:
     unavailable: list[UnavailableRecord] = field(default_factory=list)
     checks: list[Mapping[str, Any]] = field(default_factory=list)
     own_checks: list[Mapping[str, Any]] = field(default_factory=list)
+    folders: dict[str, Path] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+
+    def folder_of(self, session: SessionRecord) -> Path:
+        found = self.folders.get(session.id, self.folder)
+        return found.parent if found.is_file() else found
 
     @property
     def suites(self) -> list[str]:
@@ -64,26 +69,33 @@ class Results:
         return [each for each in self.records if isinstance(each, record) and suite in (None, each.suite)]
 
 
-def read_results(folder: Path) -> Results:
-    """Raises ResultsError if the folder has no results, OSError."""
-    text = _text(folder)
+def read_results(folder: Path, *more: Path) -> Results:
+    """The results in folders, or in files results.jsonl or results.jsonl.xz, together.
+
+    Raises ResultsError for a folder without results, OSError.
+    """
     results = Results(folder)
     passed_over: Counter[str] = Counter()
     seen: set[object] = set()
-    for line in text.splitlines():
-        if line.strip():
-            passed_over[_take(line, results, seen)] += 1
+    for each in (folder, *more):
+        text, before = _text(each), len(results.sessions)
+        for line in text.splitlines():
+            if line.strip():
+                passed_over[_take(line, results, seen)] += 1
+        results.folders |= {session.id: each for session in results.sessions[before:]}
     del passed_over[""]
     results.notes += [f"{count} × {what}" for what, count in passed_over.items()]
     if not results.suites and not results.checks:
-        raise ResultsError(
-            f"{folder / RESULTS} holds no measurement: run 'ragorder eval run SUITE -o {folder}' to its end"
-        )
+        where = folder if folder.is_file() else folder / RESULTS
+        raise ResultsError(f"{where} holds no measurement: run 'ragorder eval run SUITE -o DIR' to its end")
     return results
 
 
 def _text(folder: Path) -> str:
+    """Of a folder, or of one of its files."""
     plain, packed = folder / RESULTS, folder / f"{RESULTS}.xz"
+    if folder.is_file():
+        plain, packed = (folder.parent / "", folder) if folder.suffix == ".xz" else (folder, folder.parent / "")
     if plain.is_file():
         return plain.read_text("utf-8", errors="replace")
     if packed.is_file():

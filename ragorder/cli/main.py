@@ -30,6 +30,7 @@ _COMMANDS = {
     "bench": LazyCommand("ragorder.eval.cli.bench:bench", "Compare ordering policies on a trace of requests."),
     "eval": LazyCommand("ragorder.eval.cli.eval:eval", "Run the evaluation's tables and figures, and report on them."),
     "replay": LazyCommand("ragorder.eval.cli.replay:replay", "Replay a log of past requests on a simulated cache."),
+    "report": LazyCommand("ragorder.eval.cli.report:report", "Report on results: what ordering saves."),
     "serve": LazyCommand("ragorder.cli.serve:serve", "Order documents in front of an OpenAI-compatible server."),
     "stats": LazyCommand("ragorder.cli.stats:stats", "Show what ordering saved at a running proxy or application."),
     "tiers": LazyCommand("ragorder.cli.tiers:tiers", "Keep documents' KV in host memory and on disk, in vLLM."),

@@ -1,0 +1,135 @@
+"""Headline of a report: what ordering saves, with its interval, in words and as a chart."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ragorder.eval.report.canvas import LINE, Picture, draw, style
+from ragorder.eval.report.statistics import PairedDifference
+from ragorder.eval.report.words import THIN, change_words, format_number, policy_words, signed
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+__all__ = ["Chart", "Headline", "Mark", "main_policy", "saving_words"]
+
+_BAR = 30
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A difference with its interval (infinite: unknown), and that of each seed."""
+
+    label: str
+    value: float
+    low: float = -math.inf
+    high: float = math.inf
+    seeds: Sequence[float] = ()
+    policy: str = "auto"
+
+    @classmethod
+    def of(cls, label: str, policy: str, found: PairedDifference) -> Mark:
+        """In percentage points of a share, or in per cent of the baseline."""
+        scale = 100 if found.relative else 1
+        low, high = (scale * end for end in (found.low, found.high))
+        return cls(label, scale * found.difference, low, high, [scale * each for each in found.by_seed], policy)
+
+    @property
+    def known(self) -> bool:
+        return math.isfinite(self.low) and math.isfinite(self.high)
+
+    @property
+    def shown(self) -> str:
+        interval = f" [{signed(self.low)}, {signed(self.high)}]" if self.known else ""
+        return f"{signed(self.value)}{interval}"
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """Differences to a baseline, one row each: a picture on the page, bars on the console."""
+
+    title: str
+    axis: str
+    marks: Sequence[Mark]
+    caption: str = ""
+
+    def picture(self) -> Picture:
+        """Raises ImportError naming the extra to install."""
+        marks = self.marks
+
+        def paint(axes: Any) -> None:
+            axes.axvline(0, color=LINE, linewidth=1.2)
+            for place, mark in enumerate(reversed(marks)):
+                looks = style(mark.policy)
+                if mark.known:
+                    axes.plot([mark.low, mark.high], [place, place], color=looks.colour, linewidth=5, alpha=0.35)
+                axes.plot(mark.seeds, [place] * len(mark.seeds), "|", color=looks.colour, markersize=9)
+                axes.plot(mark.value, place, looks.marker, color=looks.colour, markersize=7)
+            axes.set_yticks(range(len(marks)), [mark.label for mark in reversed(marks)])
+            axes.set_ylim(-0.6, len(marks) - 0.4)
+            axes.grid(axis="y", visible=False)
+            axes.set_xlabel(self.axis)
+
+        said = "; ".join(f"{mark.label}: {mark.shown}" for mark in marks)
+        caption = self.caption + " Strokes are the seeds." * any(mark.seeds for mark in marks)
+        return draw(paint, title=self.title, alt=said, caption=caption, height=1.1 + 0.42 * len(marks))
+
+    def __rich__(self) -> Text:
+        from rich.text import Text
+
+        text = Text(f"{self.title} ({self.axis})\n", "bold")
+        width = max(len(mark.label) for mark in self.marks)
+        longest = max(abs(mark.value) for mark in self.marks) or 1
+        for mark in self.marks:
+            bar = "█" * max(1, round(_BAR * abs(mark.value) / longest))
+            text.append(f"  {mark.label:<{width}}  ", "")
+            text.append(f"{bar} ", "green" if mark.value > 0 else "red")
+            text.append(f"{mark.shown}\n", "")
+        return text.append(self.caption, "dim") if self.caption else text
+
+
+@dataclass(frozen=True, slots=True)
+class Headline:
+    """`words` are sentences, the most important one first."""
+
+    words: list[str] = field(default_factory=list)
+    charts: list[Chart] = field(default_factory=list)
+
+
+def main_policy(policies: Sequence[str], baseline: str) -> str | None:
+    """The policy that a comparison is about: the default one, else ours that comes last."""
+    ours = [policy for policy in ("auto", "best", "events", "greedy") if policy in policies]
+    others = [policy for policy in policies if policy not in (baseline, "none", "oracle")]
+    return next((policy for policy in [*ours, *reversed(others)] if policy != baseline), None)
+
+
+def saving_words(
+    policy: str,
+    baseline: str,
+    cached: PairedDifference,
+    times: PairedDifference | None = None,
+    *,
+    where: str = "",
+    unknown: str = "too few requests",
+) -> str:
+    """A sentence on two policies; `unknown` is the reason for a missing interval."""
+    words = f"{where}: " if where else ""
+    words += (
+        f"{policy_words(policy)} finds {format_number(cached.value)}{THIN}% of the prompt tokens in the cache, "
+        f"{policy_words(baseline)} {format_number(cached.baseline)}{THIN}%: {_changed(cached, ' points', unknown)}"
+    )
+    if times is not None:
+        words += f". The median time to the first token changes by {_changed(times, '', unknown)}"
+    return f"{words}." if where else f"{words[0].upper()}{words[1:]}."
+
+
+def _changed(found: PairedDifference, unit: str, unknown: str) -> str:
+    if not found.known:
+        shown = f"{signed(100 * found.difference)}{THIN}%" if found.relative else signed(found.difference)
+        return f"{shown}{unit} (not decided: {unknown})"
+    return f"{change_words(found)}{unit}" + (
+        " (not decided: the interval covers zero)" if found.verdict == "no difference" else ""
+    )
