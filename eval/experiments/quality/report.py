@@ -107,7 +107,7 @@ def _title(line: QualityRecord, *, several: bool) -> str:
 
 def _table(title: str, lines: Sequence[QualityRecord], checks: Sequence[_Check], verdict: _Check | None) -> Table:
     compared = {check["policy"]: check for check in checks if check["name"] == "quality-comparison"}
-    headings = ["order of documents", "exact match, %", "F1, %", "questions", "of these reordered, %"]
+    headings = ["order of documents", "exact\nmatch, %", "F1, %", "questions", "of these\nreordered, %"]
     table = Table(f"Answers: {title}", headings)
     for line in lines:
         row = [Entry(policy_words(line.policy))]
