@@ -1,4 +1,4 @@
-"""The ordering policies that a benchmark compares: ours, the papers', and the plain ones."""
+"""Ordering policies that a benchmark compares: ours, the papers', and plain ones."""
 
 from __future__ import annotations
 
@@ -60,25 +60,23 @@ class PolicyError(ValueError):
 
 
 class Policy(Protocol):
-    """Orders documents. An `Orderer` is one."""
+    """Orders documents, as an `Orderer` does."""
 
     def order(
         self, documents: Documents, *, waiting: Sequence[Documents] = (), suffix_tokens: int | None = None
     ) -> Ordering[Document]:
-        """One request's documents; `waiting` are those of the requests behind it."""
+        """`waiting` are the documents of the requests behind this one."""
 
     def order_batch(
         self, requests: Sequence[Documents], *, suffix_tokens: int | None = None, max_wait: int | None = None
     ) -> Iterable[Ordering[Document]]:
-        """All requests of a run, in the order in which they are to be served, none more than `max_wait` places late."""
+        """In serving order, none more than `max_wait` places late."""
 
 
 def make_policy(
     name: str, *, engine: Cache, prompts: Prompts, seed: int = 0, settings: Mapping[str, Any] | None = None
 ) -> Policy:
-    """A fresh policy for one run on a fresh engine. Orderers take `settings` besides their own.
-
-    Raises PolicyError, pydantic.ValidationError for settings that are wrong."""
+    """A policy for one run on a fresh engine; orderers take `settings`. Raises PolicyError or ValidationError."""
     if name in ORDERERS:
         lengths = {"tokens": prompts.document_tokens, "prefix_tokens": prompts.prefix_tokens}
         return make_orderer(name, engine=engine, **lengths, **(settings or {}))
@@ -105,7 +103,7 @@ def make_policy(
 
 
 def make_orderer(name: str, *, engine: Cache, **options: Any) -> Orderer:
-    """The orderer of one of the policies `ORDERERS`, for a fresh engine. `options` are those of `Orderer`; they win."""
+    """The orderer of a policy of `ORDERERS`; `options` override its own."""
     cache = {
         "capacity_tokens": engine.capacity_tokens,
         "block_size": engine.block_size,
@@ -115,7 +113,7 @@ def make_orderer(name: str, *, engine: Cache, **options: Any) -> Orderer:
 
 
 class _EventsOrderer(Orderer):
-    """Policy auto, with the residency that the server's KV events tell. Its scope is the salt of the run's requests."""
+    """Policy auto on a server's KV events; its scope is the salt of the run's requests."""
 
     def __init__(
         self, engine: OpenAIEngine, blocks: EngineBlocks, builder: PromptBuilder, settings: Mapping[str, Any]
@@ -141,7 +139,7 @@ class _EventsOrderer(Orderer):
 
 
 class _Plain:
-    """A policy that is a function from documents to a permutation of their ranks; a batch is served as it came."""
+    """A function from documents to a permutation of their ranks; batches stay in order."""
 
     def __init__(self, permute: Callable[[Documents], list[int]]) -> None:
         self._permute = permute
@@ -179,8 +177,8 @@ class _Recency:
 class _Oracle:
     """The order with the longest prefix in the engine's true cache (RAGCache++ Table 9).
 
-    All permutations are considered up to 7 documents: an order that has left the cache gains nothing by what follows,
-    so that only cached beginnings are extended. Beyond 7, `budget` beginnings at most.
+    Only cached prefixes are extended: an order that has left the cache gains nothing. Beyond 7 documents at most
+    `budget`.
     """
 
     def __init__(self, engine: SimEngine, prompts: Prompts, budget: int = 2_000) -> None:

@@ -1,4 +1,4 @@
-"""One invocation of `ragorder eval run`: one loop over suites, cells, seeds and policies."""
+"""One invocation of `ragorder eval run`: a loop over suites, cells, seeds and policies."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ __all__ = ["Outcome", "Plan", "begin_session", "plan_run", "run_suites"]
 
 @dataclass(slots=True)
 class Outcome:
-    """What an invocation did: `runs` served, `copied` from another suite that had measured the same, `unavailable`
-    ones, and quality lines."""
+    """Counts of runs served, copied from another suite that measured the same, and unavailable."""
 
     runs: int = 0
     copied: int = 0
@@ -31,10 +30,10 @@ class Outcome:
 
 
 def run_suites(suites: Sequence[Suite], options: Options, store: Store, progress: Progress) -> Outcome:
-    """Run what the store lacks. Each line is written as soon as it is measured.
+    """Run what the store lacks; each line is written as soon as it is measured.
 
-    Raises HarnessError if the store has results of other options; CorpusError, EngineError, ImportError or OSError for
-    what ends the whole invocation. An obstacle in one cell becomes a line of type "unavailable".
+    Raises HarnessError for a store with results of other options; CorpusError, EngineError, ImportError or OSError end
+    the invocation. An obstacle in one cell is recorded as unavailable.
     """
     _check_same(options, store)
     return _Session(suites, options, store, progress).run()
@@ -42,7 +41,7 @@ def run_suites(suites: Sequence[Suite], options: Options, store: Store, progress
 
 @dataclass(slots=True)
 class Plan:
-    """Jobs to serve, jobs that one of these answers as well, and what cannot be measured."""
+    """Jobs to serve, jobs answered by one of these, and what cannot be measured."""
 
     served: list[Job] = field(default_factory=list)
     copied: list[Job] = field(default_factory=list)
@@ -50,7 +49,7 @@ class Plan:
 
 
 def plan_run(suites: Sequence[Suite], options: Options, store: Store) -> Plan:
-    """What `run_suites` would do with the suites whose experiments are planned. Raises as it does."""
+    """The plan of `run_suites` for suites whose experiments are planned. Raises as it does."""
     _check_same(options, store)
     plan = Plan()
     for kind, chosen in _by_kind(suites).items():
@@ -81,7 +80,6 @@ def _by_kind(suites: Sequence[Suite]) -> dict[str, list[Suite]]:
 
 
 def _jobs(experiment: Experiment, suites: Sequence[Suite], missing: list[Missing]) -> list[Job]:
-    """In the order in which they are measured; what cannot be measured is added to `missing`."""
     jobs: list[Job] = []
     for suite in suites:
         for found in _plan(experiment, suite):
