@@ -11,7 +11,7 @@ from ragorder.eval.report.canvas import LINE, Picture, draw, label_ends, style
 from ragorder.eval.report.groups import Group, group_runs
 from ragorder.eval.report.part import Part
 from ragorder.eval.report.tables import Entry, Table
-from ragorder.eval.report.words import figure
+from ragorder.eval.report.words import format_number
 from ragorder.eval.running.reading import Results
 from ragorder.eval.running.suite import Suite
 
@@ -63,11 +63,11 @@ def _times(group: _Group, line: AttentionRecord) -> list[str]:
     if ms is None:
         return ["not timed", "", "", ""]
     speed = _speed(group, line)
-    relative = "" if speed is None else f"{figure(speed, 2)} ×"
+    relative = "" if speed is None else f"{format_number(speed, 2)} ×"
     return [
-        figure(ms, 3),
-        figure(line.facts["flops"] / ms / 1e9, 0),
-        figure(line.facts["bytes"] / ms / 1e6, 0),
+        format_number(ms, 3),
+        format_number(line.facts["flops"] / ms / 1e9, 0),
+        format_number(line.facts["bytes"] / ms / 1e6, 0),
         relative,
     ]
 
@@ -115,7 +115,7 @@ def _pictures(groups: Sequence[_Group]) -> list[Picture]:
         label_ends(axes, ends)
 
     alt = "; ".join(
-        f"{context:,} cached: {', '.join(f'{figure(speed, 2)} at {query:,}' for query, speed in points)}"
+        f"{context:,} cached: {', '.join(f'{format_number(speed, 2)} at {query:,}' for query, speed in points)}"
         for context, points in means.items()
     )
     return [

@@ -9,7 +9,7 @@ from ragorder.eval.experiments.profiling.record import ProfileRecord
 from ragorder.eval.report.canvas import Picture, draw, label_ends, style
 from ragorder.eval.report.part import Part
 from ragorder.eval.report.tables import Entry, Table, Tone
-from ragorder.eval.report.words import figure
+from ragorder.eval.report.words import format_number
 from ragorder.eval.running.reading import Results
 from ragorder.eval.running.suite import Suite
 from ragorder.kernels.profile import PrefillProfile
@@ -50,7 +50,7 @@ def profile_table(profile: PrefillProfile) -> Table:
 
 def _entry(seconds: float, share: float, new: int) -> Entry:
     tone: Tone = "good" if 3 * share >= 2 else "doubtful" if 3 * share >= 1 else "bad"
-    return Entry(figure(1e3 * seconds), f"{figure(new / seconds, 0)}/s", tone=tone)
+    return Entry(format_number(1e3 * seconds), f"{format_number(new / seconds, 0)}/s", tone=tone)
 
 
 def doubts(facts: Mapping[str, Any]) -> Iterator[str]:
@@ -79,7 +79,7 @@ def _picture(profile: PrefillProfile) -> Picture:
         axes.set_ylabel("time to the first token, ms")
         label_ends(axes, ends)
 
-    alt = "; ".join(f"{cached:,} cached: {', '.join(map(figure, ms))} ms" for cached, ms in lines)
+    alt = "; ".join(f"{cached:,} cached: {', '.join(map(format_number, ms))} ms" for cached, ms in lines)
     return draw(
         paint, title="Prefill times", alt=alt, caption=f"{profile.facts['model']} on {profile.facts['engine']}."
     )
