@@ -24,7 +24,7 @@ __getattr__ = renamed(__name__)
 class CacheOrderRetriever(dspy.Module):  # type: ignore[misc, unused-ignore]
     """A retrieval module that orders its passages for the engine's prefix cache. Thread-safe.
 
-        retrieve = CacheOrderRetriever(dspy.retrievers.Embeddings(…), orderer)
+        retrieve = CacheOrderRetriever(dspy.retrievers.Embeddings(corpus, embedder), orderer)
 
     `retriever` is a module or function; its result becomes a `dspy.Prediction(passages=…)`: a Prediction or mapping
     with `passages` (fields of the same length are ordered alike), a list of strings, or a list of rows with a

@@ -23,7 +23,7 @@ _FUNCTIONS = ("key", "tokens")
 class CacheOrderRanker:
     """Orders ranked documents for the engine's prefix cache, directly before the prompt builder. Thread-safe.
 
-    pipeline.add_component("cache_order", CacheOrderRanker(orderer))
+        pipeline.add_component("cache_order", CacheOrderRanker(orderer))
 
     - `orderer`, or `settings` for a new one (default: from the environment).
     - `top_k`: the most documents. Duplicates are kept.
@@ -32,9 +32,8 @@ class CacheOrderRanker:
     - `tokens`: its length in the prompt.
 
     Errors in these functions leave retrieval order and are counted by the orderer. Orderings count as served at once.
-    `from_dict` makes a new orderer with the same settings; `key` and `tokens` must be functions of a module.
-
-    Raises ValueError for a `top_k` below 1 and for both orderer and settings; pydantic.ValidationError for settings.
+    `from_dict` makes a new orderer with the same settings; `key` and `tokens` must be functions of a module. Raises
+    ValueError for a `top_k` below 1 and for both orderer and settings; pydantic.ValidationError for settings.
     """
 
     def __init__(

@@ -48,6 +48,10 @@ class Ticket(Generic[T]):
 class CacheAwareQueue(Generic[T]):
     """Yields the item with the largest cached / computed length next, among equals the oldest. Not thread-safe.
 
+        queue = CacheAwareQueue(window=32)
+        queue.enter("question", lambda: CachedLengths(96, 40))
+        queue.take().item
+
     An item overtaken by `window` later ones goes next: to within the window the queue is first come, first served,
     between tenants as well. `take` reads the lengths of the oldest `window` + 1 items only; items without lengths, or
     whose lengths raise, count as not cached. Raises ValueError for a negative window.

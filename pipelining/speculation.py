@@ -72,6 +72,8 @@ class Speculation(Generic[R]):
 class SpeculationGain:
     """Expected gain of a speculation, learnt from all searches.
 
+        pipeline = Pipeline(retrieval, prompts, engine, load=EngineLoad(4), gain=SpeculationGain())
+
     On the right documents it saves the rest of the search, at most a prefill; on the wrong ones it may keep the engine
     busy beyond the search, since an iteration is not aborted.
     """

@@ -14,10 +14,12 @@ C = TypeVar("C")
 
 
 class Registry(Generic[P]):
-    """The policies of a package, registered by its modules: a new policy is one new file.
+    """The policies of a package, registered by its modules.
 
-    @tails.register("rank", "as retrieval ranked them")
-    class RankTail(Tail): ...
+        @tails.register("rank", "as retrieval ranked them")
+        class RankTail(Tail): ...
+
+    A new policy is one new file.
     """
 
     def __init__(self, kind: str) -> None:

@@ -57,7 +57,13 @@ class Node:
 
 
 class KnowledgeTree:
-    """A trie over document keys; the root stands for the system prompt of `prefix_tokens` tokens."""
+    """A trie over document keys; the root stands for the system prompt of `prefix_tokens` tokens.
+
+        tree = KnowledgeTree(block_size=16)
+        path = tree.insert(["a", "b"], [48, 32], order=[1, 0])
+
+    A residency marks what the engine holds.
+    """
 
     def __init__(self, block_size: int, prefix_tokens: int = 0) -> None:
         self.block_size = block_size

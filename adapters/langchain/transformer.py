@@ -21,9 +21,11 @@ class CacheOrderTransformer(
     BaseDocumentTransformer,
     RunnableSerializable[Sequence[Document], list[Document]],
 ):
-    """A step that orders documents, also as a compressor. Thread-safe. Options as for `CacheOrderRetriever`.
+    """A step that orders documents, also as a compressor. Thread-safe.
 
-    chain = retriever | CacheOrderTransformer(orderer) | join_texts
+        chain = retriever | CacheOrderTransformer(orderer) | join_texts
+
+    Options as for `CacheOrderRetriever`.
     """
 
     def __init__(self, orderer: OrdererLike, **options: Any) -> None:

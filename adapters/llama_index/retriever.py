@@ -15,9 +15,11 @@ __all__ = ["CacheOrderRetriever"]
 
 
 class CacheOrderRetriever(BaseRetriever):
-    """Options as for `CacheOrderPostprocessor`, which is the better choice if a later component filters or sorts nodes.
+    """A retriever that orders its nodes. Thread-safe.
 
-    retriever = CacheOrderRetriever(index.as_retriever(), orderer)
+        retriever = CacheOrderRetriever(index.as_retriever(), orderer)
+
+    Options as for `CacheOrderPostprocessor`, which is the better choice if a later component filters or sorts nodes.
     """
 
     def __init__(

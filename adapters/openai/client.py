@@ -86,8 +86,8 @@ class _BaseClient(CallSetup, Generic[A, S, M]):
 class OrderedClient(_BaseClient[Answer, OrderedStream, Generator[BatchOutcome, None, None]]):
     """Sends questions and their ordered documents to an OpenAI-compatible server. Thread-safe.
 
-    rag = OrderedClient(openai.OpenAI(base_url=url), model="…", orderer=orderer, builder=builder)
-    rag.generate("Which drawer?", documents).text
+        rag = OrderedClient(openai.OpenAI(base_url=url), model="…", orderer=orderer, builder=builder)
+        rag.generate("Which drawer?", documents).text
 
     - `prompts`: "messages" for chat completions; "token_ids" for completions (with the served model's tokenizer).
     - `retries`: attempts after a stream broke before the caller saw any of it; `sleep(seconds)` before each.
@@ -95,9 +95,8 @@ class OrderedClient(_BaseClient[Answer, OrderedStream, Generator[BatchOutcome, N
     - `send_facts`: send document ends and a digest of the scope to a vLLM with ragorder tiers (docs/tiers.md).
 
     Every ordering is finished, best with reported cached tokens (vLLM: --enable-prompt-tokens-details, SGLang:
-    --enable-cache-report). `stream` sends its request at once.
-
-    Raises ImportError without openai, TypeError for an asynchronous client, ValueError for `prompts` or `retries`.
+    --enable-cache-report). `stream` sends its request at once. Raises ImportError without openai, TypeError for an
+    asynchronous client, ValueError for `prompts` or `retries`.
     """
 
     _foreign = ("AsyncOpenAI", "AsyncOrderedClient")
@@ -109,10 +108,13 @@ class OrderedClient(_BaseClient[Answer, OrderedStream, Generator[BatchOutcome, N
 class AsyncOrderedClient(
     _BaseClient[Coroutine[Any, Any, Answer], AsyncOrderedStream, AsyncGenerator[BatchOutcome, None]]
 ):
-    """`OrderedClient` for an `openai.AsyncOpenAI`. `stream` sends its request on `async with` or at its first piece.
+    """`OrderedClient` for an `openai.AsyncOpenAI`.
 
-    async with rag.stream("Which drawer?", documents) as stream:
-        async for text in stream: ...
+        rag = AsyncOrderedClient(openai.AsyncOpenAI(base_url=url), model="…", orderer=orderer, builder=builder)
+        async with rag.stream("Which drawer?", documents) as stream:
+            async for text in stream: ...
+
+    `stream` sends its request on `async with` or at its first piece; `sleep` is awaited.
     """
 
     _foreign = ("OpenAI", "OrderedClient")

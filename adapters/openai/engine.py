@@ -16,8 +16,13 @@ __all__ = ["OpenAIStreams"]
 
 
 class OpenAIStreams:
-    """Sends requests through an `openai.AsyncOpenAI`. Closing a stream aborts its request on vLLM and SGLang. Options
-    as for `OrderedClient`. Raises ImportError without openai, TypeError for a synchronous client."""
+    """An OpenAI-compatible server as the engine of a pipeline.
+
+        engine = OpenAIStreams(openai.AsyncOpenAI(base_url=url), "…")
+
+    Options as for `OrderedClient`. Closing a stream aborts its request on vLLM and SGLang. Raises ImportError without
+    openai, TypeError for a synchronous client.
+    """
 
     def __init__(self, client: Any, model: str, *, send_salt: bool = True, send_facts: bool = False) -> None:
         check_client(client, "a pipeline", "OpenAI", "openai.AsyncOpenAI")

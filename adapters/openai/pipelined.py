@@ -208,8 +208,14 @@ class PipelinedClient(_BasePipelinedClient[PipelinedStream, Coroutine[Any, Any, 
 
 
 class SyncPipelinedClient(_BasePipelinedClient[SyncStream, SyncStream]):
-    """`PipelinedClient` for threads, with an event loop on its own thread. Thread-safe; use it by `with`, or close it:
-    that ends running requests and the openai client, which is for this object alone. Closed, it raises RuntimeError."""
+    """`PipelinedClient` for threads, with an event loop on its own thread. Thread-safe.
+
+        with SyncPipelinedClient(openai.AsyncOpenAI(base_url=url), **options) as client:
+            print(client.answer("Which drawer?").text)
+
+    Leaving `with`, or `close`, ends running requests and the openai client, which is for this object alone. Closed, it
+    raises RuntimeError.
+    """
 
     def __init__(self, client: Any, **options: Any) -> None:
         super().__init__(client, **options)

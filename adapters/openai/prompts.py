@@ -81,6 +81,8 @@ def finish(ordering: Ordering[Document], usage: Usage | None, ordered_s: float) 
 class OrderedPrompts:
     """Requests from questions and their documents, ordered for the engine's prefix cache.
 
+        pipeline = Pipeline(retrieval, OrderedPrompts(orderer, builder), engine)
+
     `prompts`: "messages" for a server's chat template, "token_ids" exactly as `builder` made them. `learn` is called
     with the prompt tokens of each committed request. Raises ValueError for invalid `prompts`.
     """

@@ -57,8 +57,13 @@ class WatchedEngine:
 
 class SystemPrefix:
     """The prompt prefix in front of the documents, one per scope. A prefill is a request of one token and an ordering
-    without documents. Use its `engine` in the pipeline: after a failure there, prefixes count as lost. Raises
-    ValueError for invalid `prompts`."""
+    without documents.
+
+        prefix = SystemPrefix(orderer, builder, engine)
+        pipeline = Pipeline(retrieval, prompts, prefix.engine, warm_up=WarmUp(prefix))
+
+    After a failure of its `engine`, prefixes count as lost. Raises ValueError for invalid `prompts`.
+    """
 
     def __init__(
         self,

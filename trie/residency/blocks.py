@@ -80,6 +80,9 @@ class _Held(NamedTuple):
 class EngineBlocks:
     """The blocks of one engine's cache. One thread writes, any thread reads.
 
+        blocks = EngineBlocks(block_size=16)
+        blocks.store(["hash"], None, range(16))
+
     `generation` changes when blocks may have gone without events, `epoch` with the engine. At most `max_blocks` are
     remembered, held or not, oldest evicted first: choose a multiple of the engine's capacity. `orphans`: blocks with
     unknown parents.

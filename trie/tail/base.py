@@ -19,6 +19,11 @@ Waiting = Sequence[frozenset[Key]]
 class Tail(ABC):
     """Orders the documents after the cached prefix for the requests to come; a document is named by its rank.
 
+        @tails.register("reversed", "the least relevant document first")
+        class ReversedTail(Tail):
+            def arrange(self, request, prefix, rest, waiting):
+                return rest[::-1]
+
     The defaults are those of a policy without memory: others override `observe`, `observing` and `copy`.
     """
 
