@@ -73,7 +73,7 @@ def _times(group: _Group, line: AttentionRecord) -> list[str]:
 
 
 def _speed(group: _Group, line: AttentionRecord) -> float | None:
-    """How many times as fast as the fastest other contender; both variants of the kernel count as one."""
+    # Both variants of the kernel count as one contender.
     others = [
         other.median_ms
         for other in group.runs()
@@ -85,8 +85,7 @@ def _speed(group: _Group, line: AttentionRecord) -> float | None:
 
 
 def _pictures(groups: Sequence[_Group]) -> list[Picture]:
-    """By new tokens, how many times as fast as the fastest other the kernel is: a line for each number of cached
-    tokens, the mean of all other parameters."""
+    """The kernel's speed-up by new tokens, a line for each number of cached ones, means of all other parameters."""
     found: dict[int, dict[int, list[float]]] = {}
     for group in groups:
         for line in group.runs("triton"):

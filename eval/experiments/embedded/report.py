@@ -122,7 +122,7 @@ def _values(lines: Sequence[EmbeddedRecord], name: str) -> list[float]:
 def _speedup(
     baseline: Sequence[EmbeddedRecord], lines: Sequence[EmbeddedRecord], clock: Clock, **options: Any
 ) -> Speedup | None:
-    """None where there is nothing to compare with, as after an interruption."""
+    # After an interruption there may be nothing to compare with.
     if baseline == lines:
         return None
     try:
@@ -148,7 +148,6 @@ def _seeds(group: _Group) -> str:
 
 
 def _picture(group: _Group) -> Picture:
-    """The times of each arm: the median with its interval, or up to the 95th percentile of a workload's requests."""
     cell = _cell(group)
     serving = cell.measure == "serving"
     rows = []

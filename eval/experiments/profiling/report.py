@@ -14,12 +14,12 @@ from ragorder.eval.running.reading import Results
 from ragorder.eval.running.suite import Suite
 from ragorder.kernels.profile import PrefillProfile
 
-__all__ = ["doubts", "profile_table", "profiling_part"]
+__all__ = ["doubts", "make_part", "profile_table"]
 
 _WIDE_SPREAD = 0.25
 
 
-def profiling_part(suite: Suite, results: Results) -> Part:
+def make_part(suite: Suite, results: Results) -> Part:
     profiles = [line.profile for line in results.of(ProfileRecord, suite.name)]
     return Part(
         [profile_table(profile) for profile in profiles],
@@ -29,7 +29,6 @@ def profiling_part(suite: Suite, results: Results) -> Part:
 
 
 def profile_table(profile: PrefillProfile) -> Table:
-    """Milliseconds to the first token and new tokens a second: rows by cached tokens, columns by new tokens."""
     facts = profile.facts
     table = Table(
         f"{facts['model']} on {facts['engine']}: ms to the first token, new tokens a second",
@@ -54,7 +53,6 @@ def _entry(seconds: float, share: float, new: int) -> Entry:
 
 
 def doubts(facts: Mapping[str, Any]) -> Iterator[str]:
-    """What to know before a profile is used."""
     pooled, again = facts["pooled"], facts["sent_again"]
     if facts["spread_share"]["median"] > _WIDE_SPREAD:
         yield "times differ much between repeats: measure again on an idle server and machine"

@@ -75,7 +75,6 @@ def _overhead_picture(group: _Group) -> Picture:
 
 
 def _convergence_picture(group: _Group) -> Picture:
-    """The share of questions whose best document is final, for searches of all clusters and of HNSW."""
     shown = [line for line in group.runs() if line.policy in ("IVF 1 equal", "IVF 1 geometric", "HNSW 256")]
 
     def paint(axes: Any) -> None:
