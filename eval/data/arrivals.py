@@ -117,8 +117,8 @@ class MooncakeLine(BaseModel):
 
 
 def load_arrivals(path: Path) -> list[Arrival]:
-    """The arrivals of a trace file, plain or gzipped, sorted, the first at 0: CSV of Azure's LLM inference traces, or
-    JSON lines of Mooncake's. Raises ArrivalsError naming file and line."""
+    """The arrivals of a file, sorted, the first at 0: CSV of Azure's LLM inference traces, or JSON lines of Mooncake's.
+    Raises ArrivalsError naming file and line."""
     lines = JSONLines(path, error=ArrivalsError, example=_MOONCAKE_EXAMPLE)
     first = next((line for _, line in lines), b"")
     times = list((_read_mooncake if first.lstrip().startswith(b"{") else _read_azure)(lines))

@@ -52,8 +52,8 @@ class BM25Retriever:
 
 
 class DenseRetriever:
-    """Exact ranking by cosine similarity of sentence-transformers embeddings. `model` is a name on the Hub or a folder.
-    Text beyond its window (256 tokens for MiniLM) is ignored."""
+    """Exact ranking by cosine similarity of sentence-transformers embeddings. Text beyond the model's window is
+    ignored."""
 
     def __init__(self, model: str = _HUB_MODEL) -> None:
         self.model = model

@@ -122,8 +122,8 @@ class OpenAIEngine:
         return completion
 
     async def check(self, token_ids: Sequence[int]) -> None:
-        """Serve a prompt a few times, and `reset`. Raises EngineError for a server that takes no token ids, does not
-        report cached tokens, caches none, or does not separate salts."""
+        """Serve a prompt a few times, and `reset`. Raises EngineError for a server without token ids, reported cached
+        tokens, or salts."""
         try:
             await self._complete(token_ids)
         except RequestError as error:

@@ -1,7 +1,6 @@
 """The simulated engine for prompts of whole documents.
 
-`SimEngine` hashes and moves each block. Here one entry is a document after one path of documents, and counts its
-blocks. Both give the same cached tokens."""
+One entry is a document after one path, and counts its blocks. Cached tokens equal those of `SimEngine`."""
 
 from __future__ import annotations
 
@@ -23,8 +22,7 @@ class PathPrompt(NamedTuple):
 
 
 class _Node:
-    """A document after one path, of whose `blocks` the first `held` are cached; `references` running requests use it. A
-    KV block belongs to the node of its last token. Without `siblings` it is a request's own: question and answer."""
+    """A document after one path: the first `held` of `blocks` are cached. Without `siblings` it is a request's own."""
 
     __slots__ = ("blocks", "children", "held", "key", "references", "siblings")
 

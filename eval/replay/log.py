@@ -20,9 +20,9 @@ class LogError(ValueError):
 class Log:
     """Requests in order of time, one row each, with lengths in tokens.
 
-    Documents and scopes are numbers. A scope is a tenant with a system prompt of one length (`prefix_tokens`). An id in
-    another scope, or with another length, is another document. The documents of a request are
-    `documents[starts[row]:starts[row + 1]]`, best first; `at_s` counts from the first request."""
+    Documents and scopes are numbers. A scope is a tenant with one system prompt (`prefix_tokens`). An id in another
+    scope, or with another length, is another document. `documents[starts[row]:starts[row + 1]]` are a request's, best
+    first."""
 
     name: str
     at_s: array[float]

@@ -22,12 +22,10 @@ class Overlap:
     """Shares, from 0 to 1, of what requests have in common with earlier ones of their scope; token shares are of all
     prompt tokens.
 
-    `first_seen_ratio`: documents and system prompts of no earlier request. `suffix_ratio`: tokens behind the documents.
-    `bound_ratio`: the rest, in whole blocks: no order can reuse more.
-
-    Compared with the one most similar earlier prompt: `sharing_two_ratio` of the requests share two documents or more,
-    and `one_prompt_ratio` are the tokens in common, in whole blocks: a tighter bound. `compared_requests`, spread
-    evenly, were compared; with `exact` all with all."""
+    `first_seen_ratio`: documents and system prompts of no earlier request. `bound_ratio`: the rest without suffixes, in
+    whole blocks: no order can reuse more. Compared with the most similar earlier prompt: `sharing_two_ratio` of the
+    requests share two documents or more, `one_prompt_ratio` are the tokens in common: a tighter bound. `exact`: all
+    were compared with all."""
 
     prompt_tokens: int
     bound_tokens: int
@@ -123,8 +121,7 @@ class _Nearest:
         self._depth = len(log) if self.exact else max(16, _COMPARISONS // (compared * max(self._sizes)))
 
     def of(self, row: int) -> tuple[int, float, int]:
-        """The most documents in common with one earlier request, the largest Jaccard similarity, and the most tokens in
-        common, with the system prompt and in whole blocks."""
+        """Most documents in common with one earlier request, largest Jaccard similarity, most tokens in common."""
         log, sizes = self._log, self._sizes
         common: Counter[int] = Counter()
         tokens: Counter[int] = Counter()

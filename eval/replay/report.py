@@ -51,8 +51,7 @@ class CapacityInfo:
 
 @dataclass(frozen=True, slots=True)
 class Saving:
-    """The saving of a policy against retrieval order at one capacity: prefill tokens of the whole log, their share of
-    retrieval order's prefill, tokens for 1,000 requests, and seconds with a prefill rate. Negative for a loss."""
+    """The saving of a policy against retrieval order at one capacity, in prefill tokens; negative for a loss."""
 
     policy: str
     capacity: str
@@ -67,10 +66,8 @@ class Saving:
 
 @dataclass(frozen=True)
 class ReplayReport:
-    """Cached ratio by policy and capacity, the saving, and the reasons.
-
-    `left_out` are capacities of the sweep below the longest prompt, `timed` whether requests came at recorded times,
-    and `seconds` the duration of the replay."""
+    """Cached ratio by policy and capacity, the saving, and the reasons. `left_out`: capacities below the longest
+    prompt. `timed`: requests came at recorded times."""
 
     log: LogInfo
     overlap: Overlap

@@ -32,8 +32,7 @@ class Setup:
 @dataclass(frozen=True, slots=True)
 class PolicyFigures:
     """Figures of one policy at one capacity (None: unlimited). `tenths`: cached ratios of the log's tenths.
-    `in_flight_mean`: unanswered requests at each sending, that one included. `fallbacks`: requests left in retrieval
-    order by an internal error."""
+    `fallbacks`: requests left in retrieval order by an internal error."""
 
     policy: str
     capacity_tokens: int | None

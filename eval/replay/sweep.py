@@ -43,10 +43,9 @@ def replay(
 
         replay("log.jsonl.gz", policies=["auto"], capacities=["10k", "5%"])
 
-    Retrieval order is always among the `policies`. `capacities` are tokens, shares of the log's working set or
-    "unlimited"; `sweep` adds those that hold the longest prompt. With a rate requests come at their recorded times
-    (`ServiceTimes`), else one at a time. Several `processes` are spawned: a script needs its `if __name__ ==
-    "__main__":`.
+    Retrieval order is always replayed. `sweep` adds its capacities that hold the longest prompt. With a rate requests
+    come at their recorded times (`ServiceTimes`), else one at a time. Several `processes` are spawned: a script needs
+    its `if __name__ == "__main__":`.
 
     Raises LogError, PolicyError, ReplayError, and ValueError for what else cannot be run."""
     policies = list(dict.fromkeys([RETRIEVAL, *policies]))

@@ -72,11 +72,8 @@ class _Chunks:
 
 
 def load_folder(folder: Path, *, retriever: Retriever | None = None, top_k: int = 20) -> Corpus:
-    """The corpus in `folder`, its questions in file order, with at most `top_k` documents a question.
-
-    Files, each `.jsonl` or `.jsonl.gz`: `documents`, `questions`, optionally `chunks` (else each document is one chunk)
-    and `run_*` (else a retriever ranks); docs/corpora.md has their fields. Raises CorpusError naming file and line,
-    ValueError for `top_k` < 1."""
+    """The corpus in `folder`, with at most `top_k` documents a question; docs/corpora.md has the files. Without a
+    retriever the folder's run ranks. Raises CorpusError naming file and line, ValueError for `top_k` < 1."""
     if top_k < 1:
         raise ValueError(f"top_k must be at least 1, got {top_k}")
     if not folder.is_dir():

@@ -56,12 +56,10 @@ class _Entry:
 
 
 def load_pydocs(*, retriever: Retriever | None = None, top_k: int = 20, cache: Path | None = None) -> Corpus:
-    """The standard library's docstrings with signatures, and about 600 questions in sessions of 6 to 10 on one topic.
+    """The standard library's docstrings with signatures, and about 600 questions in sessions on one topic.
 
-    Modules are read from source, not imported. Documents have 150 to 300 tokens. BM25 retrieves by default. `cache` is
-    a folder for the result. The same installation gives the same corpus.
-
-    Raises CorpusError without the standard library's sources, ValueError for `top_k` < 1."""
+    Modules are read from source, not imported. Deterministic for an installation. `cache` is a folder for the result.
+    Raises CorpusError without the sources, ValueError for `top_k` < 1."""
     if top_k < 1:
         raise ValueError(f"top_k must be at least 1, got {top_k}")
     retriever = BM25Retriever() if retriever is None else retriever
