@@ -163,7 +163,7 @@ def quality(
     from ragorder.eval.running.store import Store, StoreError
 
     if embedding_model and retriever != "dense":
-        raise click.UsageError("--embedding-model goes with --retriever dense")
+        raise click.UsageError("--embedding-model requires --retriever dense")
     given = click.get_current_context().params
     arguments = {name: str(value) if isinstance(value, Path) else value for name, value in given.items()}
     arguments.pop("api_key")

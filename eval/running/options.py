@@ -59,9 +59,9 @@ class Options:
         if self.engine != "openai" and (self.base_url or self.served_model):
             raise HarnessError("--base-url and --served-model go with --engine openai")
         if self.events is not None and self.base_url is None:
-            raise HarnessError("--events-endpoint goes with --base-url")
+            raise HarnessError("--events-endpoint requires --base-url")
         if self.engine == "sim" and self.model is not None:
-            raise HarnessError("--model goes with --engine vllm, torch or openai: the simulated engine has none")
+            raise HarnessError("--model requires --engine vllm, torch or openai: the simulated engine has none")
 
     def arguments(self, suites: Sequence[Suite]) -> dict[str, Any]:
         """As recorded in a session: without keys and passwords."""

@@ -103,7 +103,7 @@ class AnswererSpec(BaseModel):
             raise QualityError("--base-url and --served-model go with --engine openai")
         if not server and self.concurrency > 1:
             raise QualityError(
-                f"--engine {self.engine} answers one question at a time: --concurrency goes with --engine openai"
+                f"--engine {self.engine} answers one question at a time: --concurrency requires --engine openai"
             )
 
 

@@ -71,7 +71,7 @@ class Engines:
             served_model=options.served_model,
             api_key=options.api_key,
             top_k=cell.top_k,
-            # What a server holds is its own to say.
+            # A server reports its own cache.
             capacity=None if live else cell.capacity,
             block_size=None if live else cell.block_size,
             output_tokens=cell.output_tokens,
