@@ -111,7 +111,7 @@ def check_bench(bench: Bench) -> None:
     if "events" in bench.policies and bench.base_urls and bench.events is None:
         raise BenchError("policy 'events' needs --events-endpoint, where the server publishes its KV events")
     if bench.events is not None and not bench.base_urls:
-        raise BenchError("--events-endpoint goes with --base-url")
+        raise BenchError("--events-endpoint requires --base-url")
     if bench.engine != "openai" and (bench.base_urls or bench.served_model):
         raise BenchError("--base-url and --served-model go with --engine openai")
     if bench.engine != "torch" and bench.host_tokens:
@@ -122,9 +122,9 @@ def check_bench(bench: Bench) -> None:
             "--engine openai, or take --engine torch"
         )
     if bench.max_wait is not None and not bench.batch:
-        raise BenchError("--max-wait goes with --batch")
+        raise BenchError("--max-wait requires --batch")
     if bench.batch and bench.arrivals:
-        raise BenchError("--batch plans all requests before the first is served: it goes with --concurrency")
+        raise BenchError("--batch plans all requests before the first is served: use it with --concurrency")
 
 
 def _server(bench: Bench, stack: ExitStack, pool: EnginePool[Any] | None) -> Serve:
@@ -134,11 +134,11 @@ def _server(bench: Bench, stack: ExitStack, pool: EnginePool[Any] | None) -> Ser
 
         return Servers(bench, stack).serve
     if bench.engine == "vllm":
-        from ragorder.eval.engines.vllm_pool import VLLMPool
+        from ragorder.eval.engines.pool import VLLMPool
 
         return partial(serve_on_vllm, bench, pool or stack.enter_context(VLLMPool()))
     if bench.engine == "torch":
-        from ragorder.eval.engines.torch_pool import TorchPool
+        from ragorder.eval.engines.pool import TorchPool
 
         return partial(serve_on_torch, bench, pool or stack.enter_context(TorchPool(bench.host_tokens or 0)))
     return partial(serve_on_sim, bench)

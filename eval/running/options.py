@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from ragorder.eval.engines.sim import Like
-from ragorder.eval.running.specs import EventsAddress
+from ragorder.eval.running.specs import ENGINES, EventsAddress
 from ragorder.eval.running.suite import Suite
 
-__all__ = ["ENGINES", "SIM_LIKE", "HarnessError", "Options"]
+__all__ = ["SIM_LIKE", "HarnessError", "Options"]
 
-ENGINES = ("sim", "vllm", "torch", "openai")
 DEFAULT_SEEDS = (0, 1, 2)
 
 # Whatever else may differ between the invocations that write to one folder.
@@ -59,9 +58,9 @@ class Options:
         if self.engine != "openai" and (self.base_url or self.served_model):
             raise HarnessError("--base-url and --served-model go with --engine openai")
         if self.events is not None and self.base_url is None:
-            raise HarnessError("--events-endpoint goes with --base-url")
+            raise HarnessError("--events-endpoint requires --base-url")
         if self.engine == "sim" and self.model is not None:
-            raise HarnessError("--model goes with --engine vllm, torch or openai: the simulated engine has none")
+            raise HarnessError("--model requires --engine vllm, torch or openai: the simulated engine has none")
 
     def arguments(self, suites: Sequence[Suite]) -> dict[str, Any]:
         """As recorded in a session: without keys and passwords."""

@@ -18,7 +18,7 @@ __all__ = ["make_part", "print_quality", "quality_not_measured"]
 
 _Check = Mapping[str, Any]
 
-_NOT_COMPARED = "The answers were not compared: give the same command again, which asks nothing twice and compares."
+_NOT_COMPARED = "The answers were not compared: run the same command again: it repeats no question, and compares."
 _PAIRED = (
     "Differences in points to retrieval order, paired by question, over those that both answered. Exact match by "
     "McNemar's exact test at 5 %, F1 by the 95 % interval in brackets. Nothing is corrected for comparing several "
@@ -122,7 +122,7 @@ def _title(line: QualityRecord, *, several: bool) -> str:
 
 def _table(title: str, lines: Sequence[QualityRecord], checks: Sequence[_Check], verdict: _Check | None) -> Table:
     compared = {check["policy"]: check for check in checks if check["name"] == "quality-comparison"}
-    headings = ["order of documents", "exact match, %", "F1, %", "questions", "of these reordered, %"]
+    headings = ["order of documents", "exact\nmatch, %", "F1, %", "questions", "of these\nreordered, %"]
     table = Table(f"Answers: {title}", headings)
     for line in lines:
         row = [Entry(policy_words(line.policy))]

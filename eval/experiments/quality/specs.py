@@ -76,7 +76,7 @@ class AnswererSpec(BaseModel):
     model: str | Path | None = Field(
         default=None,
         description="vllm, torch: the model [default: random weights, with which quality is not measured]. openai: "
-        "the model whose tokenizer counts tokens [default: four characters a token].",
+        "the model of the tokenizer [default: four characters a token].",
     )
     base_url: str | None = Field(default=None, description="openai: the server, such as http://127.0.0.1:8000/v1.")
     served_model: str | None = Field(
@@ -103,7 +103,7 @@ class AnswererSpec(BaseModel):
             raise QualityError("--base-url and --served-model go with --engine openai")
         if not server and self.concurrency > 1:
             raise QualityError(
-                f"--engine {self.engine} answers one question at a time: --concurrency goes with --engine openai"
+                f"--engine {self.engine} answers one question at a time: --concurrency requires --engine openai"
             )
 
 
