@@ -12,7 +12,7 @@ from ragorder.adapters.http_client import Server, ServerError
 __all__ = ["Kind", "for_kind", "kind_of"]
 
 Kind = Literal["engine", "proxy", "embedded", "other"]
-"""vLLM, SGLang or what cannot be told; ragorder serve; its own engine; a server that says that it is another one."""
+"""vLLM, SGLang or unknown; ragorder serve; its own engine; a server that names itself otherwise."""
 
 _ENGINES = ("vllm", "sglang", "")
 _BEHIND = "ask the server behind it: ragorder doctor with the URL that `ragorder serve` has as --upstream"
@@ -51,7 +51,10 @@ def _fitting(kind: Kind, finding: Finding) -> Finding:
             return replace(finding, found="this is ragorder serve, whose /metrics are its own", advice=_BEHIND)
         return replace(finding, advice=_BEHIND) if finding.advice and check in _OTHER else finding
     if kind == "embedded" and finding.verdict == "unknown" and check in ("capacity", "KV events"):
-        found = {"capacity": "ragorder's own engine knows it itself", "KV events": "ragorder's own engine needs none"}
+        found = {
+            "capacity": "ragorder's own engine reads it",
+            "KV events": "ragorder's own engine needs none",
+        }
         return replace(finding, verdict="good", found=found[check], advice="")
     if not finding.advice or check not in _OTHER:
         return finding

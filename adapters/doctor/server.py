@@ -132,7 +132,7 @@ def _check_server(server: Server, model: str | None) -> tuple[str | None, int, K
     longest = _number(listed[name], "max_model_len") or _LONGEST_PROMPT
     found = f"{server.root} serves {names}"
     if model is None and len(listed) > 1:
-        found += "; asked for the first, --model takes another"
+        found += "; checked the first, --model chooses another"
     return name, longest, kind, Finding("server", "good", found)
 
 
@@ -208,7 +208,7 @@ def _send_tokens(server: Server, model: str | None, tokens: int) -> list[int]:
 def _send(server: Server, model: str | None, token_ids: list[int]) -> tuple[dict[str, Any], bool]:
     """The reported usage, and whether the server took the token ids as they are."""
     if model is None:
-        raise ServerError(f"{server.root} was not asked for anything: no model is known")
+        raise ServerError(f"{server.root} was sent no request: no model is known")
     text = " ".join(map(str, token_ids))
     forms: list[tuple[str, dict[str, Any]]] = [
         ("/v1/completions", {"prompt": token_ids}),
