@@ -55,7 +55,7 @@ class Server:
         self._timeout_s = timeout_s
         api_key = (api_key or "").strip()
         if not (api_key.isascii() and api_key.isprintable()):
-            raise AddressError("the API key has characters that no HTTP header takes: is it the right one?")
+            raise AddressError("the API key has characters that HTTP headers do not allow: is it the right one?")
         basic = (url.username, url.password) if url.userinfo and not api_key else None
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         # A compressed answer may decompress to any length.
@@ -96,7 +96,9 @@ class Server:
         try:
             with self._client.stream(method, where, json=body) as response:
                 if response.headers.get("content-encoding", "identity") != "identity":
-                    raise ServerError(f"{where} answers compressed, unasked: see what stands in front of the server")
+                    raise ServerError(
+                        f"{where} sends compressed answers that were not requested: check the proxy in front of it"
+                    )
                 # The client's timeout is for the next byte, not for the last one.
                 for chunk in response.iter_bytes():
                     chunks.append(chunk)
@@ -139,7 +141,7 @@ class Server:
             meant = "http://HOST:PORT"
             if re.fullmatch(r"[\w.-]+(:\d+)?(/[\w./-]*)?", shown):
                 meant = f"http://{shown}"
-            raise AddressError(f"{shown!r} is no URL of a server: write {meant}")
+            raise AddressError(f"{shown!r} is not the URL of a server: write {meant}")
         return url
 
 

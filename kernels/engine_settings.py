@@ -58,7 +58,7 @@ class EngineSettings(KVTierSettings):
             return None
         name = dtype.removeprefix("torch.")
         if name not in _DTYPES:
-            raise ValueError(f"KV of dtype {dtype!r} cannot be: choose one of {', '.join(_DTYPES)}")
+            raise ValueError(f"KV cannot have dtype {dtype!r}: choose one of {', '.join(_DTYPES)}")
         return name
 
     @model_validator(mode="after")

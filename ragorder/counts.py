@@ -14,10 +14,10 @@ def parse_count(text: str) -> int:
     Raises ValueError for anything else, fractions of a token included."""
     found = re.fullmatch(r"([0-9]+(?:_[0-9]+)*)(\.[0-9]+)? ?([kmgKMG]?)", text.strip())
     if found is None or (found[2] and found[3] not in ("k", "m", "g")):
-        raise ValueError(f"{text!r} is no number of tokens: write 100000, 25.6k or 16K (k is 1,000, K 1,024)")
+        raise ValueError(f"{text!r} is not a number of tokens: write 100000, 25.6k or 16K (k is 1,000, K 1,024)")
     whole, fraction, unit = found[1].replace("_", ""), (found[2] or "")[1:], _UNITS[found[3]]
     parts: int = 10 ** len(fraction)
     count, rest = divmod(int(whole + fraction) * unit, parts)
     if rest:
-        raise ValueError(f"{text!r} is no whole number of tokens")
+        raise ValueError(f"{text!r} is not a whole number of tokens")
     return count

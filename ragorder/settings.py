@@ -60,7 +60,7 @@ class Settings(BaseSettings):
     events_endpoint: str | None = Field(
         None, description="ZMQ endpoint of the engine's KV events (tcp://host:5557), for Orderer.for_vllm."
     )
-    replay_endpoint: str | None = Field(None, description="ZMQ endpoint that repeats lost KV events.")
+    replay_endpoint: str | None = Field(None, description="ZMQ endpoint that replays lost KV events.")
     events_topic: str = Field("", description="Topic of the KV events; empty: any.")
 
     max_nodes: int = Field(100_000, ge=1, description="Nodes of all scopes' trees together, whatever the capacity.")

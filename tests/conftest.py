@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Models of tests are tiny. Side by side, threads that share a core wait for each other's barriers: five times the work.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 from click.testing import CliRunner, Result

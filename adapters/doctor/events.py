@@ -55,7 +55,7 @@ def check_events(
     try:
         heard = _listen([_of_rank(events.endpoint, rank) for rank in range(engines)], serve, timeout_s)
     except ServerError as error:
-        return [Finding("KV events", "unknown", str(error), "mend the request first, then check the events again")]
+        return [Finding("KV events", "unknown", str(error), "fix the request first, then check the events again")]
     except ValueError as error:
         return [_no_endpoint("KV events", events.endpoint, error)]
     return [

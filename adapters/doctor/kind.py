@@ -15,10 +15,10 @@ Kind = Literal["engine", "proxy", "embedded", "other"]
 """vLLM, SGLang or unknown; ragorder serve; its own engine; a server that names itself otherwise."""
 
 _ENGINES = ("vllm", "sglang", "")
-_BEHIND = "ask the server behind it: ragorder doctor with the URL that `ragorder serve` has as --upstream"
+_BEHIND = "check the server behind it: ragorder doctor with the URL that `ragorder serve` has as --upstream"
 _OTHER = {
     "prefix caching": "switch on the server's prefix cache: without one, no order of the documents saves anything",
-    "capacity": "give the orderer what you know of the server's cache (RAGORDER_CAPACITY_TOKENS, RAGORDER_BLOCK_SIZE)",
+    "capacity": "give the orderer the size of the server's cache (RAGORDER_CAPACITY_TOKENS, RAGORDER_BLOCK_SIZE)",
     "cached tokens": "if the server can report usage.prompt_tokens_details.cached_tokens, let it",
     "KV events": "leave them out: vLLM and SGLang publish them",
 }
@@ -52,7 +52,7 @@ def _fitting(kind: Kind, finding: Finding) -> Finding:
         return replace(finding, advice=_BEHIND) if finding.advice and check in _OTHER else finding
     if kind == "embedded" and finding.verdict == "unknown" and check in ("capacity", "KV events"):
         found = {
-            "capacity": "ragorder's own engine reads it",
+            "capacity": "ragorder's own engine has it from its settings",
             "KV events": "ragorder's own engine needs none",
         }
         return replace(finding, verdict="good", found=found[check], advice="")

@@ -113,7 +113,7 @@ def _judge_parting(parting: _Difference, too_short: bool) -> Finding:
     check, (one, other) = "volatile text", parting.excerpts
     found = f'the prompts part at "{one}" and "{other}"'
     if not parting.kind:
-        return Finding(check, "good", f"{found}, where no date, id or rank stands")
+        return Finding(check, "good", f"{found}, without a date, id or rank")
     # Document texts may contain anything; their headers should not contain this.
     if parting.before_documents is False and parting.remedy == _INTO_THE_QUESTION:
         return Finding(check, "good", f"{found}: {parting.kind}, in a document or behind the documents")

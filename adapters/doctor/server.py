@@ -156,7 +156,7 @@ def _check_prefix_caching(config: CacheConfig | None, echo: _Echo | ServerError)
     if isinstance(echo, _Echo) and echo.reported:
         found = "off, it seems: nothing was cached of a prompt that came again"
         return Finding("prefix caching", "bad", found, f"{_CACHING}; {_REPLICAS}")
-    return Finding("prefix caching", "unknown", "neither metrics nor answers tell", f"{_CACHING}; {_REPORTING}")
+    return Finding("prefix caching", "unknown", "neither metrics nor answers show it", f"{_CACHING}; {_REPORTING}")
 
 
 def _check_capacity(config: CacheConfig | ServerError) -> Finding:
@@ -208,7 +208,7 @@ def _send_tokens(server: Server, model: str | None, tokens: int) -> list[int]:
 def _send(server: Server, model: str | None, token_ids: list[int]) -> tuple[dict[str, Any], bool]:
     """The reported usage, and whether the server took the token ids as they are."""
     if model is None:
-        raise ServerError(f"{server.root} was sent no request: no model is known")
+        raise ServerError(f"{server.root} got no test request: no model is known")
     text = " ".join(map(str, token_ids))
     forms: list[tuple[str, dict[str, Any]]] = [
         ("/v1/completions", {"prompt": token_ids}),

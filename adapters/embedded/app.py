@@ -47,10 +47,9 @@ _RETRY = [(b"retry-after", b"1")]
 def make_engine_app(
     worker: EngineWorker, *, metrics: EngineMetrics | None = None, body_limit: int = BODY_LIMIT
 ) -> ASGIApp:
-    """An OpenAI-compatible application on the worker's engine, without access control: for use behind the proxy.
-    `body_limit` is in bytes.
+    """An OpenAI-compatible application, without access control: for use behind the proxy.
 
-        app = make_engine_app(EngineWorker(TieredEngine.load("/models/llama")))
+    app = make_engine_app(EngineWorker(TieredEngine.load("/models/llama")))
     """
     metrics = metrics or EngineMetrics(worker)
     registry = CollectorRegistry()
@@ -170,7 +169,7 @@ class _Handlers:
         updates: AsyncIterator[tuple[int, Update]],
         send: Send,
     ) -> None:
-        """The headers are sent with the first token: what fails before has its own status."""
+        """Headers go with the first token: earlier failures have their own status."""
         completions: list[Completion] = []
         begun = False
         try:

@@ -1,4 +1,4 @@
-"""Prometheus metrics of the embedded engine, under its own names and those of a vLLM with ragorder's tiers."""
+"""Metrics of the embedded engine, also under the names of a vLLM with ragorder's tiers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Request bodies of OpenAI's API that the engine serves; unsupported fields are refused by name."""
+"""Request bodies of OpenAI's API; unsupported fields are refused by name."""
 
 from __future__ import annotations
 

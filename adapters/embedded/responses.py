@@ -1,4 +1,4 @@
-"""Responses in the format of OpenAI's API, complete or as server-sent events."""
+"""Responses in the format of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class ResponseBuilder(ABC):
         return self._head | {"object": self.object, "choices": choices, "usage": usage(completions)}
 
     def chunks(self, index: int, update: Update) -> Iterator[dict[str, Any]]:
-        """The chunks for one update of a prompt. Raises HTTPError if its request failed."""
+        """Raises HTTPError if the request failed."""
         completion = update.completion
         if completion is not None:
             check(completion)

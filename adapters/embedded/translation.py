@@ -40,8 +40,8 @@ class TranslatedRequest(Generic[B]):
 
 
 class RequestTranslator:
-    """Translates bodies, in one thread. Without a `tokenizer` (transformers, the served model's) prompts must be token
-    ids. `longest` bounds the tokens of prompt and answer. Raises HTTPError for what cannot be served."""
+    """In one thread. Without a `tokenizer` (transformers) prompts must be token ids. `longest` bounds prompt and
+    answer. Raises HTTPError for what cannot be served."""
 
     def __init__(self, tokenizer: Any, *, model_name: str, longest: int) -> None:
         self._tokenizer = tokenizer
@@ -114,7 +114,7 @@ class RequestTranslator:
         return TranslatedRequest(body, tuple(Request(each, ends, sampling, salt) for each in prompts), facts, readable)
 
     def _nodes_end(self, body: CommonRequest, token_ids: Sequence[int], facts: RequestFacts) -> tuple[int, ...]:
-        """The tokens at which tree nodes end: the shared prefix, and each document."""
+        """The ends of the shared prefix and of each document."""
         if not facts.documents:
             return ()
         front = body.kv_transfer_params[FACTS].get(PREFIX)

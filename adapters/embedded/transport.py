@@ -18,8 +18,8 @@ _MAX_QUEUED = 16
 
 
 class AppTransport(httpx2.AsyncBaseTransport):
-    """Calls an ASGI application and streams its responses, which httpx2's own ASGITransport collects. Closing a
-    response, or cancelling the wait for it, cancels the application."""
+    """Calls an ASGI application and streams its responses. Closing one, or cancelling the wait for it, cancels the
+    application."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

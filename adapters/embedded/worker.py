@@ -30,11 +30,11 @@ class EngineStoppedError(RuntimeError):
 
 
 class TooManyWaitingError(RuntimeError):
-    """Too many requests are unfinished: try again later."""
+    """Try again later."""
 
 
 class TooManyAtOnceError(ValueError):
-    """More requests than the engine can ever hold: send fewer at a time."""
+    """Send fewer at a time."""
 
 
 _Progress = tuple[int, Update] | Exception
@@ -77,7 +77,7 @@ class _Submission:
 
 
 class EngineWorker:
-    """Steps an engine in its own thread, with at most `max_unfinished` requests, waiting ones included.
+    """Steps an engine in its own thread, with at most `max_unfinished` requests.
 
     `submit` is for one event loop, `stats` and `close` for any thread. Only constants of `engine` may be read outside.
 
@@ -104,7 +104,7 @@ class EngineWorker:
 
     @asynccontextmanager
     async def submit(self, requests: Sequence[Request]) -> AsyncIterator[AsyncIterator[tuple[int, Update]]]:
-        """Submit all of these requests, or none. Gives updates with the request's place; the end of the block aborts.
+        """All of these requests, or none; unfinished ones are aborted at the end of the block.
 
         Raises the engine's refusal, TooManyAtOnceError, TooManyWaitingError; EngineStoppedError, also during iteration.
         """

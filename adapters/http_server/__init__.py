@@ -1,1 +1,1 @@
-"""Parts of an HTTP server that the proxy and the embedded engine share."""
+"""Shared parts of the proxy's and the embedded engine's servers."""

@@ -22,16 +22,14 @@ _TOO_SLOW = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-lengt
 
 def timed_connections(client_s: float, limit: int, *, probes: Collection[str] = ()) -> type[H11Protocol]:
     """A uvicorn protocol for at most `limit` connections; beyond it only `probes` (paths) are answered. A client has
-    `client_s` seconds for each of: a request's headers, the rest of a body already answered, taking a piece of the
-    answer."""
+    `client_s` seconds for headers, for the rest of an answered body, and to take a piece of the answer."""
     idle: OrderedDict[TimedConnection, None] = OrderedDict()
     options = {"client_s": client_s, "limit": limit, "probes": frozenset(probes), "idle": idle}
     return type("Connection", (TimedConnection,), options)
 
 
 class TimedConnection(H11Protocol):
-    """uvicorn's connection with timeouts. At the limit a new connection replaces the one that has been without a
-    complete request for longest."""
+    """At the limit a new connection replaces the one without a complete request for longest."""
 
     client_s: ClassVar[float]
     limit: ClassVar[int]

@@ -14,10 +14,9 @@ _logger = logging.getLogger("ragorder")
 
 
 class HTTPError(Exception):
-    """The server's own answer to a request. `message` says what to change and quotes no prompt; `param` names a field
-    of the body.
+    """The server's own answer. `message` says what to change and quotes no prompt; `param` names a field of the body.
 
-        raise HTTPError(400, "prompt: must be one string.", code="invalid_prompt", param="prompt")
+    raise HTTPError(400, "prompt: must be one string.", code="invalid_prompt", param="prompt")
     """
 
     def __init__(
@@ -44,7 +43,7 @@ class HTTPError(Exception):
 
 
 class ErrorMiddleware:
-    """The outermost ASGI layer. An answer that has begun is broken off, so that it is not taken for a complete one."""
+    """The outermost ASGI layer. An answer that has begun is cut off, so that it does not look complete."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -27,8 +27,8 @@ class ClientGoneError(Exception):
 
 
 class RequestBody:
-    """The body of a request, at most `limit` bytes. `share` counts the bytes kept. More than `client_s` seconds for 256
-    KiB, or for the end, is a 408."""
+    """At most `limit` bytes; `share` counts those kept. More than `client_s` seconds for 256 KiB, or for the end, is a
+    408."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class RequestBody:
             chunks.clear()
 
     async def stream(self) -> AsyncIterator[bytes] | None:
-        """None for a request without a body. Raises HTTPError at once for the headers, otherwise during iteration."""
+        """None for a request without a body. Raises HTTPError, for the headers at once."""
         self._check_declared()
         if self.chunked or (self._declared or b"0").strip(b"0"):
             return self._pieces()
@@ -72,7 +72,7 @@ class RequestBody:
 
     @asynccontextmanager
     async def connected(self) -> AsyncIterator[None]:
-        """A block that ends, cancelled, when the client disconnects."""
+        """Cancelled when the client disconnects."""
         with anyio.CancelScope() as block:
             watch = asyncio.create_task(self._cancel_when_gone(block))
             try:

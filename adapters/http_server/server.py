@@ -69,7 +69,7 @@ def server_config(
 
 
 def _cancelled_quietly(app: ASGIApp) -> ASGIApp:
-    """One line in the log for each request cancelled after the grace period."""
+    """One line in the log, no traceback, after the grace period."""
 
     async def run(scope: Scope, receive: Receive, send: Send) -> None:
         try:

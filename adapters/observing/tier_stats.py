@@ -162,7 +162,7 @@ def fetch_tier_stats(url: str, *, timeout_s: float = 5.0, api_key: str | None = 
     try:
         return TierStats.of(families)
     except LookupError:
-        raise ServerError(f"{root} has tiers and has served no request yet: send one, then ask again") from None
+        raise ServerError(f"{root} has tiers and has served no request yet: send one, then repeat this") from None
     except ValueError:
         raise ServerError(
             f"{root} is a vLLM server without ragorder's tiers: start it with the --kv-transfer-config that "

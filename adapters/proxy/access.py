@@ -1,4 +1,4 @@
-"""API key, and the hosts and web pages that may call the proxy."""
+"""Access control of the proxy."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ _CHALLENGES = [(b"www-authenticate", b"Bearer"), (b"www-authenticate", b'Basic r
 
 
 class APIKeyMiddleware:
-    """Answers 401 to requests without the key, sent as Bearer token or as the password of basic authentication
-    (browsers)."""
+    """Requires the key, as Bearer token or as the password of basic authentication (browsers)."""
 
     def __init__(self, app: ASGIApp, key: str, *, open_paths: frozenset[str] = frozenset()) -> None:
         self._app = app
@@ -46,8 +45,7 @@ class APIKeyMiddleware:
 
 
 class HostMiddleware:
-    """Answers 403 to requests for a host not in `hosts`, and to web pages from elsewhere (DNS rebinding). For a proxy
-    without a key."""
+    """Refuses requests for other hosts, and web pages from elsewhere (DNS rebinding). For a proxy without a key."""
 
     def __init__(self, app: ASGIApp, hosts: Collection[str], *, open_paths: frozenset[str] = frozenset()) -> None:
         self._app = app

@@ -1,4 +1,4 @@
-"""Cache-aware admission of requests to a busy server (RAGCache section 5.2)."""
+"""Cache-aware admission to a busy server (RAGCache section 5.2)."""
 
 from __future__ import annotations
 
@@ -23,10 +23,8 @@ _WAIT_S = (1e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 
 
 class AdmissionQueue:
-    """Admits `max_in_flight` requests at a time; at most `max_waiting` others wait.
-
-    The waiting request with the largest ratio of cached to uncached tokens is next; none is overtaken by more than
-    `reorder_window` later ones. Raises ValueError for numbers out of range.
+    """Admits `max_in_flight` requests at a time, next the one with the largest ratio of cached to uncached tokens; at
+    most `max_waiting` wait, and none is overtaken by more than `reorder_window` later ones.
 
         make_app(orderer, upstream=url, admission=AdmissionQueue(32))
     """
@@ -58,8 +56,7 @@ class AdmissionQueue:
     async def admit(
         self, parsed: ParsedBody | None, predict: Callable[[], CachedLengths] | None
     ) -> AsyncIterator[list[ParsedBody]]:
-        """Wait for admission, which ends with the block; gives requests that will probably be next. Raises HTTPError if
-        too many wait."""
+        """Gives the requests that will probably be next. Raises HTTPError if too many wait."""
         start = time.perf_counter()
         try:
             async with self._limiter.slot(parsed, predict):

@@ -67,19 +67,18 @@ def make_app(
 ) -> ASGIApp:
     """The proxy in front of the OpenAI-compatible server at `upstream` (with or without /v1).
 
-    - `builder` renders tagged documents and their question as one message; it has no system prompt.
-    - `tokenizer` (transformers) is the served model's, and the builder's as well.
+    - `builder` renders tagged documents and their question; it has no system prompt.
+    - `tokenizer` (transformers): the served model's, and the builder's.
     - `template` finds documents in messages that are not tagged.
-    - `api_key` is required of clients, `upstream_api_key` is sent upstream. Without a key, requests and web pages
-      may only use the host names `hosts` (None: all).
+    - `api_key` is required of clients, `upstream_api_key` sent upstream. Without a key, only `hosts` may be addressed.
     - `send_facts`: a vLLM with ragorder tiers gets the ends of documents (with `tokenizer`) and a digest of the tenant.
-    - `number_by_place`: a document's id in the prompt is the number of its place, from 1.
-    - `on_passed` gets the reason (`PassReason`) for each request forwarded without documents.
+    - `number_by_place`: a document's id in the prompt is the number of its place.
+    - `on_passed` gets the reason for each request forwarded without documents.
     - `body_limit` (each) and `bodies_limit` (all together) are in bytes.
-    - `routes` are served besides the proxy's own; `make_transport` replaces the connections to the server.
+    - `routes` are served besides the proxy's own; `make_transport` replaces the connections upstream.
 
     Raises ValueError for a builder with a system prompt, AddressError for a malformed address or key, TemplateError for
-    numbers by place in documents that show no id.
+    numbers by place without an id.
 
         app = make_app(Orderer(capacity_tokens=100_000), upstream="http://127.0.0.1:8000")
     """
@@ -143,7 +142,7 @@ def make_app(
 
 
 class _Readiness:
-    """200 if the upstream server answers below 500 within two seconds, else 503. At most one query a second."""
+    """Queries the upstream server for at most two seconds, and once a second."""
 
     def __init__(self, server: Upstream) -> None:
         self._server = server

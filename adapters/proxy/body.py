@@ -1,4 +1,4 @@
-"""Bodies of chats and completions by field; unchanged fields are forwarded byte by byte."""
+"""Bodies of chats and completions; unchanged fields keep their bytes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class _ContentPart(Struct):
 
 
 class PromptPrefix(NamedTuple):
-    """The prompt in front of its documents: whole messages, and the beginning of the documents' own message."""
+    """Whole messages, and the beginning of the documents' own message."""
 
     messages: Sequence[Raw] = ()
     role: str = "user"
@@ -68,8 +68,8 @@ class PromptSuffix(NamedTuple):
 
 
 class Passage(NamedTuple):
-    """A text of the prompt: a plain prompt, the content of message `place`, or the texts of its adjacent parts from
-    part `number` on, joined by `BOUNDARY`."""
+    """A plain prompt, the content of message `place`, or its adjacent text parts from part `number` on, joined by
+    `BOUNDARY`."""
 
     text: str
     messages: Sequence[Raw] = ()
@@ -114,7 +114,7 @@ class Body:
         return decode(self.fields[name], int) if name in self.fields else None
 
     def string(self, name: str) -> str | None:
-        """None for an absent or null field. Raises HTTPError for any other type."""
+        """None for an absent or null field. Raises HTTPError for other types."""
         if name not in self.fields or self.fields[name] == _NULL:
             return None
         value = decode(self.fields[name], str)
@@ -124,8 +124,6 @@ class Body:
 
 
 class ChatBody(Body):
-    """A chat; documents and question become one more user message."""
-
     route = "chat"
 
     def prefix(self) -> PromptPrefix:
@@ -171,8 +169,6 @@ class ChatBody(Body):
 
 
 class CompletionBody(Body):
-    """A plain completion; documents and question follow its prompt."""
-
     route = "completions"
 
     def prefix(self) -> PromptPrefix:
@@ -233,7 +229,6 @@ def _fits(content: bytes | Raw, limit: int) -> bool:
 
 @cache
 def _short_list(limit: int) -> msgspec.json.Decoder[Any]:
-    """Stops at the first item too many: msgspec checks the length of a list after building it, that of an array-like
-    structure on the way."""
+    """msgspec checks the length of a list after building it, that of an array-like structure on the way."""
     items = [(f"_{number}", Raw, Raw(b"")) for number in range(limit)]
     return msgspec.json.Decoder(msgspec.defstruct("Items", items, array_like=True, forbid_unknown_fields=True))

@@ -32,7 +32,7 @@ _RENAMED = (
 
 
 class UnorderedRequests:
-    """Counts requests forwarded without documents. Warns once if the first 20 that were parsed had none."""
+    """Counts requests forwarded without documents. Warns if the first 20 had none."""
 
     def __init__(self, on_passed: Callable[[str], None] | None, warn: Callable[[str], None], *, template: bool) -> None:
         self._on_passed = on_passed
@@ -57,8 +57,8 @@ class UnorderedRequests:
 
 
 class RenamedIds:
-    """Detects known texts under new ids, such as ranks, behind which nothing is found in the cache. Warns once, if most
-    recurring texts are renamed. Keeps 16,384 digests, about 5 MB."""
+    """Warns once if most recurring texts come under new ids, such as ranks, which the cache cannot have. Keeps 16,384
+    digests, about 5 MB."""
 
     def __init__(self, warn: Callable[[str], None]) -> None:
         self._warn = warn

@@ -8,7 +8,7 @@ __all__ = ["digest_of"]
 
 
 def digest_of(*parts: str | bytes | None) -> bytes:
-    """16 bytes. Lengths are part of it: the same characters, divided otherwise, have another digest."""
+    """16 bytes. The same characters, divided otherwise, have another digest."""
     digest = blake2b(digest_size=16)
     for part in parts:
         encoded = part.encode() if isinstance(part, str) else part

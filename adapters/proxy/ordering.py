@@ -1,4 +1,4 @@
-"""Ordering of parsed requests, and the outcome of each ordering."""
+"""Ordering of parsed requests, and the outcomes."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _LONGEST_HEADER = 1024
 class OrderedRequest:
     """A request whose documents were ordered.
 
-    `end` confirms the ordering with the reported counts if the answer was `complete`, without them if it broke off
-    after its first token, and discards it otherwise. Of several `choices` the cached lengths are unknown.
+    `end` confirms with the reported counts if the answer was `complete`, without them if it broke off after its first
+    token, and discards otherwise. Of several `choices` the cached lengths are unknown.
     """
 
     def __init__(self, body: bytes, ordering: Ordering[Document], choices: int, answer_length: AnswerLength) -> None:
@@ -87,8 +87,6 @@ class OrderedRequest:
 
 
 class RequestOrderer:
-    """Orders parsed requests, and predicts their cached tokens. `exact`: token counts are no estimates."""
-
     def __init__(self, orderer: OrdererLike, *, send_facts: bool = False, exact: bool = False) -> None:
         self._orderer = orderer
         self._send_facts = send_facts
@@ -104,7 +102,7 @@ class RequestOrderer:
         return CachedLengths(cached_tokens, documents_end + parsed.suffix_tokens - cached_tokens)
 
     def order(self, parsed: ParsedBody, upcoming: Sequence[ParsedBody] = ()) -> OrderedRequest:
-        """Order the documents with regard to `upcoming` requests of the same scope."""
+        """`upcoming` requests count if they have the same scope."""
         orderer, body = self._orderer, parsed.body
         if parsed.error is not None:
             ordering = orderer.fall_back(parsed.documents, parsed.error)
@@ -130,7 +128,7 @@ class RequestOrderer:
             raise
 
     def _ends(self, parsed: ParsedBody, ordering: Ordering[Document]) -> list[int]:
-        """Of documents in the prompt, in tokens; empty for estimated lengths."""
+        """In tokens of the prompt; empty for estimated lengths."""
         if not self._exact or parsed.error is not None:
             return []
         lengths = [document.tokens or 0 for document in ordering.documents]

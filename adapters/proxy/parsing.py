@@ -46,7 +46,7 @@ class ParsedBody:
     """A body with documents. Lengths are in tokens.
 
     `render` gives the body to send, by the rank of the document at each place; `suffix_tokens` follow the last
-    document, `gaps` lie between them; `salt` is the tenant's. `error`: the prefix could not be read.
+    document, `gaps` lie between them. `error`: the prefix could not be read.
     """
 
     body: Body
@@ -61,7 +61,7 @@ class ParsedBody:
 
 
 class BodyParser:
-    """Finds the documents in request bodies. `warn` gets each complaint once; for the options see `make_app`."""
+    """See `make_app`. `warn` gets each complaint once."""
 
     def __init__(
         self,
@@ -84,8 +84,7 @@ class BodyParser:
         self._prefixes: LRUCache[int] = LRUCache(_REMEMBERED)
 
     def parse(self, route: Route, content: bytes) -> ParsedBody | None:
-        """None for a body without documents, or an unreadable one. Raises HTTPError for malformed fields and misplaced
-        tags."""
+        """None for a body without documents, or an unreadable one. Raises HTTPError for malformed fields."""
         parsed = self._look_into(route, content)
         if not isinstance(parsed, ParsedBody):
             self._unordered.passed(parsed)
@@ -206,7 +205,7 @@ class BodyParser:
 
 
 def scope_of(body: Body, salt: str | None, prefix: PromptPrefix) -> bytes:
-    """A digest of route, model, tenant and everything in front of the documents."""
+    """Of model, tenant and everything in front of the documents."""
     fields = (body.fields.get(name) for name in ("model", *_SHAPES_PREFIX))
     return digest_of(
         body.route,

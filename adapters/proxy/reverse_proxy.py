@@ -33,9 +33,8 @@ _DOTS = (b".", b"..")
 class ReverseProxy:
     """An ASGI application that forwards every HTTP request to the upstream server.
 
-    `workers` parse JSON bodies of POSTs and order those with documents; all others, and all answers, are forwarded as
-    they arrive. With `admission` each POST below /v1/ waits there. `memory` bounds all bodies together, `body_limit`
-    each, `client_s` the time to send one. Raises HTTPError if there is no answer to forward.
+    JSON bodies of POSTs are parsed, and ordered if they have documents; all others, and all answers, are forwarded as
+    they arrive. With `admission` POSTs below /v1/ wait there. Raises HTTPError if there is no answer to forward.
     """
 
     def __init__(
@@ -122,7 +121,7 @@ class ReverseProxy:
         return ordered
 
     def _parse(self, route: Route, body: bytes) -> tuple[ParsedBody | None, int]:
-        """The parsed body, and the bytes to reserve for it."""
+        """With the bytes to reserve for it."""
         parsed = self._parser.parse(route, body)
         return parsed, len(body) if parsed is None else len(body) * (1 + _max_character_bytes(body))
 
@@ -160,12 +159,12 @@ async def _pieces(body: list[bytes], share: MemoryShare) -> AsyncIterator[bytes]
 
 
 def _max_character_bytes(body: bytes) -> int:
-    """At most: CPython stores all characters of a text as wide as the widest."""
+    """CPython stores all characters of a text as wide as the widest."""
     return 1 if body.isascii() and b"\\u" not in body else 4
 
 
 def _target(scope: Scope) -> bytes:
-    """Path and query. Raises HTTPError for a path that could leave the upstream address's."""
+    """Raises HTTPError for a path that could leave the upstream address's."""
     path: bytes = scope["raw_path"]
     if not path.startswith(b"/"):
         raise HTTPError(400, "The address of a request must be a path.", code="invalid_http")

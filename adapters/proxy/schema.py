@@ -1,4 +1,4 @@
-"""The field "ragorder" of a request's body, and the OpenAPI description of its routes."""
+"""The field "ragorder" of a body, and the OpenAPI description."""
 
 from __future__ import annotations
 
@@ -112,7 +112,6 @@ def read_tagged(content: bytes | Raw) -> Tagged:
 
 
 def openapi() -> dict[str, Any]:
-    """The OpenAPI 3.1 document of the routes that are parsed."""
     schemas = _components()
     schemas["ChatBody"] = _body(
         {

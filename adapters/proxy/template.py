@@ -74,10 +74,10 @@ class DocumentParts(NamedTuple):
 
 class DocumentTemplate:
     r"""The form of one document in a message, such as `<document id="{id}">\n{text}\n</document>`: {text} and
-    optionally {id} and {title}; a literal brace is written twice. Surrounding white space is ignored.
+    optionally {id} and {title}; a literal brace is written twice.
 
-    Documents are recognised by the marks in front of and behind them, and not where these do not alternate (a text
-    contains a mark). White space and `BOUNDARY` may separate them. Raises TemplateError.
+    Documents are recognised by the marks in front of and behind them, if these alternate; white space and `BOUNDARY`
+    may separate them. Raises TemplateError.
     """
 
     def __init__(self, template: str) -> None:
@@ -101,7 +101,7 @@ class DocumentTemplate:
             )
 
     def find(self, text: str) -> DocumentRun | None:
-        """The first of the longest runs of two or more documents, in linear time."""
+        """The first of the longest runs of at least two, in linear time."""
         longest: list[_Span] = []
         run: list[_Span] = []
         for start, end in self._documents(text):

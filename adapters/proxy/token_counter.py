@@ -37,11 +37,9 @@ class _Shown(Struct):
 
 
 class TokenCounter:
-    """Token counts: exact with the served model's `tokenizer` (transformers), else estimated at four characters a token
-    unless the client gives them. Not thread-safe.
-
-    Counts of 16,384 documents are kept by digest, about 3 MB, per tenant, so that timing reveals nothing of others.
-    """
+    """Exact with the served model's `tokenizer` (transformers), else four characters a token unless the client gives a
+    count. Not thread-safe. Counts of 16,384 documents are kept by digest (3 MB), per tenant, so that timing reveals
+    nothing of others."""
 
     def __init__(self, builder: PromptBuilder, tokenizer: Any = None) -> None:
         self.exact = tokenizer is not None
@@ -67,7 +65,7 @@ class TokenCounter:
         return self._encode(text) if self.exact else estimate_tokens(text)
 
     def suffix(self, suffix: PromptSuffix) -> int:
-        """Later messages are estimated: hits do not depend on them, and the answer reports the prompt's length."""
+        """Later messages are estimated: hits do not depend on them."""
         characters = sum(map(_characters, suffix.parts)) + sum(map(_characters, suffix.messages))
         return self.text(suffix.text) + -(-characters // 4)
 

@@ -32,7 +32,7 @@ _RECEIVE_BUFFER_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """Seconds for the server to accept a connection and from one byte to the next, and for a client to send 256 KiB."""
+    """Seconds to accept a connection, between two bytes, and for a client to send 256 KiB."""
 
     connect_s: float = 10.0
     read_s: float = 600.0
@@ -40,8 +40,7 @@ class Timeouts:
 
 
 class Upstream:
-    """The OpenAI-compatible server at `address` (with or without /v1). `api_key`, or else the address's user and
-    password, replace the client's Authorization. Raises AddressError for a malformed address or key."""
+    """`api_key`, or else the address's user and password, replace the client's Authorization. Raises AddressError."""
 
     def __init__(
         self,
@@ -67,7 +66,7 @@ class Upstream:
     async def send(
         self, method: str, target: bytes, headers: Headers, content: AsyncIterator[bytes] | None
     ) -> AsyncIterator[httpx2.Response]:
-        """The unread response. Raises HTTPError, also while the body is read, for timeouts and broken HTTP."""
+        """The unread response. Raises HTTPError, also while the body is read."""
         sent = end_to_end(headers, *self._dropped) + self._authorization
         target = self._url.raw_path.rstrip(b"/") + target
         request = httpx2.Request(
@@ -97,8 +96,8 @@ class Upstream:
 
 
 class _ConnectionPool:
-    """Transports of one connection each: httpx2's own pool scans all connections for each request. A connection on
-    which a server sent more than its answer is closed: the rest would answer the next client."""
+    """Transports of one connection each: httpx2's own pool scans all connections for each request. Unread bytes close a
+    connection: they would answer the next client."""
 
     def __init__(self, make: Callable[[], httpx2.AsyncBaseTransport]) -> None:
         self._make = make
@@ -145,8 +144,8 @@ def _authorization(address: str, api_key: str | None) -> Headers:
 
 
 def _has_leftovers(transport: httpx2.AsyncBaseTransport) -> bool:
-    """Bytes that an idle connection has read already; httpx2's pool notices those that arrive later. There is no public
-    way to them: a connection that cannot be inspected counts as having some."""
+    """Bytes that were read already; httpx2's pool notices later ones. A connection that cannot be inspected counts as
+    having some."""
     if not isinstance(transport, httpx2.AsyncHTTPTransport):
         return False
     try:

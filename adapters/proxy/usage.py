@@ -48,7 +48,7 @@ class WholeReader:
 
 
 class StreamReader:
-    """Server-sent events. Keeps the current line only, up to 1 MiB."""
+    """Server-sent events; keeps one line, up to 1 MiB."""
 
     def __init__(self) -> None:
         self.served = False

@@ -22,8 +22,8 @@ _THREADS = 2
 
 
 class Workers:
-    """Runs work on short bodies at once (unless `always`), on ordinary ones in one of two threads, on long ones in a
-    third, so that the memory for their copies is needed once."""
+    """Short bodies at once (unless `always`), ordinary ones in one of two threads, long ones in a third, so that the
+    memory for their copies is needed once."""
 
     def __init__(self, *, always: bool = False) -> None:
         self._always = always
@@ -31,8 +31,7 @@ class Workers:
         self._long = _Threads(1)
 
     async def run(self, work: Callable[[], T], length: int, *, abandoned: Callable[[T], object] | None = None) -> T:
-        """If the wait is cancelled, work not begun is dropped; otherwise `abandoned` gets its result, perhaps in
-        another thread."""
+        """If the wait is cancelled, work not begun is dropped; otherwise `abandoned` gets its result, in any thread."""
         if length <= _SHORT and not self._always:
             return work()
         future = (self._long if length > _LONG else self._ordinary).submit(work)

@@ -49,7 +49,7 @@ class AsyncVLLM:
         """The last chunk has the usage. Raises the engine's errors, and ValueError for messages and for a scope that
         cannot be a salt."""
         if request.token_ids is None:
-            raise ValueError("vLLM in this process is given tokens: OrderedPrompts(…, prompts='token_ids')")
+            raise ValueError("vLLM in this process takes token ids: OrderedPrompts(…, prompts='token_ids')")
         prompt: dict[str, Any] = {"prompt_token_ids": list(request.token_ids)}
         if self._send_salt and isinstance(request.scope, str):
             prompt["cache_salt"] = checked_salt(request.scope)

@@ -128,8 +128,8 @@ def _degrade_on_silence(orderer: _LiveOrderer) -> Callable[[KVEventSubscriber], 
             last_event = now
         elif now - last_event > _PATIENCE_S:
             alive.degrade(
-                "no KV events: the server has told nothing of what it computes; compare events_endpoint, "
-                "replay_endpoint and events_topic with its --kv-events-config, or ask ragorder doctor"
+                "no KV events: the server has published none; compare events_endpoint, "
+                "replay_endpoint and events_topic with its --kv-events-config, or run ragorder doctor"
             )
 
     return look

@@ -35,8 +35,8 @@ class TierWorkerMetadata(OffloadingWorkerMetadata):  # type: ignore[misc]
 class RecomputesFailedLoads:
     """Mixin for an offloading connector whose copies may fail, which vLLM's never do.
 
-    Our worker reports failed copies as finished, and separately as failures. vLLM's scheduler recomputes failed loads
-    (`failed_recving`), and their requests take nothing more from the tiers; the manager drops chunks of failed stores.
+    Our worker reports failed copies as finished, and separately. vLLM's scheduler recomputes failed loads
+    (`failed_recving`); the manager drops chunks of failed stores.
     """
 
     connector_scheduler: Any

@@ -44,11 +44,11 @@ class _Place:
 
 
 class HostCopyWorker(OffloadingWorker):  # type: ignore[misc]
-    """Copies whole blocks in a thread of its own, in the order of submission, by numpy: torch would start a second pool
-    of threads. A failed job is reported as finished, and in `take_failures`; nothing is raised."""
+    """Copies whole blocks in order, in its own thread, by numpy: torch would start another pool. Failed jobs are
+    reported as finished, and in `take_failures`."""
 
     def __init__(self, kv_caches: CanonicalKVCaches, region: SharedOffloadRegion, blocks_per_chunk: int) -> None:
-        """Raises ValueError for caches of another layout; `region` is then still the caller's."""
+        """Raises ValueError for another layout; `region` is then still the caller's."""
         if blocks_per_chunk < 1:
             raise ValueError(f"blocks_per_chunk is {blocks_per_chunk}: a chunk has 1 block or more")
         self._blocks_per_chunk = blocks_per_chunk

@@ -1,4 +1,4 @@
-"""The device tier: vLLM's own blocks, evicted by our policy through the hooks of a KV connector."""
+"""The device tier: vLLM's own blocks, evicted by our policy."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _logger = logging.getLogger("ragorder")
 
 
 def order_device(pool: Any, groups: int, settings: TierSettings) -> DeviceOrder | None:
-    """Evict a block pool of vLLM's by the policy. None, with a warning, for models with several `groups` of KV caches,
-    whose blocks are useful only together, and without prefix caching: the order stays vLLM's."""
+    """None, with a warning, for models with several `groups` of KV caches, whose blocks are useful only together, and
+    without prefix caching."""
     if groups > 1:
         _logger.warning("the device's blocks stay in vLLM's own order: the model has %d groups of KV caches", groups)
         return None
@@ -33,8 +33,7 @@ def order_device(pool: Any, groups: int, settings: TierSettings) -> DeviceOrder 
 
 
 class DeviceOrderConnector(OffloadingConnector):  # type: ignore[misc]
-    """vLLM's offloading connector with ordered device blocks. A finished request counts once for all blocks that it
-    held."""
+    """vLLM's offloading connector with ordered device blocks. A request counts once, when it has finished."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -107,6 +106,6 @@ def _facts(request: Any) -> RequestFacts:
 
 
 def _block_bytes(kv_cache_config: Any) -> int:
-    """Each tensor of the configuration has the size of the whole allocation."""
+    """Each tensor has the size of the whole allocation."""
     tensors = kv_cache_config.kv_cache_tensors
     return int(tensors[0].size) // int(kv_cache_config.num_blocks) if tensors and kv_cache_config.num_blocks else 0

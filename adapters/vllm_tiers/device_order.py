@@ -21,7 +21,7 @@ _logger = logging.getLogger("ragorder")
 
 
 class WatchedQueue(FreeKVCacheBlockQueue):  # type: ignore[misc]
-    """vLLM's free queue with a watcher: every block that is taken or freed passes it. The watcher must not raise."""
+    """vLLM's free queue with a watcher, which must not raise: every block taken or freed passes it."""
 
     def __init__(self, blocks: list[Any], watcher: DeviceOrder) -> None:
         super().__init__(blocks)
@@ -66,12 +66,10 @@ class WatchedQueue(FreeKVCacheBlockQueue):  # type: ignore[misc]
 class DeviceOrder:
     """Makes a block pool of vLLM's evict cached blocks by a tier's policy, in O(log n) a block.
 
-    vLLM overwrites the front of its free queue: blocks without content, then the longest free. The tier holds the
-    cached blocks by hash, pinned while in use; blocks that it evicts are moved to the front as needed. Of two blocks
-    with the same content the one that vLLM would not find is spare, and goes first. Without a victim vLLM's order
-    applies. A reset of the prefix cache clears the tier at the next step.
-
-    An error in here turns the order off for good and is logged: no allocation fails because of it.
+    vLLM overwrites the front of its free queue: blocks without content, then the longest free. The tier holds cached
+    blocks by hash, pinned while in use; blocks that it evicts are moved to the front as needed. Of two blocks with one
+    content the one that vLLM would not find is spare, and goes first. An error turns the order off for good: no
+    allocation fails.
     """
 
     def __init__(self, pool: Any, tier: Tier, *, now: Callable[[], float] = time.monotonic) -> None:
@@ -98,9 +96,8 @@ class DeviceOrder:
     def finished(
         self, block_ids: Sequence[int], cached_tokens: int, cost: float | None, documents_end: int | None = None
     ) -> None:
-        """The blocks of a finished request, in order, are about to be free. Tokens after `cached_tokens` were computed
-        at `cost` seconds each. Blocks behind `documents_end` (in tokens) hold question and answer, and do not count as
-        used."""
+        """Blocks in order, about to be free. Tokens after `cached_tokens` were computed at `cost` seconds each; blocks
+        behind `documents_end` (in tokens) do not count as used."""
         self._safely(self._use, block_ids, cached_tokens, cost, documents_end)
 
     def leaving(self, count: int) -> None:

@@ -1,4 +1,4 @@
-"""The disk tier: chunks of vLLM's host tier in a bounded folder that survives the engine."""
+"""The disk tier: chunks of vLLM's host tier in a bounded folder."""
 
 from __future__ import annotations
 
@@ -57,9 +57,8 @@ class DiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typed
     """A `ChunkStore` behind vLLM's host tier: chunks are written to both, and read from here once the host evicted
     them.
 
-    An unreadable or corrupt chunk is dropped: vLLM computes it. With a folder that cannot be used (another engine's,
-    another model's, not writable) the tier stays empty, which is logged and counted. At most `bytes` below `path`, in a
-    folder for each data-parallel engine.
+    A corrupt chunk is dropped: vLLM computes it. With an unusable folder (another engine's, another model's) the tier
+    stays empty, which is logged and counted. At most `bytes`, in a folder for each data-parallel engine.
     """
 
     medium: ClassVar[Medium | None] = Medium.STORAGE

@@ -59,8 +59,8 @@ def note_model(vllm_config: Any) -> None:
 
 
 def disk_identity(spec: OffloadingSpec, chunk_bytes: int, folder: Path | None = None) -> str:
-    """A digest, equal only for engines with interchangeable chunks. Digests of weights are remembered in `folder`.
-    Raises UnknownWeightsError, OSError."""
+    """Equal only for engines with interchangeable chunks. Remembers digests of weights in `folder`. Raises
+    UnknownWeightsError, OSError."""
     config = spec.config
     parallel = config.parallel
     noted = config.extra_config.get(_NOTE) or {}

@@ -12,8 +12,8 @@ __all__ = ["ChunkJob", "JobThreads"]
 
 
 class ChunkJob:
-    """Calls `step` with 0 to `steps` - 1: side by side if `urgent`, otherwise in order. `worked` has the results. Only
-    jobs with an `id` are in `JobThreads.take_ended`."""
+    """Calls `step` with 0 to `steps` - 1: concurrently if `urgent`, otherwise in order. Only jobs with an `id` are in
+    `JobThreads.take_ended`."""
 
     __slots__ = ("begun", "id", "running", "seconds", "step", "urgent", "worked")
 
@@ -32,7 +32,7 @@ class ChunkJob:
 
 
 class JobThreads:
-    """Runs urgent jobs first, also between the steps of others. A step that raises has not worked. Thread-safe."""
+    """Urgent jobs first, also between steps of others. A step that raises has not worked. Thread-safe."""
 
     def __init__(self, threads: int, name: str, logger: logging.Logger) -> None:
         self._logger = logger
@@ -54,7 +54,7 @@ class JobThreads:
         return bool(self._unended or self._ended)
 
     def add(self, job: ChunkJob) -> None:
-        """Once the threads are closing a job ends without having worked."""
+        """Once closing, a job ends without having worked."""
         with self._changed:
             self._unended += 1
             if self._closing or not job.worked:

@@ -1,4 +1,4 @@
-"""vLLM's manager of the tiers behind the device, with our policy, counts, and copies that may fail."""
+"""vLLM's manager of the tiers, with our policy, counts, and copies that may fail."""
 
 from __future__ import annotations
 
@@ -28,10 +28,7 @@ _MAX_TENANTS = 1024
 
 
 class TierManager(TieringOffloadingManager):  # type: ignore[misc]
-    """Tells the policy which request each call is for, counts requests, and drops chunks whose copies failed.
-
-    Raises ValueError if the host tier's policy is not a `HostPolicy`.
-    """
+    """Raises ValueError if the host tier's policy is not a `HostPolicy`."""
 
     def __init__(
         self,

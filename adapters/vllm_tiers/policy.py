@@ -21,8 +21,8 @@ __all__ = ["HostPolicy"]
 class HostPolicy(CachePolicy):  # type: ignore[misc]
     """Chunks in host memory; the leaf with the lowest priority is evicted first.
 
-    A request counts once for each chunk of its prompt, wherever that was found; with facts only for its documents. A
-    chunk's cost is learnt from the request that computed it: T(cached, new) / new, or the cost in its facts.
+    A request counts once for each chunk of its prompt; with facts only for its documents. A chunk's cost is that of the
+    request that computed it: T(cached, new) / new, or from its facts.
     """
 
     def __init__(self, cache_capacity: int) -> None:
@@ -35,14 +35,14 @@ class HostPolicy(CachePolicy):  # type: ignore[misc]
         self.configure()
 
     def configure(self, policy: str = "pgdsf", history: int = 65536, profile: PrefillProfile = LINEAR) -> None:
-        """Before the first chunk: vLLM makes the policy with a capacity only. `history`: 0 for none."""
+        """Before the first chunk: vLLM gives only a capacity. `history`: 0 for none."""
         if self._chunks:
             raise ValueError("the host tier holds chunks: configure it before it is used")
         self._profile = profile
         self._tier = Tier(make_policy(policy), History(history) if history else None)
 
     def serve(self, request: ReqContext) -> RequestPath:
-        """The calls that follow are for this request, which evicts none of its own chunks."""
+        """The calls that follow are for this request."""
         self._path = path_of(request)
         return self._path
 

@@ -1,4 +1,4 @@
-"""State of a request in vLLM's scheduler: its facts, and its path through the knowledge tree in vLLM's chunks."""
+"""State of a request in vLLM's scheduler: its facts, and its path in chunks."""
 
 from __future__ import annotations
 

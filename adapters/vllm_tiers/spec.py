@@ -1,4 +1,4 @@
-"""The offloading spec of the tiers: vLLM's own tiering with our settings, on any platform."""
+"""The offloading spec: vLLM's own tiering with our settings, on any platform."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ __all__ = ["TierSpec"]
 
 
 class TierSpec(TieringOffloadingSpec):  # type: ignore[misc]
-    """Host memory, and a disk behind it. On GPUs vLLM copies; on a CPU, where it cannot, we do. Raises
-    UnsupportedVLLMError, and ValueError for impossible settings."""
+    """On GPUs vLLM copies, on a CPU our worker. Raises UnsupportedVLLMError, and ValueError for impossible settings."""
 
     _manager: Any
     _worker: Any
@@ -87,8 +86,8 @@ class TierSpec(TieringOffloadingSpec):  # type: ignore[misc]
         return self._worker
 
     def _remove_name(self) -> None:
-        """Unlink the file of host memory in /dev/shm, which would outlive a killed engine. Workers open it before there
-        is a scheduler: once the scheduler finds it, all have it open."""
+        """Unlink the file in /dev/shm, which would outlive a killed engine: once the scheduler finds it, all workers
+        have it open."""
         region = self._scheduler_mmap
         if region is not None and not region._creator:
             with suppress(OSError):

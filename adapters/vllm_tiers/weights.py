@@ -30,20 +30,16 @@ class UnknownWeightsError(Exception): ...
 
 
 class WeightDigests:
-    """Digests of models, over all bytes of their files.
-
-    They are kept in the file `memory` by inode, size and times, ctime included, which no copying tool sets back. A
-    memory that others can write is ignored.
-    """
+    """Digests of models, over all bytes of their files; kept in the file `memory` by inode, size and times, ctime
+    included, which no copying tool sets back. A memory that others can write is ignored."""
 
     def __init__(self, memory: Path | None = None) -> None:
         self._memory = memory
         self._known = _read(memory) if memory is not None else {}
 
     def of(self, model: str, revision: str | None = None, *, dummy: bool = False, hub: Path | None = None) -> str:
-        """The identity of `model`: a folder, a file, or a name on the Hub with its commit `revision`. `dummy` weights
-        are made from the configuration. `hub`: the folder of downloads. Raises UnknownWeightsError; OSError for
-        unreadable files."""
+        """`model`: a folder, a file, or a name on the Hub with its commit `revision`. `dummy` weights are made from the
+        configuration. Raises UnknownWeightsError, OSError."""
         path = Path(model)
         if path.is_file():
             return "file " + self._digest([path])

@@ -246,7 +246,7 @@ def bench(
     from ragorder.eval.running.specs import DEFAULT_POLICIES, Bench, EventsAddress
 
     if embedding_model and retriever != "dense":
-        raise click.UsageError("--embedding-model goes with --retriever dense")
+        raise click.UsageError("--embedding-model requires --retriever dense")
     if not workloads and not corpora:
         workloads = ("paper-shuf",)
     if not corpora and PYDOCS not in workloads and (retriever != "run" or options["order"] != "data"):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
-from datetime import UTC, datetime
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +144,6 @@ def quality(
     measured.
     """
     from ragorder.eval.data.corpora import CorpusError
-    from ragorder.eval.data.machine import describe_environment
     from ragorder.eval.data.retrieval import make_retriever
     from ragorder.eval.engines.base import EngineError
     from ragorder.eval.experiments.quality import (
@@ -158,15 +156,14 @@ def quality(
         serve_quality,
     )
     from ragorder.eval.experiments.quality.previous import judge_previous
-    from ragorder.eval.experiments.quality.tables import print_quality
+    from ragorder.eval.experiments.quality.report import print_quality
     from ragorder.eval.running.policies import PolicyError
-    from ragorder.eval.running.record import RESULTS, SCHEMA
+    from ragorder.eval.running.record import RESULTS
+    from ragorder.eval.running.session import begin_session
     from ragorder.eval.running.store import Store, StoreError
 
     if embedding_model and retriever != "dense":
-        raise click.UsageError("--embedding-model goes with --retriever dense")
-    started = datetime.now(UTC)
-    session = f"{started:%Y%m%dT%H%M%S}-{secrets.token_hex(3)}"
+        raise click.UsageError("--embedding-model requires --retriever dense")
     given = click.get_current_context().params
     arguments = {name: str(value) if isinstance(value, Path) else value for name, value in given.items()}
     arguments.pop("api_key")
@@ -179,19 +176,10 @@ def quality(
             build(AnswererSpec, engine),
             orders=orders or DEFAULT_ORDERS,
             dry_run=dry_run,
-            session=session,
         )
         with Store(output) as store, progress_bar() as progress:
-            store.append(
-                {
-                    "type": "session",
-                    "schema": SCHEMA,
-                    "session": session,
-                    "started": started.isoformat(timespec="seconds"),
-                    "arguments": {"command": "quality", **arguments},
-                    "environment": describe_environment(),
-                }
-            )
+            session = begin_session(store, {"command": "quality", **arguments})
+            bench = replace(bench, session=session)
             for line in serve_quality(bench, progress, done_in(store, bench)):
                 store.append(line)
             lines, checks = judge_previous(output / RESULTS, bench.suite, session, progress)

@@ -1,4 +1,4 @@
-"""The report on the evaluation harness' results: one HTML page, or the same tables in Markdown."""
+"""Reports on results: console, HTML page and Markdown."""
 
 from ragorder.eval.report.page import render_html
 from ragorder.eval.report.sections import Report, make_report

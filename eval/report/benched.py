@@ -56,7 +56,6 @@ def _groups(results: Sequence[RunResult]) -> Iterator[list[RunResult]]:
 
 
 def _headline(results: Sequence[RunResult]) -> Headline:
-    """The saving of the main policy on each trace, and a chart of all policies."""
     headline, groups = Headline(), list(_groups(results))
     marks = []
     for runs in groups:
@@ -84,7 +83,7 @@ def _headline(results: Sequence[RunResult]) -> Headline:
 def _compare(
     runs: Sequence[RunResult], policy: str, baseline: str
 ) -> tuple[PairedDifference | None, PairedDifference | None]:
-    """Cached tokens in percentage points, and the median time to the first token."""
+    """Cached tokens in points, and median TTFT."""
     sides = [{run.seed: run for run in runs if run.policy == each} for each in (baseline, policy)]
     seeds = sorted(sides[0].keys() & sides[1].keys())
     ratios = [[100 * side[seed].cached_ratio for seed in seeds] for side in sides]

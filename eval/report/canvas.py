@@ -1,4 +1,4 @@
-"""Small pictures as inline SVG, in the page's own colours: light, dark and in print."""
+"""Pictures as inline SVG in the page's own colours."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ INK, SOFT, LINE, CARD = (_PLACEHOLDERS[name] for name in ("ink", "soft", "line",
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """An SVG with its words: `alt` for who does not see it, `caption` below it."""
+    """An SVG with its text alternative and caption."""
 
     title: str
     svg: str
@@ -58,13 +58,12 @@ class Style:
 
 
 def style(policy: str) -> Style:
-    """A policy looks the same in every picture."""
     name = policy if policy in COLOURS else _ALIKE.get(policy, "other")
     return Style(_PLACEHOLDERS[name], _MARKERS[name], _DASHES[name])
 
 
 def need_matplotlib() -> Any:
-    """Raises ImportError naming the extra to install."""
+    """Raises ImportError naming the extra."""
     try:
         import matplotlib
     except ImportError as error:
@@ -73,7 +72,7 @@ def need_matplotlib() -> Any:
 
 
 def draw(paint: Callable[[Any], None], *, title: str, alt: str, caption: str = "", height: float = HEIGHT) -> Picture:
-    """A picture of one panel that `paint` draws on matplotlib axes."""
+    """One panel, painted on matplotlib axes."""
     matplotlib = need_matplotlib()
     from matplotlib.figure import Figure
 
@@ -114,7 +113,7 @@ def titled(title: str, label: str) -> str:
 
 
 def name_marks(axes: Any, policies: Sequence[str], *, lines: bool = False) -> None:
-    """Name the policies' marks below a picture where they cannot be named in it."""
+    """A legend below the picture."""
     for policy in policies:
         looks = style(policy)
         dashes = looks.dashes if lines else ""
@@ -125,7 +124,7 @@ def name_marks(axes: Any, policies: Sequence[str], *, lines: bool = False) -> No
 
 
 def label_ends(axes: Any, ends: Sequence[tuple[float, float, str, Style]]) -> None:
-    """Name lines where they end (x, y, name, style), moved apart where they would touch."""
+    """Name lines at their ends (x, y, name, style), moved apart where they would touch."""
     if not ends:
         return
     low, high = axes.get_ylim()
@@ -162,7 +161,7 @@ def label_ends(axes: Any, ends: Sequence[tuple[float, float, str, Style]]) -> No
 
 
 def _inline(svg: str, alt: str) -> str:
-    """The SVG as a part of a page: without a prologue and a fixed size, its ids its own, its colours the page's."""
+    """The SVG without prologue and fixed size, with ids of its own and the page's colours."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>\s*", "", svg, flags=re.DOTALL)
     svg = re.sub(r"<!--.*?-->\s*", "", svg, flags=re.DOTALL)

@@ -29,7 +29,7 @@ _POLICIES = {
 
 
 def print_results(results: Sequence[RunResult], *, stderr: bool = False) -> None:
-    """One table a workload, the seeds' mean in each row; below it how the runs went along, if they were under load."""
+    """A table per workload, the seeds' mean in each row, and a second one for runs under load."""
     console = Console(stderr=stderr)
     for _, group in groupby(results, key=lambda result: (result.workload, result.order)):
         rows = list(group)
@@ -40,19 +40,15 @@ def print_results(results: Sequence[RunResult], *, stderr: bool = False) -> None
 
 
 def legend(results: Sequence[RunResult]) -> str:
-    """What the columns and the policies of the tables are."""
+    """Explanation of columns and policies."""
     names = dict.fromkeys(result.policy for result in results)
     policies = [f"{name}: {_POLICIES[name]}." for name in names if name in _POLICIES]
     return " ".join([_COLUMNS, *policies])
 
 
 def results_table(results: Sequence[RunResult]) -> Table:
-    """Policies compared on one workload.
-
-    Moved: mean displacement of a document, in places; predicted: requests whose cached tokens the policy predicted to
-    within one block; p50 ratio: to the p50 of retrieval order, or of the first policy without it. Failed requests are
-    counted in red, and are in no other figure.
-    """
+    """Policies compared on one workload: p50 ratios are to retrieval order, or to the first policy. Failed requests are
+    in no other figure."""
     first = results[0]
     seeds = sorted({result.seed for result in results})
     capacity = "unlimited" if first.capacity_tokens is None else f"{first.capacity_tokens:,} tokens"
@@ -94,7 +90,7 @@ def _cached(rows: Sequence[RunResult]) -> float:
 
 
 def _times(rows: Sequence[RunResult], baseline: Sequence[RunResult]) -> list[str]:
-    """TTFT in ms, and the ratio to the baseline's; dashes where every request failed."""
+    """TTFT in ms, and the ratio to the baseline's."""
     p50, mean, plain = _ttft(rows, "p50"), _ttft(rows, "mean"), _ttft(baseline, "p50")
     if p50 is None or mean is None:
         return ["–", "–"]
@@ -106,13 +102,11 @@ def _ttft(rows: Sequence[RunResult], name: str) -> float | None:
 
 
 def _batch(result: RunResult) -> list[str]:
-    """How requests were reordered, in words."""
     bound = "" if result.max_wait is None else f", at most {result.max_wait} places late"
     return [f"batch{bound}"] * result.batch
 
 
 def _load(result: RunResult) -> list[str]:
-    """What the load was, in words."""
     if result.load is None:
         return []
     bound, name, load = result.load["concurrency"], result.load["arrivals"], result.load
@@ -128,10 +122,7 @@ def _mean(values: Iterable[float | None]) -> float | None:
 
 
 def deciles_table(results: Sequence[RunResult]) -> Table:
-    """How the runs of one workload went along, tenth by tenth, the seeds' mean in each row.
-
-    Off by: mean of |predicted - reported| cached tokens, in blocks; memory: of this process, all policies together.
-    """
+    """The runs of one workload, tenth by tenth; memory is of this process, all policies together."""
     headings = [
         "policy",
         "tenth",

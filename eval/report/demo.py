@@ -1,4 +1,4 @@
-"""The demonstration: the standard library's documentation served in retrieval order and in ours, side by side."""
+"""The demonstration: Python's documentation served in retrieval order and in ours."""
 
 from __future__ import annotations
 
@@ -26,14 +26,11 @@ _COLOURS = ("cyan", "magenta", "yellow", "blue", "bright_red", "bright_green", "
 
 @dataclass(frozen=True, slots=True)
 class DemoReport:
-    """What the demonstration has to show."""
-
     engine: str
     plain: Run
     ordered: Run
 
     def print(self) -> None:
-        """The table, then one request's prompt before and after."""
         console = Console()
         results = [self.plain.result(), self.ordered.result()]
         console.print(results_table(results))
@@ -70,7 +67,7 @@ class DemoReport:
 
 
 def run_demo(engine: str, model: Path | None, limit: int, waiting: int, progress: Progress) -> DemoReport:
-    """Serve the questions. Raises ImportError naming the extras to install, ValueError for what cannot be served."""
+    """Raises ImportError naming the extras, or ValueError."""
     _check_installed(engine)
     bench = Bench(
         workloads=(PYDOCS,),
@@ -86,7 +83,7 @@ def run_demo(engine: str, model: Path | None, limit: int, waiting: int, progress
 
 
 def _check_installed(engine: str) -> None:
-    """All that lacks in one message: an engine is large, and not to be installed for the next message."""
+    """Everything missing in one message."""
     needed = {"bm25s": "bm25"} | ({} if engine == "sim" else {engine: engine})
     lacking = {module: extra for module, extra in needed.items() if not _is_there(module)}
     if lacking:

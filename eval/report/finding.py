@@ -1,4 +1,4 @@
-"""Findings on the paper's own trace in words, with the numbers of these results."""
+"""Findings on the paper's own trace, in words."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _side_by_side(pair: tuple[Group, Group]) -> Table:
 
 
 def _pair(groups: Sequence[Group]) -> tuple[Group, Group] | None:
-    """`paper` and `paper-shuf`, alike in everything else; with most policies in common."""
+    """`paper` and `paper-shuf`, otherwise alike, with most policies in common."""
     pairs = [
         (kept, shuffled)
         for kept in _of(groups, "paper")

@@ -108,7 +108,7 @@ class Group(Generic[R]):
 
 
 def group_runs(runs: Sequence[R]) -> list[Group[R]]:
-    """In the order in which they were written."""
+    """In the order written."""
     groups: dict[object, Group[R]] = {}
     for run in runs:
         # A capacity "5%" is another number of tokens in every seed: it is the cell that says what was meant.

@@ -32,7 +32,7 @@ class Mark:
 
     @classmethod
     def of(cls, label: str, policy: str, found: PairedDifference) -> Mark:
-        """In percentage points of a share, or in per cent of the baseline."""
+        """In percentage points, or in per cent of the baseline."""
         scale = 100 if found.relative else 1
         low, high = (scale * end for end in (found.low, found.high))
         return cls(label, scale * found.difference, low, high, [scale * each for each in found.by_seed], policy)
@@ -57,7 +57,7 @@ class Chart:
     caption: str = ""
 
     def picture(self) -> Picture:
-        """Raises ImportError naming the extra to install."""
+        """Raises ImportError naming the extra."""
         marks = self.marks
 
         def paint(axes: Any) -> None:
@@ -93,14 +93,14 @@ class Chart:
 
 @dataclass(frozen=True, slots=True)
 class Headline:
-    """`words` are sentences, the most important one first."""
+    """The most important sentence comes first."""
 
     words: list[str] = field(default_factory=list)
     charts: list[Chart] = field(default_factory=list)
 
 
 def main_policy(policies: Sequence[str], baseline: str) -> str | None:
-    """The policy that a comparison is about: the default one, else ours that comes last."""
+    """The default policy, or else the last one that is ours."""
     ours = [policy for policy in ("auto", "best", "events", "greedy") if policy in policies]
     others = [policy for policy in policies if policy not in (baseline, "none", "oracle")]
     return next((policy for policy in [*ours, *reversed(others)] if policy != baseline), None)
@@ -115,7 +115,7 @@ def saving_words(
     where: str = "",
     unknown: str = "too few requests",
 ) -> str:
-    """A sentence on two policies; `unknown` is the reason for a missing interval."""
+    """A sentence; `unknown` is the reason for a missing interval."""
     words = f"{where}: " if where else ""
     words += (
         f"{policy_words(policy)} finds {format_number(cached.value)}{THIN}% of the prompt tokens in the cache, "

@@ -1,4 +1,4 @@
-"""Metrics that are compared between policies, with their units and directions."""
+"""Metrics that are compared between policies."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A statistic of a column of the results; with `of` the sum of the column as a share of the sum of that one."""
+    """A statistic of a column; with `of` its sum as a share of that column's."""
 
     name: str
     column: str
@@ -41,11 +41,10 @@ class Metric:
 
     @property
     def change_unit(self) -> str:
-        """The unit of a difference."""
         return "%" if self.relative else "points" if self.unit.startswith("%") else self.unit
 
     def columns(self, run: Record) -> tuple[Any, Any] | None:
-        """The figures, request by request, and what they are of (None: nothing). None: the run has none."""
+        """The figures of each request, and those of `of`; None without any."""
         values = run.column(self.column)
         if values is None:
             return None
@@ -55,7 +54,6 @@ class Metric:
         return None if whole is None else (values * self.scale, whole)
 
     def value(self, runs: Sequence[Record]) -> float | None:
-        """Of all requests of these runs."""
         import numpy as np
 
         found = [columns for run in runs if (columns := self.columns(run)) is not None]

@@ -1,4 +1,4 @@
-"""The report as one HTML file that needs nothing else: no network, no script."""
+"""The report as one HTML file without network and script."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["need_jinja", "render_html"]
 
 
 def need_jinja() -> Any:
-    """The module jinja2. Raises ImportError naming the extra to install."""
+    """Raises ImportError naming the extra."""
     try:
         import jinja2
     except ImportError as error:
@@ -22,7 +22,7 @@ def need_jinja() -> Any:
 
 
 def render_html(report: Report, progress: Progress = silent) -> str:
-    """Raises ImportError naming the extra to install."""
+    """Raises ImportError naming the extra."""
     need_matplotlib()
     jinja2 = need_jinja()
     environment = jinja2.Environment(

@@ -12,13 +12,12 @@ __all__ = ["number", "paper_beside", "paper_heading", "paper_rows"]
 
 
 def paper_heading(suite: Suite, cell: Cell | None) -> list[str]:
-    """A column for each machine of the paper's, with its first figure."""
+    """A column for each machine of the paper's."""
     return [f"paper: {_first(suite, hardware)[0]}{_on(hardware)}" for hardware in _machines(suite, cell)]
 
 
 def paper_beside(suite: Suite, cell: Cell, policy: str | None, baseline: str) -> list[tuple[str, str]]:
-    """For each of these columns the figure and, below it, how it differs from the paper's baseline. Without a policy:
-    all policies of that cell."""
+    """For each column the figure and its change; without a policy all policies of the cell."""
     found = []
     for hardware in _machines(suite, cell if policy is not None else None):
         _, name = _first(suite, hardware)
@@ -37,7 +36,6 @@ def paper_beside(suite: Suite, cell: Cell, policy: str | None, baseline: str) ->
 
 
 def paper_rows(suite: Suite) -> tuple[list[str], list[list[str]]]:
-    """Headings and rows of all the paper's figures of this suite."""
     paper = suite.paper_rows
     names = list(dict.fromkeys(name for row in paper for name in row.values))
     several = len({row.hardware for row in paper}) > 1
@@ -64,7 +62,6 @@ def _machines(suite: Suite, cell: Cell | None) -> Sequence[str]:
 
 
 def _first(suite: Suite, hardware: str) -> tuple[str, str]:
-    """The heading and the name of the first figure that the paper has of this machine."""
     rows = [row for row in suite.paper_rows if row.hardware == hardware]
     name = next(name for row in rows for name in row.values if number(row, name) is not None)
     return _heading(suite, name), name
@@ -94,7 +91,7 @@ def _shown(row: PaperRow, name: str, decimals: int | None = None) -> str:
 
 
 def _decimals(values: Sequence[float]) -> int:
-    """As many as the paper gives: none, one, two for rates, three for scores."""
+    """As many as the paper gives."""
     return max((len(f"{value:.3f}".rstrip("0").partition(".")[2]) for value in values), default=0)
 
 

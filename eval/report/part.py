@@ -1,4 +1,4 @@
-"""The part of a report that an experiment makes of one suite."""
+"""The part of a report on one suite."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["Part", "part_of"]
 
 @dataclass(slots=True)
 class Part:
-    """`groups` are runs that can be compared, for the overview; `pictures` draws when it is called."""
+    """`groups` are for the overview; `pictures` draws on demand."""
 
     tables: Sequence[Table] = ()
     words: Sequence[str] = ()
@@ -32,7 +32,7 @@ class Part:
 
 
 def part_of(experiment: type[Experiment], suite: Suite, results: Results) -> Part | None:
-    """By `make_part(suite, results)` of the module `report` beside the experiment, if there is one."""
+    """From `make_part(suite, results)` of the module `report` beside the experiment."""
     name = f"{experiment.__module__.rpartition('.')[0]}.report"
     if find_spec(name) is None:
         return None

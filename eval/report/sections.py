@@ -40,8 +40,6 @@ STATISTICS = (
 
 @dataclass(slots=True)
 class Section:
-    """One suite."""
-
     suite: Suite
     baseline: str
     groups: list[Group]
@@ -81,10 +79,7 @@ def make_report(
     progress: Progress = silent,
     others: Sequence[Section] = (),
 ) -> Report:
-    """The report on results of suites, and on `others`: sections on results of other commands, which come first.
-
-    Raises ImportError naming the extra to install.
-    """
+    """`others` are sections on results of other commands, which come first. Raises ImportError naming the extra."""
     need_scipy()
     sections = list(others)
     if results is None:
@@ -122,7 +117,6 @@ def _on_papers_trace(section: Section) -> bool:
 
 
 def _headline(sections: Sequence[Section], others: Sequence[Section]) -> Headline:
-    """The user's own results, or else the suites' together."""
     found = [section.headline for section in others]
     own = [section for section in sections if section.groups and not section.suite.source]
     found.append(_compared_suites(own or sections))
@@ -131,7 +125,6 @@ def _headline(sections: Sequence[Section], others: Sequence[Section]) -> Headlin
 
 
 def _compared_suites(sections: Sequence[Section]) -> Headline:
-    """What the main policy of each suite saves, over its cells."""
     marks, words = [], []
     for section in sections:
         policy = _main_policy(section)
@@ -210,7 +203,6 @@ def _few(cells: Sequence[str]) -> str:
 
 
 def _overview(sections: Sequence[Section]) -> Table:
-    """For each suite how often its last own policy was better than the baseline, and by how much."""
     table = Table("At a glance", ["suite", "compared", "cached tokens, points", "TTFT p50, %", "verdicts"])
     for section in sections:
         policy = _main_policy(section)
@@ -328,7 +320,6 @@ def _environment(environment: Mapping[str, Any]) -> str:
 
 
 def _command(session: SessionRecord, folder: Path) -> str:
-    """The command that repeats a session."""
     given = dict(session.arguments)
     suites, seeds = given.pop("suites", None) or [], given.pop("seeds", None) or []
     about = [given.pop("dataset", "")] if given.pop("command", "") == "quality" else None

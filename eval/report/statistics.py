@@ -1,18 +1,11 @@
-"""Statistics of repeated measurements: summaries, and paired differences with bootstrap confidence intervals.
+"""Statistics: summaries, and paired differences with bootstrap confidence intervals.
 
-**Paired.** Two policies serve the same requests in the same order, so what is resampled are requests, with what every
-policy did on them. What makes requests differ (long prompts, cold regions) is then in no interval.
+Requests are resampled with the figures of both policies on them: what makes requests differ is in no interval. Blocks
+of up to `BLOCK` consecutive requests are drawn, since neighbours are alike, and within each seed: three seeds are too
+few to be resampled, so an interval speaks of traces like these, and `PairedDifference.by_seed` stands beside it.
 
-**Blocks.** Requests come in bursts and one request's hits are another's past, so neighbours are alike; resampled one by
-one they would pretend to be more evidence than they are. Blocks of up to `BLOCK` consecutive requests are resampled.
-
-**Seeds are strata.** A seed is a trace and a fresh cache. Blocks are resampled within each seed and the seeds are put
-together. Resampling whole seeds (clusters) would be right for many of them; from three it knows ten different
-resamples, and its intervals are wrong both ways. So an interval speaks of traces like these: what every seed
-says on its own stands beside it in `PairedDifference.by_seed`.
-
-The percentile method, because it is exact under exchange of the two policies, and holds for quantiles, too. Few blocks
-in a seed make a stratified bootstrap too narrow, by sqrt(1 - 1/blocks): that is given back.
+The percentile method holds for quantiles too. Few blocks in a seed make a stratified bootstrap too narrow, by sqrt(1 -
+1/blocks): the interval is widened by it.
 """
 
 from __future__ import annotations
@@ -55,8 +48,6 @@ class StatisticsError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Of `count` values, in their unit."""
-
     count: int
     mean: float
     p50: float
@@ -66,10 +57,8 @@ class Summary:
 
 @dataclass(frozen=True, slots=True)
 class PairedDifference:
-    """How `value` differs from `baseline`, both in the unit of the figures: by `difference`, with its confidence
-    interval from `low` to `high`. `relative`: these three are shares of the baseline (-0.2: a fifth less) instead of
-    differences in the unit. `by_seed` is the difference in each seed. An interval from -inf to inf: there are too few
-    requests for one."""
+    """`value` less `baseline`, in their unit or, if `relative`, as a share of the baseline (-0.2: a fifth less), with
+    its interval (-inf to inf: too few requests) and by seed."""
 
     baseline: float
     value: float
@@ -83,12 +72,11 @@ class PairedDifference:
 
     @property
     def known(self) -> bool:
-        """Whether there were enough requests for an interval."""
         return math.isfinite(self.low) and math.isfinite(self.high)
 
 
 def need_scipy() -> Any:
-    """scipy.stats. Raises ImportError naming the extra to install."""
+    """scipy.stats. Raises ImportError naming the extra."""
     try:
         from scipy import stats  # type: ignore[import-untyped]
     except ImportError as error:
@@ -97,7 +85,7 @@ def need_scipy() -> Any:
 
 
 def summary(values: Sequence[float] | Floats) -> Summary | None:
-    """Mean and percentiles (interpolated linearly) of all values that are numbers; None of none."""
+    """Of the finite values; None without any."""
     import numpy as np
 
     known = np.asarray(values, dtype=float)
@@ -120,14 +108,12 @@ def compare(
     resamples: int = 2_000,
     seed: int = 0,
 ) -> PairedDifference:
-    """How a statistic of `ours` differs from that of `baseline`.
+    """A statistic of `ours` compared with that of `baseline`.
 
-    Each is one sequence a seed, request by request in the same order, warm-up left out. `of` makes the mean a share:
-    the sum of the figures by the sum of these (cached tokens of prompt tokens), again one sequence a seed for the
-    baseline and for ours. A request that has no figure (NaN) on either side counts on neither.
+    Each is one sequence a seed, request by request, without the warm-up; a request with NaN on either side is left out.
+    `of` makes the mean a share: sum of the figures by sum of these, for the baseline and for ours.
 
-    Raises StatisticsError if the two are not of the same seeds and requests or have none in common, ImportError naming
-    the extra to install.
+    Raises StatisticsError for other seeds or requests, ImportError naming the extra.
     """
     if of is not None and statistic != "mean":
         raise StatisticsError(f"a share has no {statistic}: use statistic='mean'")
@@ -170,10 +156,7 @@ def compare_seeds(
     better: Literal["higher", "lower"] = "higher",
     confidence: float = 0.95,
 ) -> PairedDifference:
-    """A figure of each seed compared, where there are none of requests: the mean difference, with Student's interval.
-
-    Raises StatisticsError for sides of different seeds or none, and ImportError naming the extra to install.
-    """
+    """The mean difference of one figure a seed, with Student's interval. Raises as `compare`."""
     import numpy as np
 
     stats = need_scipy()
@@ -229,8 +212,7 @@ def _interval(
 
 
 def _strata(baseline: Any, ours: Any, of: Any) -> list[Any]:
-    """For each seed an array (baseline, ours, what the baseline is of, what ours are of) x block x request, the last
-    block filled up with NaN."""
+    """For each seed an array (baseline, ours, of baseline, of ours) x block x request, filled up with NaN."""
     import numpy as np
 
     columns = [baseline, ours, *(of or ())]
@@ -267,14 +249,14 @@ def _blocks(table: Any) -> Any:
 
 
 def _sums(strata: list[Any]) -> list[Any]:
-    """A block's sum in place of its requests: all that a mean needs to know of it."""
+    """A block's sum in place of its requests, which is enough for a mean."""
     import numpy as np
 
     return [np.nansum(stratum, axis=-1, keepdims=True) for stratum in strata]
 
 
 def _means(strata: list[Any]) -> tuple[Any, Any]:
-    """Of the sums in the last two axes, all seeds together, the two shares."""
+    """The two shares, of all seeds together."""
     import numpy as np
 
     sums = np.sum([stratum.sum(axis=(-2, -1)) for stratum in strata], axis=0)
@@ -292,7 +274,7 @@ def _quantiles(statistic: Statistic) -> Callable[[list[Any]], tuple[Any, Any]]:
 
 
 def _quantile(strata: list[Any], side: int, share: float) -> Any:
-    """Linearly interpolated, of all numbers in the last two axes, all seeds together."""
+    """Interpolated linearly, of all seeds together."""
     import numpy as np
 
     flat = np.concatenate([stratum[side].reshape(*stratum[side].shape[:-2], -1) for stratum in strata], axis=-1)

@@ -22,7 +22,7 @@ _UNBROKEN = 16
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One field of a table: its text, with a note and a verdict below it in small letters."""
+    """A field, with a note and a verdict below it in small letters."""
 
     text: str
     note: str = ""
@@ -61,12 +61,12 @@ class Table:
     dividers: list[int] = field(default_factory=list)
 
     def add(self, *fields: str | Entry, tone: Tone = "") -> None:
-        """Append a row, with `tone` for the entries that have none of their own."""
+        """Append a row; `tone` is for entries without their own."""
         entries = [each if isinstance(each, Entry) else Entry(each) for each in fields]
         self.rows.append([replace(each, tone=each.tone or tone) for each in entries])
 
     def divide(self) -> None:
-        """Rule a line below the rows so far (on the console only)."""
+        """Rule a line below the rows so far, on the console."""
         self.dividers.append(len(self.rows))
 
     def __rich__(self) -> RichTable:
@@ -88,7 +88,7 @@ class Table:
         return table
 
     def markdown(self, level: str = "##") -> Iterator[str]:
-        """Lines of GitHub's Markdown, with the title as a heading of this level; without a title if it is empty."""
+        """Lines of GitHub's Markdown, under a heading of this level unless it is empty."""
         if self.title and level:
             yield f"{level} {markdown_text(self.title)}\n"
         if self.rows:
@@ -107,5 +107,5 @@ def _markdown_entry(entry: Entry) -> str:
 
 
 def markdown_text(text: str) -> str:
-    """Text on one line, with the characters escaped that would end a field or begin a tag."""
+    """On one line, with characters escaped that would end a field or begin a tag."""
     return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*")

@@ -14,7 +14,6 @@ __all__ = ["print_report", "render_markdown"]
 
 
 def render_markdown(report: Report) -> str:
-    """GitHub's Markdown, one table after another."""
     return "\n".join(_lines(report)).strip() + "\n"
 
 

@@ -1,4 +1,4 @@
-"""Figures as people read them."""
+"""Figures and parameters in words."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ __all__ = [
     "axis_words",
     "cell_words",
     "change_words",
-    "figure",
     "format_number",
     "interval_words",
     "policy_words",
@@ -58,13 +57,10 @@ _SWITCHES = {"batch": ("one by one", "planned as a batch")}
 
 
 def format_number(value: float | None, decimals: int = 1) -> str:
-    """With thousands set apart; a dash for none."""
+    """With thousands set apart; a dash for None."""
     if value is None or not math.isfinite(value):
         return "–"
     return f"{value:,.{decimals}f}".replace("-", "−")
-
-
-figure = format_number  # the former name
 
 
 def signed(value: float, decimals: int = 1) -> str:
@@ -73,7 +69,7 @@ def signed(value: float, decimals: int = 1) -> str:
 
 
 def change_words(comparison: PairedDifference, decimals: int = 1) -> str:
-    """A difference and its interval: in % of the baseline if it is relative, else in the unit of the figures."""
+    """A difference and its interval, in % of the baseline if it is relative."""
     scale = 100 if comparison.relative else 1
     unit = f"{THIN}%" if comparison.relative else ""
     shown = f"{signed(scale * comparison.difference, decimals)}{unit}"
@@ -86,7 +82,6 @@ def change_words(comparison: PairedDifference, decimals: int = 1) -> str:
 def interval_words(
     comparison: PairedDifference, decimals: int = 1, scale: Callable[[float], float] = lambda difference: difference
 ) -> str:
-    """The interval of `scale(difference)`."""
     if not comparison.known:
         return _NO_INTERVAL
     low, high = sorted(map(scale, (comparison.low, comparison.high)))
@@ -98,7 +93,6 @@ def verdict_words(comparison: PairedDifference) -> str:
 
 
 def range_words(numbers: Iterable[float], decimals: int = 0) -> str:
-    """The smallest to the largest, or the only one."""
     low, high = min(found := list(numbers)), max(found)
     return " to ".join(dict.fromkeys(format_number(each, decimals) for each in (low, high)))
 
@@ -116,7 +110,6 @@ def policy_words(policy: str) -> str:
 
 
 def cell_words(cell: Mapping[str, Any]) -> str:
-    """The parameters of a cell in a line."""
     return ", ".join(filter(None, (_parameter(name, value) for name, value in cell.items())))
 
 
@@ -136,7 +129,7 @@ def _parameter(name: str, value: Any) -> str:
 
 
 def value_words(name: str, value: Any) -> str:
-    """One parameter's value; nothing for one that was left to the engine."""
+    """Nothing for a value left to the engine."""
     if value is None:
         return "unlimited" if name.startswith("capacity") else ""
     if isinstance(value, bool):

@@ -1,1 +1,1 @@
-"""One run of the evaluation: engines, drivers, policies, suites, and where results are kept."""
+"""Running of measurements: specifications, drivers, policies, suites and records."""

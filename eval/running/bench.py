@@ -1,4 +1,4 @@
-"""A benchmark: policies compared on traces, interleaved, each on a fresh engine of its own."""
+"""A benchmark: policies compared on traces, interleaved, each on a fresh engine."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ Serve = Callable[[Trace, int, MakeRun, Load, Advance], list[Run]]
 def run_bench(bench: Bench, progress: Progress = silent) -> list[RunResult]:
     """Every policy on every trace and seed.
 
-    Raises WorkloadError, CorpusError, PolicyError, ArrivalsError or BenchError for what cannot be run, EngineError for
-    a server that cannot be measured, ImportError naming the extra to install.
+    Raises WorkloadError, CorpusError, PolicyError, ArrivalsError, BenchError, EngineError, or ImportError naming the
+    extra.
     """
     return [run.result() for runs in run_traces(bench, progress) for run in runs]
 
@@ -49,8 +49,8 @@ def run_bench(bench: Bench, progress: Progress = silent) -> list[RunResult]:
 def run_traces(
     bench: Bench, progress: Progress = silent, *, keep: bool = False, pool: EnginePool[Any] | None = None
 ) -> Iterator[list[Run]]:
-    """For each trace and seed the runs of all policies, served; with `keep` each knows its served requests. Engines
-    "vllm" and "torch" are taken from `pool`, or else from one of its own. Raises as `run_bench` does."""
+    """The served runs of all policies, for each trace and seed; `keep` keeps their requests. Engines "vllm" and "torch"
+    come from `pool`. Raises as `run_bench`."""
     check_bench(bench)
     with ExitStack() as stack:
         yield from _run_traces(bench, _server(bench, stack, pool), progress, keep)
@@ -87,7 +87,6 @@ def _run_traces(bench: Bench, serve: Serve, progress: Progress, keep: bool) -> I
 
 
 def as_json(bench: Bench, results: Sequence[RunResult]) -> dict[str, object]:
-    """The results in the published schema, with the environment that they were measured in."""
     environment = describe_environment()
     if bench.engine in ("vllm", "torch"):
         environment["model"] = str(bench.model or "random weights")
@@ -97,7 +96,7 @@ def as_json(bench: Bench, results: Sequence[RunResult]) -> dict[str, object]:
 
 
 def check_bench(bench: Bench) -> None:
-    """Raises PolicyError or BenchError for what no engine can do."""
+    """Raises PolicyError or BenchError."""
     for policy in bench.policies:
         if policy not in POLICIES:
             raise PolicyError(unknown("policy", policy, POLICIES))
@@ -112,7 +111,7 @@ def check_bench(bench: Bench) -> None:
     if "events" in bench.policies and bench.base_urls and bench.events is None:
         raise BenchError("policy 'events' needs --events-endpoint, where the server publishes its KV events")
     if bench.events is not None and not bench.base_urls:
-        raise BenchError("--events-endpoint goes with --base-url")
+        raise BenchError("--events-endpoint requires --base-url")
     if bench.engine != "openai" and (bench.base_urls or bench.served_model):
         raise BenchError("--base-url and --served-model go with --engine openai")
     if bench.engine != "torch" and bench.host_tokens:
@@ -123,13 +122,13 @@ def check_bench(bench: Bench) -> None:
             "--engine openai, or take --engine torch"
         )
     if bench.max_wait is not None and not bench.batch:
-        raise BenchError("--max-wait goes with --batch")
+        raise BenchError("--max-wait requires --batch")
     if bench.batch and bench.arrivals:
-        raise BenchError("--batch plans all requests before the first is served: it goes with --concurrency")
+        raise BenchError("--batch plans all requests before the first is served: use it with --concurrency")
 
 
 def _server(bench: Bench, stack: ExitStack, pool: EnginePool[Any] | None) -> Serve:
-    """Serves a trace and seed under all policies; what it starts ends with the stack."""
+    """Serves a trace and seed under all policies."""
     if bench.engine == "openai":
         from ragorder.eval.running.live import Servers
 
@@ -149,7 +148,6 @@ Source = Callable[[int], Trace]
 
 
 def sources_of(bench: Bench) -> Iterator[Source]:
-    """For each workload and corpus a function from seed to trace."""
     for name in bench.workloads:
         if name == PYDOCS:
             yield _corpus_source(bench, _load(PYDOCS, bench))

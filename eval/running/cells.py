@@ -1,4 +1,4 @@
-"""A cell: the parameters of the runs that are compared with one another, by name."""
+"""Cells: the parameters of runs that are compared with one another."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["SuiteCell", "SuiteError", "complaint", "one_of"]
 
 
 class SuiteError(ValueError):
-    """A suite does not exist, or its file is wrong. The message says where and what to change."""
+    """A suite that does not exist or is wrong. The message says where, and what to change."""
 
 
 class SuiteCell(BaseModel):
-    """A cell of a suite of any kind. Unknown parameters are refused; the given ones are the cell's name."""
+    """The parameters of a cell; an experiment declares its own. Unknown ones are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -51,7 +51,6 @@ class SuiteCell(BaseModel):
 
     @property
     def varies_with_seed(self) -> bool:
-        """Whether another seed measures something else on an exact engine."""
         return True
 
 
@@ -91,8 +90,7 @@ def one_of(kind: str, known: Iterable[str]) -> AfterValidator:
 
 
 def complaint(error: ValidationError) -> str:
-    """The first error in one line, with the field's name. An unknown name comes before a missing one: it may be that
-    one, misspelt."""
+    """The first error in one line; an unknown name before a missing one, which it may be, misspelt."""
     first = min(error.errors(include_url=False), key=lambda each: each["type"] != "extra_forbidden")
     field = ".".join(map(str, first["loc"]))
     message = "unknown field" if first["type"] == "extra_forbidden" else first["msg"].removeprefix("Value error, ")

@@ -1,8 +1,7 @@
 """The protocol of an experiment, and the registry: one folder of `ragorder.eval.experiments` for each.
 
-A folder is an experiment if its module `experiment` has a subclass of `Experiment`. It holds the cells, the record, the
-measurement and the suites (`*.toml`); its part of the report is `make_part` in its module `report`, if there is one.
-Nothing else names it.
+A folder's module `experiment` has a subclass of `Experiment`; its suites are `*.toml`, and `make_part` in its module
+`report` makes its part of the report. Nothing else names it.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _FOLDER = "ragorder.eval.experiments"
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A cell of a suite with one seed, under those policies of which there are no results yet."""
+    """A cell of a suite with one seed, under the policies that are still to be measured."""
 
     suite: Suite
     cell: Any
@@ -52,7 +51,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """A policy in a cell (empty: in the whole suite) that cannot be measured, and the reason."""
+    """A policy that cannot be measured in a cell (empty: in the whole suite)."""
 
     suite: str
     cell: dict[str, Any]
@@ -61,7 +60,7 @@ class Missing:
 
 
 class Experiment(ABC):
-    """One kind of measurement in one invocation. Use it in a `with` block while jobs are measured."""
+    """One kind of measurement, for one invocation: a context manager around its jobs."""
 
     kind: ClassVar[str]
     """What a suite's file says as `kind`."""
@@ -76,7 +75,7 @@ class Experiment(ABC):
     """Whether all policies of a cell are measured in one job, which takes turns."""
     planned: ClassVar[bool] = False
     """Whether `--dry-run` shows the plan of each suite."""
-    rehearses: ClassVar[bool] = False
+    supports_dry_run: ClassVar[bool] = False
     """Whether `--dry-run` goes all the way, without a model."""
     missing_by_cell: ClassVar[bool] = False
     """Whether the report names cells, and not policies, of what is missing."""
@@ -96,20 +95,17 @@ class Experiment(ABC):
 
     @classmethod
     def check(cls, suite: Suite, where: str) -> None:
-        """Raises SuiteError for a suite that cannot be measured by this experiment."""
+        """Raises SuiteError for a suite that the experiment cannot measure."""
         list(cls.cells(suite, where))
 
     @classmethod
     def cells(cls, suite: Suite, where: str) -> Iterator[Any]:
-        """Raises SuiteError for a cell with unknown or wrong parameters."""
+        """Raises SuiteError for unknown or wrong parameters."""
         for point in suite.points:
             yield cls.cell.read(point, f"{where}: cell {_short(point)}")
 
     def plan(self, suite: Suite) -> Iterator[Job | Missing]:
-        """What is to be measured, without what the store has already, and what cannot be.
-
-        Raises CorpusError for a corpus that cannot be read.
-        """
+        """The jobs that the store lacks, and what cannot be measured. Raises CorpusError."""
         asked = self.asked(suite)
         for cell in suite.cells:
             reasons = {policy: self.obstacle(suite, cell, policy) for policy in asked}
@@ -129,17 +125,17 @@ class Experiment(ABC):
                         yield Job(suite, cell, seed, todo, requests, corpus)
 
     def asked(self, suite: Suite) -> Sequence[str]:
-        """The suite's policies, or those of them that were asked for."""
+        """The suite's policies, as far as the options name them."""
         chosen = self.options.policies
         return [policy for policy in suite.policies if chosen is None or policy in chosen]
 
     def obstacle(self, suite: Suite, cell: Any, policy: str) -> str | None:
-        """The reason why a policy cannot be measured in a cell, such as a missing corpus; None: it can."""
+        """The reason why a policy cannot be measured in a cell, such as a missing corpus."""
         found = self._corpus(cell)
         return found if isinstance(found, str) else None
 
     def missing(self, suite: Suite, cell: Any, policy: str, reason: str) -> Missing | None:
-        """What is kept of an obstacle; None: nothing more."""
+        """The record of an obstacle; None records nothing."""
         return Missing(suite.name, cell.fields, policy, reason)
 
     def together(self, suite: Suite, policies: Sequence[str]) -> Iterable[tuple[str, ...]]:
@@ -149,7 +145,7 @@ class Experiment(ABC):
         return [(policy,) for policy in policies]
 
     def requests(self, suite: Suite, cell: Any) -> int:
-        """The most that a run serves: as many as the cell or the suite says, within --limit."""
+        """The most that a run serves."""
         asked: int = getattr(cell, "requests", suite.requests)
         return min(asked, self.options.limit or asked)
 
@@ -163,7 +159,7 @@ class Experiment(ABC):
         return None if name is None else self.corpora.take(name)
 
     def seeds(self, cell: Any) -> Sequence[int]:
-        """What is exact and the same with every seed is measured once."""
+        """An exact measurement that ignores the seed runs once."""
         return self.options.seeds if cell.varies_with_seed else self.options.seeds[:1]
 
     def done(self, **key: Any) -> bool:
@@ -174,29 +170,28 @@ class Experiment(ABC):
         return list(jobs)
 
     def measurement(self, job: Job) -> str | None:
-        """What a job measures, whichever suite it is for; None: jobs have nothing in common."""
+        """A name that jobs of different suites share if they measure the same."""
         return None
 
     def steps(self, job: Job) -> int:
-        """Of the progress bar; 0: the measurement announces its own."""
+        """Steps of the progress bar; 0: the measurement announces its own."""
         return job.requests * len(job.policies)
 
     @abstractmethod
     def measure(self, job: Job, advance: Callable[[], None]) -> Iterator[Line | Missing]:
-        """Fields of the record (`policy`, `rows`, …) for each policy, or whole lines, which have a `type`.
+        """Fields of the record (`policy`, `rows`, …) for each policy, or whole lines with a `type`.
 
-        A line is on the disk before the next one is asked for. Raises EngineError, ImportError or OSError for what ends
-        the whole invocation.
+        Each line is on the disk before the next is drawn. EngineError, ImportError and OSError end the invocation.
         """
 
     @classmethod
     def own_suites(cls) -> Mapping[str, Suite]:
-        """Suites that stand in no file."""
+        """Suites without a file."""
         return {}
 
     @classmethod
     def not_measured(cls, results: Results) -> str | None:
-        """What the report must say about what was not measured."""
+        """A reservation for the report."""
         return None
 
 
@@ -207,7 +202,6 @@ def _folders() -> list[Path]:
 
 @cache
 def experiments() -> dict[str, type[Experiment]]:
-    """Every experiment by its kind."""
     found: dict[str, type[Experiment]] = {}
     for folder in _folders():
         module = import_module(f"{_FOLDER}.{folder.name}.experiment")
@@ -219,7 +213,7 @@ def experiments() -> dict[str, type[Experiment]]:
 
 
 def experiment_of(kind: str) -> type[Experiment]:
-    """Raises SuiteError for a kind that does not exist."""
+    """Raises SuiteError for an unknown kind."""
     try:
         return experiments()[kind]
     except KeyError:
@@ -227,7 +221,6 @@ def experiment_of(kind: str) -> type[Experiment]:
 
 
 def suite_files() -> list[Path]:
-    """The suites of all experiments."""
     return sorted((path for folder in _folders() for path in folder.glob("*.toml")), key=lambda path: path.name)
 
 

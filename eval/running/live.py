@@ -1,4 +1,4 @@
-"""Servers that are already running: one for all policies, one policy after another, or one for each."""
+"""Running servers: one for all policies in turn, or one for each policy."""
 
 from __future__ import annotations
 
@@ -32,10 +32,9 @@ _LONGEST_TOKENS = 8_192
 
 
 class Servers:
-    """The servers of a benchmark on engine "openai", and the prompts in the tokens of their model.
+    """The servers of a benchmark on engine "openai", and prompts in their model's tokens.
 
-    Raises EngineError for a server that is not there, that does not say how large its cache is where that is not given,
-    or whose tokenizer cannot be loaded; ImportError naming the extra to install.
+    Raises EngineError for an absent server, an unknown cache size or a tokenizer that cannot be loaded; ImportError.
     """
 
     def __init__(self, bench: Bench, stack: ExitStack) -> None:
@@ -56,8 +55,8 @@ class Servers:
                 raise EngineError("the server's replay endpoint does not answer: see `ragorder doctor`")
 
     def serve(self, trace: Trace, seed: int, make: MakeRun, load: Load, advance: Advance) -> list[Run]:
-        """All policies on a trace, in the order of their names. On one server they run one after another, each with a
-        fresh salt, and who is first changes with the seed; on servers of their own at the same time."""
+        """All policies on a trace: on one server one after another, each with a fresh salt, rotated by seed; on several
+        servers at the same time."""
         self._check_lengths(trace, load)
         return asyncio.run(self._serve(trace, seed, make, load, advance))
 
@@ -134,7 +133,7 @@ class Servers:
 
 
 def start_server(bench: Bench) -> VLLMServer:
-    """A vLLM server for this benchmark alone, to be entered. Raises BenchError for a share of a corpus as capacity."""
+    """A vLLM server for this benchmark alone. Raises BenchError for a share of a corpus as capacity."""
     tokens = _OWN_CAPACITY_TOKENS if bench.capacity is None else bench.capacity.tokens
     if tokens is None:
         raise BenchError("a server of its own is started before the corpus is known: give --capacity-tokens in tokens")

@@ -1,7 +1,6 @@
-"""Drivers: which run sends its next request, and when. In turn, or under load on a virtual or on the real clock.
+"""Drivers: runs served in turn, or under load on a virtual or the real clock.
 
-A driver takes requests from a `Run` and has its engine serve them. Those that need no real time are generators, which
-stop after each request that was sent, so that several runs can take turns.
+Drivers that need no real time are generators, which yield after each request sent, so that runs can take turns.
 """
 
 from __future__ import annotations
@@ -36,10 +35,8 @@ Advance = Callable[[], None]
 
 @dataclass(frozen=True)
 class ServiceTimes:
-    """How fast the simulated engine is under load: a model, not a measurement, of about what an 8B model does on one
-    GPU. Prompts are prefilled one after another, each with its uncached tokens; answers are decoded side by side.
-
-    Raises ValueError for a speed that is not positive."""
+    """A model of the simulated engine's speed under load, about that of an 8B model on one GPU: prompts are prefilled
+    one after another, answers decoded side by side. Raises ValueError for a rate that is not positive."""
 
     prefill_tokens_per_s: float = 20_000.0
     decode_tokens_per_s: float = 50.0
@@ -51,11 +48,8 @@ class ServiceTimes:
 
 @dataclass(frozen=True)
 class Load:
-    """When requests are sent: at their `arrivals`, whatever is in flight (open loop), or as soon as another one ends
-    (closed loop). `concurrency` bounds those in flight; an arrival beyond it is sent once there is a place.
-
-    The answers have the length that the arrivals tell, or else `output_tokens` (None: the engine's own).
-    """
+    """An open loop of `arrivals`, or a closed loop; `concurrency` bounds the requests in flight, and an arrival beyond
+    it waits. Answer lengths are `output_tokens`, or else the arrivals', or the engine's."""
 
     concurrency: int | None = None
     arrivals: Sequence[Arrival] = ()
@@ -81,7 +75,7 @@ P_contra = TypeVar("P_contra", contravariant=True)
 
 
 class Client(Protocol[S, P_co]):
-    """Who has requests to send: a `Run`, or what else is driven like one."""
+    """A source of requests, such as a `Run`."""
 
     in_flight: int
 
@@ -96,8 +90,7 @@ class Client(Protocol[S, P_co]):
 
 
 class Pool(Protocol[P_contra]):
-    """A simulated engine whose driver says when a request is admitted and when it has ended: `SimEngine`, or another
-    one with prompts of its own."""
+    """A simulated engine whose driver admits and finishes requests, such as `SimEngine`."""
 
     kept_output_tokens: int
 
@@ -109,7 +102,7 @@ class Pool(Protocol[P_contra]):
 
 
 def interleave(drivers: Sequence[Iterator[None]], advance: Advance = lambda: None) -> None:
-    """Let the drivers of equally long runs take turns, request by request; who is first changes with each request."""
+    """Let equally long runs take turns, request by request, in rotation."""
     for number in count():
         first = number % len(drivers)
         stopped = 0
@@ -125,8 +118,7 @@ def interleave(drivers: Sequence[Iterator[None]], advance: Advance = lambda: Non
 
 
 def serve_in_turn(run: Run, engine: Engine, in_flight: int = 1) -> Iterator[None]:
-    """One request after another, each answered at once; the last `in_flight` of them count as running until the next
-    one needs their place."""
+    """One request after another, answered at once; the last `in_flight` count as running."""
     running: deque[tuple[Sent, EngineCompletion]] = deque()
     while run.remaining:
         while len(running) >= in_flight:
@@ -139,10 +131,10 @@ def serve_in_turn(run: Run, engine: Engine, in_flight: int = 1) -> Iterator[None
 
 
 def serve_virtual(run: Client[S, P], engine: Pool[P], load: Load, times: ServiceTimes) -> Iterator[None]:
-    """Under load on the simulated engine, on a virtual clock.
+    """Under load on a virtual clock.
 
-    A request is ordered when it is sent. It is admitted when the engine has room for its blocks, first come, first
-    served, and holds them until its last token. Virtual times are a model: none is reported.
+    A request is ordered when it is sent and admitted, first come, first served, when the engine has room for its
+    blocks, which it holds until its last token. Virtual times are a model and are not reported.
     """
     clock = prefill_ends = 0.0
     running: list[tuple[float, int, int, S, EngineCompletion]] = []
@@ -185,7 +177,7 @@ def serve_virtual(run: Client[S, P], engine: Pool[P], load: Load, times: Service
 
 
 async def serve_live(run: Run, engine: AsyncEngine, load: Load, advance: Advance = lambda: None) -> None:
-    """Under load on a server, on the real clock. The requests leave in the order in which they were ordered."""
+    """Under load on a server. Requests leave in the order in which they were ordered."""
     if not load.arrivals:
         # A group rather than a gather: an error that ends the run ends all of it.
         async with asyncio.TaskGroup() as group:
@@ -206,7 +198,7 @@ async def serve_live(run: Run, engine: AsyncEngine, load: Load, advance: Advance
 
 
 async def serve_live_in_turn(runs: Sequence[tuple[Run, AsyncEngine]], load: Load, advance: Advance) -> None:
-    """Several runs on servers of their own, one request at a time in turn; who is first changes with each request."""
+    """Runs on servers of their own, one request at a time, in rotation."""
     for number in range(runs[0][0].remaining):
         first = number % len(runs)
         for run, engine in [*runs[first:], *runs[:first]]:
@@ -219,7 +211,7 @@ async def _serve_on(run: Run, engine: AsyncEngine, load: Load, advance: Advance)
 
 
 async def _serve_one(run: Run, engine: AsyncEngine, load: Load, advance: Advance) -> None:
-    """Order, build and send without letting go of the event loop, so that no other request comes in between."""
+    """Order, build and send in one step of the event loop: no other request comes in between."""
     sent = run.send()
     try:
         completion = await engine.complete(run.token_ids(sent), load.length(sent.row))

@@ -1,4 +1,4 @@
-"""Engines in this process: simulated, vLLM, or the embedded one, one for each policy, with an empty cache."""
+"""Engines in this process, one with an empty cache for each policy."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _SIM_OUTPUT_TOKENS = 32
 
 
 def serve_on_sim(bench: Bench, trace: Trace, seed: int, make: MakeRun, load: Load, advance: Advance) -> list[Run]:
-    """Every policy on a simulated engine of its own, taking turns; under load on a virtual clock."""
+    """In turn, or under load on a virtual clock."""
     prompts = NumberedPrompts()
     runs, drivers = [], []
     for policy in bench.policies:
@@ -60,7 +60,7 @@ def serve_on_vllm(
     load: Load,
     advance: Advance,
 ) -> list[Run]:
-    """Every policy on a vLLM of its own, taking turns, one request at a time."""
+    """In turn, one request at a time."""
     from ragorder.eval.engines.models import random_model
 
     capacity_tokens = (bench.capacity or _CAPACITY).resolve(trace.corpus_tokens)
@@ -81,8 +81,7 @@ def serve_on_torch(
     load: Load,
     advance: Advance,
 ) -> list[Run]:
-    """Every policy on an embedded engine of its own, taking turns, one request at a time; under load one policy after
-    another, and who is first changes with the seed."""
+    """In turn, one request at a time; under load one policy after another, rotated by seed."""
     from ragorder.eval.engines.models import random_model
     from ragorder.eval.engines.torch_async import AsyncTorchEngine
 

@@ -1,4 +1,4 @@
-"""Measurements of one run in columns of numbers, one entry a request."""
+"""Measurements of one run in columns, one entry per request."""
 
 from __future__ import annotations
 
@@ -20,11 +20,10 @@ _SERVED, _FAILED = 1, 2
 
 @dataclass(frozen=True, slots=True)
 class Decile:
-    """A tenth of a run's requests, in the order in which they were sent.
+    """A tenth of a run's requests, in the order sent; None where a figure is unknown.
 
-    `in_flight_mean` counts the requests that were sent and not yet answered when one was sent, itself included;
-    `prediction_error_blocks_mean` is |predicted - reported|. `rss_mb` (of this process, all policies together) and
-    `tree_nodes` were read when the last request of the decile was sent. What there is none of is None.
+    `in_flight_mean` counts unanswered requests when one was sent, itself included; `rss_mb` (of this process) and
+    `tree_nodes` were read at the tenth's last request.
     """
 
     requests: int
@@ -38,7 +37,7 @@ class Decile:
 
 
 class Measures:
-    """Columns of figures, one row for each request in the order in which they were sent, allocated at once."""
+    """Columns of figures, allocated at once, a row for each request in the order sent."""
 
     def __init__(self, requests: int, *, tree_nodes: Callable[[], int | None]) -> None:
         self.requests = requests
@@ -59,7 +58,6 @@ class Measures:
         self._samples: list[tuple[float | None, int | None]] = []
 
     def sent(self, row: int, in_flight: int) -> None:
-        """Request `row` was sent when so many were in flight, itself included."""
         self.in_flight[row] = in_flight
         if row + 1 in _ends(self.requests):
             self._samples.append((resident_mb(), self._tree_nodes()))
@@ -75,15 +73,14 @@ class Measures:
         return self._state.count(_FAILED)
 
     def rows(self, start: int = 0, stop: int | None = None) -> list[int]:
-        """The requests that were served, of those from `start` to `stop`."""
+        """The served requests from `start` to `stop`."""
         return [row for row in range(*slice(start, stop).indices(self.requests)) if self._state[row] == _SERVED]
 
     def errors_tokens(self, rows: Iterable[int]) -> list[int]:
-        """By how many tokens more was predicted than the engine reported."""
+        """Predicted less reported tokens."""
         return [self.predicted_tokens[row] - self.cached_tokens[row] for row in rows]
 
     def deciles(self, block_size: int, *, predicts: bool) -> list[Decile]:
-        """The run in ten parts (fewer if it had fewer requests)."""
         ends = _ends(self.requests)
         return [
             self._decile(start, stop, sample, block_size, predicts)
@@ -110,7 +107,7 @@ class Measures:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The percentile of the values, interpolated linearly; 0 of none."""
+    """Interpolated linearly; 0 without values."""
     if not values:
         return 0.0
     ordered = sorted(values)
@@ -121,26 +118,25 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def order_times_us(order_ns: Sequence[int]) -> dict[str, float]:
-    """p50 and p99 of times that two intervals of the thread's clock measured, without what reading it takes."""
+    """p50 and p99 of times over two intervals of the thread's clock."""
     order_us = thread_times_us(order_ns, intervals=2)
     return {"p50": round(percentile(order_us, 50), 2), "p99": round(percentile(order_us, 99), 2)}
 
 
 def thread_times_us(times_ns: Sequence[int], *, intervals: int = 1) -> list[float]:
-    """Times that so many intervals of the thread's clock measured, without what reading it takes."""
+    """Times without the cost of reading the clock."""
     return [max(0, ns - intervals * _clock_ns()) / 1e3 for ns in times_ns]
 
 
 @lru_cache
 def _clock_ns() -> int:
-    """What reading the thread's clock twice takes of the thread's time."""
+    """The cost of two readings of the thread's clock."""
     readings = [time.thread_time_ns() for _ in range(2_001)]
     return sorted(after - before for before, after in pairwise(readings))[1_000]
 
 
 @lru_cache
 def _ends(requests: int) -> tuple[int, ...]:
-    """Where the tenths of so many requests end."""
     return tuple(sorted({math.ceil(requests * part / 10) for part in range(1, 11)} - {0}))
 
 

@@ -30,12 +30,10 @@ class HarnessError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """`policies` None are those of each suite, `limit` the most requests of a run. With `reduced` suites are run in
-    their short form, and those that have none are left out. `corpora` is a folder with a folder for each corpus,
-    `questions` one with a file for each data set of a suite about quality. `parameters` ("top_k=1,5") are those that
-    the suites were given in place of their own: see `Suite.with_parameters`.
+    """`policies` None: each suite's; `limit`: the most requests of a run; `reduced`: the suites' short forms. `corpora`
+    and `questions` are folders of corpora and data sets. `parameters` ("top_k=1,5") replace the suites' own.
 
-    Engine "openai" measures the server at `base_url`, with its KV events at `events`; without it servers are started.
+    Engine "openai" measures the server at `base_url`, with KV events at `events`, or starts servers.
     """
 
     engine: str = "sim"
@@ -61,12 +59,12 @@ class Options:
         if self.engine != "openai" and (self.base_url or self.served_model):
             raise HarnessError("--base-url and --served-model go with --engine openai")
         if self.events is not None and self.base_url is None:
-            raise HarnessError("--events-endpoint goes with --base-url")
+            raise HarnessError("--events-endpoint requires --base-url")
         if self.engine == "sim" and self.model is not None:
-            raise HarnessError("--model goes with --engine vllm, torch or openai: the simulated engine has none")
+            raise HarnessError("--model requires --engine vllm, torch or openai: the simulated engine has none")
 
     def arguments(self, suites: Sequence[Suite]) -> dict[str, Any]:
-        """As they stand in a session's line: no key, no password."""
+        """As recorded in a session: without keys and passwords."""
         return {
             "suites": [suite.name for suite in suites],
             "engine": self.engine,
@@ -84,10 +82,7 @@ class Options:
         } | ({"set": list(self.parameters)} if self.parameters else {})
 
     def check_same(self, earlier: Mapping[str, Any], folder: Path) -> None:
-        """Raises HarnessError if an earlier invocation measured something else into the same folder.
-
-        What ran no suites (`ragorder eval quality` keeps its lines there, too) measured nothing that runs depend on.
-        """
+        """Raises HarnessError if earlier runs in the folder were measured otherwise."""
         ours = self.arguments([])
         depends = "suites" in earlier and not (self.dry_run or earlier.get("dry_run"))
         # What folders that are older than these arguments were measured with.

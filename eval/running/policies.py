@@ -1,4 +1,4 @@
-"""The ordering policies that a benchmark compares: ours, the papers', and the plain ones."""
+"""Ordering policies that a benchmark compares: ours, the papers', and plain ones."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ragorder.ordering import Ordering
 from ragorder.prompt import PromptBuilder
 from ragorder.trie.residency import EngineBlocks
 
-__all__ = ["ORDERERS", "POLICIES", "Policy", "PolicyError", "make_orderer", "make_policy"]
+__all__ = ["ORDERERS", "POLICIES", "Policy", "PolicyError", "make_orderer", "make_policy", "parse_guards"]
 
 Documents = list[Document]
 
@@ -35,30 +35,48 @@ ORDERERS: dict[str, dict[str, Any]] = {
 POLICIES = ("none", "retrieval", "sorted", "recency", "random", *ORDERERS, "events", "oracle", *PEERS)
 
 
+_NUMBERED_GUARDS = ("keep_first", "keep_last", "max_displacement")
+
+
+def parse_guards(guards: Iterable[str], flags: Sequence[str] = ("keep_groups",)) -> dict[str, Any]:
+    """Settings of an orderer from "keep_first=1", "keep_groups". Raises ValueError."""
+    settings: dict[str, Any] = {}
+    for guard in guards:
+        name, given, number = guard.partition("=")
+        if name in settings:
+            raise ValueError(f"{name} twice: leave one of them out")
+        if name in _NUMBERED_GUARDS and number.isascii() and number.isdigit():
+            settings[name] = int(number)
+        elif name in flags and not given:
+            settings[name] = True
+        else:
+            choices = ", ".join([*(f"{each}=N" for each in _NUMBERED_GUARDS), *flags])
+            raise ValueError(f"unknown guard {guard!r}: choose from {choices}")
+    return settings
+
+
 class PolicyError(ValueError):
     """A policy does not exist or cannot run on this engine. The message says what to change."""
 
 
 class Policy(Protocol):
-    """Orders documents. An `Orderer` is one."""
+    """Orders documents, as an `Orderer` does."""
 
     def order(
         self, documents: Documents, *, waiting: Sequence[Documents] = (), suffix_tokens: int | None = None
     ) -> Ordering[Document]:
-        """One request's documents; `waiting` are those of the requests behind it."""
+        """`waiting` are the documents of the requests behind this one."""
 
     def order_batch(
         self, requests: Sequence[Documents], *, suffix_tokens: int | None = None, max_wait: int | None = None
     ) -> Iterable[Ordering[Document]]:
-        """All requests of a run, in the order in which they are to be served, none more than `max_wait` places late."""
+        """In serving order, none more than `max_wait` places late."""
 
 
 def make_policy(
     name: str, *, engine: Cache, prompts: Prompts, seed: int = 0, settings: Mapping[str, Any] | None = None
 ) -> Policy:
-    """A fresh policy for one run on a fresh engine. Orderers take `settings` besides their own.
-
-    Raises PolicyError, pydantic.ValidationError for settings that are wrong."""
+    """A policy for one run on a fresh engine; orderers take `settings`. Raises PolicyError or ValidationError."""
     if name in ORDERERS:
         lengths = {"tokens": prompts.document_tokens, "prefix_tokens": prompts.prefix_tokens}
         return make_orderer(name, engine=engine, **lengths, **(settings or {}))
@@ -85,7 +103,7 @@ def make_policy(
 
 
 def make_orderer(name: str, *, engine: Cache, **options: Any) -> Orderer:
-    """The orderer of one of the policies `ORDERERS`, for a fresh engine. `options` are those of `Orderer`; they win."""
+    """The orderer of a policy of `ORDERERS`; `options` override its own."""
     cache = {
         "capacity_tokens": engine.capacity_tokens,
         "block_size": engine.block_size,
@@ -95,7 +113,7 @@ def make_orderer(name: str, *, engine: Cache, **options: Any) -> Orderer:
 
 
 class _EventsOrderer(Orderer):
-    """Policy auto, with the residency that the server's KV events tell. Its scope is the salt of the run's requests."""
+    """Policy auto on a server's KV events; its scope is the salt of the run's requests."""
 
     def __init__(
         self, engine: OpenAIEngine, blocks: EngineBlocks, builder: PromptBuilder, settings: Mapping[str, Any]
@@ -121,7 +139,7 @@ class _EventsOrderer(Orderer):
 
 
 class _Plain:
-    """A policy that is a function from documents to a permutation of their ranks; a batch is served as it came."""
+    """A function from documents to a permutation of their ranks; batches stay in order."""
 
     def __init__(self, permute: Callable[[Documents], list[int]]) -> None:
         self._permute = permute
@@ -159,8 +177,8 @@ class _Recency:
 class _Oracle:
     """The order with the longest prefix in the engine's true cache (RAGCache++ Table 9).
 
-    All permutations are considered up to 7 documents: an order that has left the cache gains nothing by what follows,
-    so that only cached beginnings are extended. Beyond 7, `budget` beginnings at most.
+    Only cached prefixes are extended: an order that has left the cache gains nothing. Beyond 7 documents at most
+    `budget`.
     """
 
     def __init__(self, engine: SimEngine, prompts: Prompts, budget: int = 2_000) -> None:

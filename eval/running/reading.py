@@ -35,11 +35,8 @@ class ResultsError(ValueError):
 
 @dataclass(slots=True)
 class Results:
-    """All that was measured, in the order in which it was written. `notes` say what could not be read.
-
-    `own_checks` are those that an experiment's own tables show: of several on the same the last one, which is made of
-    most.
-    """
+    """Everything measured, in the order written; `notes` tell what could not be read. `own_checks` are shown by their
+    experiments: the last of several on the same."""
 
     folder: Path
     sessions: list[SessionRecord] = field(default_factory=list)
@@ -56,7 +53,6 @@ class Results:
 
     @property
     def suites(self) -> list[str]:
-        """The names of all suites of which there is anything."""
         names = [line.suite for line in self.records] + [line.suite for line in self.unavailable]
         return list(dict.fromkeys(names))
 
@@ -65,15 +61,11 @@ class Results:
         return self.of(RunRecord)
 
     def of(self, record: type[R], suite: str | None = None) -> list[R]:
-        """The records of one type, all or those of one suite."""
         return [each for each in self.records if isinstance(each, record) and suite in (None, each.suite)]
 
 
 def read_results(folder: Path, *more: Path) -> Results:
-    """The results in folders, or in files results.jsonl or results.jsonl.xz, together.
-
-    Raises ResultsError for a folder without results, OSError.
-    """
+    """The results in folders or files results.jsonl(.xz), together. Raises ResultsError or OSError."""
     results = Results(folder)
     passed_over: Counter[str] = Counter()
     seen: set[object] = set()
@@ -92,7 +84,6 @@ def read_results(folder: Path, *more: Path) -> Results:
 
 
 def _text(folder: Path) -> str:
-    """Of a folder, or of one of its files."""
     plain, packed = folder / RESULTS, folder / f"{RESULTS}.xz"
     if folder.is_file():
         plain, packed = (folder.parent / "", folder) if folder.suffix == ".xz" else (folder, folder.parent / "")
@@ -108,7 +99,7 @@ def _text(folder: Path) -> str:
 
 
 def _take(line: str, results: Results, seen: set[object]) -> str:
-    """Put a line where it belongs. Returns why it was passed over, or nothing."""
+    """Returns the reason for passing over a line, or nothing."""
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError):

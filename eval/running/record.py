@@ -1,7 +1,6 @@
-"""Records: the lines of results.jsonl, as the store writes them and the report reads them.
+"""Records: the lines of results.jsonl, shared by the store and the report.
 
-Every measurement is one `Record` (suite, cell, seed, policy, engine, warmup, rows, and facts of its own), told apart by
-`type`; an experiment adds its type by a subclass.
+Every measurement is a `Record` told apart by `type`; an experiment adds a subclass.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ class _Line(BaseModel):
     model_config = ConfigDict(extra="allow", frozen=True, coerce_numbers_to_str=True)
 
     def line(self) -> dict[str, Any]:
-        """What is written: the fields that were given."""
+        """The fields that were given."""
         return self.model_dump(exclude_unset=True)
 
 
@@ -78,7 +77,7 @@ class SessionRecord(_Line):
 
 
 class UnavailableRecord(_Line):
-    """A policy that could not be measured in a cell (empty: in the whole suite), and the reason."""
+    """A policy that could not be measured in a cell (empty: in the whole suite)."""
 
     type: Literal["unavailable"] = "unavailable"
     session: str = ""
@@ -89,14 +88,14 @@ class UnavailableRecord(_Line):
 
 
 class CheckRecord(_Line):
-    """A named finding about measurements. Its figures are further fields."""
+    """A named finding about measurements, with figures as further fields."""
 
     type: Literal["check"] = "check"
     name: str
 
 
 class Record(_Line):
-    """One policy in one cell with one seed. `rows` has a column for each figure, an entry for each request."""
+    """One policy in one cell with one seed; `rows` has a column for each figure, an entry per request."""
 
     called: ClassVar[str] = "a measurement"
     """In a message about a second one."""
@@ -126,11 +125,11 @@ class Record(_Line):
 
     @property
     def requests(self) -> int:
-        """How many were served after the warm-up."""
+        """Requests served after the warm-up."""
         return 0
 
     def column(self, name: str) -> Floats | None:
-        """The figures of all requests after the warm-up, NaN where there is none; None if no request has one."""
+        """The figures after the warm-up, NaN where one is missing; None without any."""
         import numpy as np
 
         if name not in self._columns:
@@ -142,12 +141,11 @@ class Record(_Line):
 
     @property
     def block_size(self) -> int:
-        """Of the engine, in tokens."""
         return int(self.engine.get("block_size") or 1)
 
 
 class RunRecord(Record):
-    """One policy on one engine over one trace, request by request."""
+    """One policy on one engine over one trace."""
 
     called: ClassVar[str] = "a run"
 
@@ -175,7 +173,6 @@ class RunRecord(Record):
 
     @property
     def requests(self) -> int:
-        """How many were served after the warm-up."""
         import numpy as np
 
         column = self.column("prompt_tokens")
@@ -183,14 +180,14 @@ class RunRecord(Record):
 
 
 def as_column(values: Iterable[Any]) -> Floats:
-    """Figures as an array, NaN for None. Raises TypeError or ValueError for what is no number."""
+    """Figures as an array, NaN for None. Raises TypeError or ValueError."""
     import numpy as np
 
     return np.array([np.nan if value is None else value for value in values], dtype=float)
 
 
 def json_schema(records: Iterable[type[Record]]) -> dict[str, Any]:
-    """The JSON schema of a line: one of `records`, a session, a check or what was unavailable."""
+    """The JSON schema of a line."""
     from functools import reduce
     from operator import or_
 

@@ -1,4 +1,4 @@
-"""Results of a run: each request's figures, and their summary."""
+"""Results of a run: figures of each request, and their summary."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ Column = list[int | None] | list[float | None]
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """What one policy did on one trace. Times are None where the engine has no clock. `order_us` is thread CPU time of
-    ordering and confirming one request. Of the cached tokens that the policy predicted (None: it predicts nothing):
-    `prediction_within_block` is the share of requests where they were right to within one block,
-    `prediction_error_blocks_mean` the mean of |predicted - reported| and `prediction_bias_blocks` that of predicted -
-    reported. `failures` of the requests are in no other figure. In a `batch` no request is
-    served more than `max_wait` places late (None: any number). `load` says under which load the run was, and `deciles`
-    how it went along; both are None where none was asked for."""
+    """The summary of one policy on one trace, without its `failures`.
+
+    Times are None on an engine without a clock; `order_us` is thread CPU time of ordering and confirming. Predictions
+    of cached tokens: `prediction_within_block` is the share right to within one block, `prediction_error_blocks_mean`
+    the mean of |predicted - reported|, `prediction_bias_blocks` of predicted - reported. `load` and `deciles` belong to
+    runs under load.
+    """
 
     workload: str
     policy: str
@@ -53,12 +53,11 @@ class RunResult:
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """What was measured of each request, in the trace's order whatever the order of service, so that the runs of one
-    trace can be compared request by request. Of a request that failed everything is None; a whole column is None where
-    the policy predicts nothing, the engine has no clock or prompts are not built.
+    """Figures of each request in the trace's order; None for one that failed, and for a column that the policy or
+    engine does not have.
 
-    `order_us` is thread CPU time of ordering and confirming, `build_us` of building the prompt; `displacement` is the
-    mean distance of a document from its rank, in places, and `moved_share` the share of documents that are not there.
+    `order_us` (ordering and confirming) and `build_us` are thread CPU time; `displacement` is the mean distance from
+    the rank, in places, `moved_share` the share of documents not at theirs.
     """
 
     prompt_tokens: Column
@@ -74,9 +73,8 @@ class Columns:
 
 @dataclass(frozen=True, slots=True)
 class Throughput:
-    """Requests and tokens (of prompts and answers) a second. Requests that were served one at a time count with the
-    time that the engine took for them, those that were served together with the time from the first that was sent to
-    the last that ended."""
+    """Requests and tokens (prompts and answers) per second of the engine's time if served one at a time, else of the
+    time from the first request sent to the last answer."""
 
     requests_per_s: float
     tokens_per_s: float

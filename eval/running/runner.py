@@ -1,4 +1,4 @@
-"""One policy on one engine over one trace: what it did, and what the cache saved."""
+"""A run: one policy on one engine over one trace."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["Run", "Sent", "Served"]
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """A request on its way: the `row` of its figures, its `number` in the trace, its documents in order."""
+    """A request in flight: the `row` of its figures, its `number` in the trace."""
 
     row: int
     number: int
@@ -35,8 +35,7 @@ class Sent:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """One served request: its place in the trace, its documents as they stood in the prompt, and how many of them, from
-    the first, the engine had in its cache."""
+    """One served request; the first `cached_documents` of its documents were cached."""
 
     number: int
     documents: list[Document]
@@ -45,12 +44,11 @@ class Served:
 
 
 class Run:
-    """One policy on one engine over one trace. A driver takes each request with `send`, has the engine serve it, and
-    ends it with `end` or `fail`. `in_flight` requests are on their way.
+    """One policy on one engine over one trace. A driver calls `send`, has the engine serve the request, and calls `end`
+    or `fail`.
 
-    `load` says under which load, for the result. With `keep` the served requests are kept in `served`. Where the engine
-    takes prompts without words, `text_builder` builds the text as an application would, so that this can be timed.
-    With `timeline` the run knows how the cache filled.
+    `keep` keeps the requests in `served`; `text_builder` builds and times the text where the engine takes token ids
+    only; `timeline` samples the cache.
     """
 
     def __init__(
@@ -96,11 +94,10 @@ class Run:
 
     @property
     def remaining(self) -> int:
-        """How many requests have not been sent yet."""
         return len(self.trace.requests) - self._sent
 
     def send(self) -> Sent:
-        """Order the next request's documents. It is in flight from here on."""
+        """Order the next request's documents and count it as in flight."""
         number, ordering, order_ns = next(self._orderings)
         sent = Sent(self._sent, number, ordering)
         self._sent += 1
@@ -114,7 +111,6 @@ class Run:
         return sent
 
     def token_ids(self, sent: Sent) -> Sequence[int]:
-        """The prompt of a request."""
         request, documents, builder = self.trace.requests[sent.number], sent.ordering.documents, self._text_builder
         start = time.thread_time_ns()
         if builder is not None:
@@ -125,7 +121,6 @@ class Run:
         return token_ids if builder is None else self._prompts.token_ids(sent.number, request, documents)
 
     def end(self, sent: Sent, completion: EngineCompletion) -> None:
-        """The engine answered."""
         measures, row, ordering = self._measures, sent.row, sent.ordering
         self._finish(row, lambda: ordering.confirm(completion.cached_tokens))
         measures.served(row)
@@ -143,12 +138,10 @@ class Run:
             self.served.append(Served(sent.number, ordering.documents, cached_documents, completion))
 
     def fail(self, sent: Sent) -> None:
-        """The request got no answer."""
         self._finish(sent.row, sent.ordering.discard)
         self._measures.failed(sent.row)
 
     def columns(self) -> Columns:
-        """What was measured of each request that was answered so far."""
         measures = self._measures
         served = measures.rows()
         at = {measures.number[row]: row for row in served}
@@ -173,7 +166,7 @@ class Run:
         )
 
     def throughput(self, *, skip: int = 0) -> Throughput | None:
-        """Without the first `skip` requests where they were served one at a time. None without a clock."""
+        """Without the first `skip` requests if served one at a time. None without a clock."""
         measures = self._measures
         alone = self._most_in_flight == 1
         rows = measures.rows(skip if alone else 0)
@@ -185,21 +178,18 @@ class Run:
 
     @property
     def failures(self) -> int:
-        """How many requests got no answer."""
         return self._measures.failures
 
     @property
     def fallbacks(self) -> int:
-        """How many requests an internal error of the policy left in retrieval order."""
+        """Requests left in retrieval order by an internal error of the policy."""
         return int(getattr(self._policy, "fallbacks", 0))
 
     @property
     def fallback_reason(self) -> str | None:
-        """What the first of these was, where the policy says so."""
         return getattr(self._policy, "first_error", None)
 
     def result(self) -> RunResult:
-        """The figures of all requests that were answered so far."""
         requests, measures, block_size = self.trace.requests, self._measures, self.engine.block_size
         predicts = isinstance(self._policy, Orderer)
         rows = measures.rows()

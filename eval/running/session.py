@@ -1,9 +1,9 @@
-"""One invocation of `ragorder eval run`: one loop over suites, cells, seeds and policies."""
+"""One invocation of `ragorder eval run`: a loop over suites, cells, seeds and policies."""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
@@ -16,13 +16,12 @@ from ragorder.eval.running.record import SCHEMA
 from ragorder.eval.running.store import Store
 from ragorder.eval.running.suite import Suite
 
-__all__ = ["Outcome", "Plan", "plan_run", "run_suites"]
+__all__ = ["Outcome", "Plan", "begin_session", "plan_run", "run_suites"]
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What an invocation did: `runs` served, `copied` from another suite that had measured the same, `unavailable`
-    ones, and quality lines."""
+    """Counts of runs served, copied from another suite that measured the same, and unavailable."""
 
     runs: int = 0
     copied: int = 0
@@ -31,10 +30,10 @@ class Outcome:
 
 
 def run_suites(suites: Sequence[Suite], options: Options, store: Store, progress: Progress) -> Outcome:
-    """Run what the store lacks. Each line is written as soon as it is measured.
+    """Run what the store lacks; each line is written as soon as it is measured.
 
-    Raises HarnessError if the store has results of other options; CorpusError, EngineError, ImportError or OSError for
-    what ends the whole invocation. An obstacle in one cell becomes a line of type "unavailable".
+    Raises HarnessError for a store with results of other options; CorpusError, EngineError, ImportError or OSError end
+    the invocation. An obstacle in one cell is recorded as unavailable.
     """
     _check_same(options, store)
     return _Session(suites, options, store, progress).run()
@@ -42,7 +41,7 @@ def run_suites(suites: Sequence[Suite], options: Options, store: Store, progress
 
 @dataclass(slots=True)
 class Plan:
-    """Jobs to serve, jobs that one of these answers as well, and what cannot be measured."""
+    """Jobs to serve, jobs answered by one of these, and what cannot be measured."""
 
     served: list[Job] = field(default_factory=list)
     copied: list[Job] = field(default_factory=list)
@@ -50,7 +49,7 @@ class Plan:
 
 
 def plan_run(suites: Sequence[Suite], options: Options, store: Store) -> Plan:
-    """What `run_suites` would do with the suites whose experiments are planned. Raises as it does."""
+    """The plan of `run_suites` for suites whose experiments are planned. Raises as it does."""
     _check_same(options, store)
     plan = Plan()
     for kind, chosen in _by_kind(suites).items():
@@ -81,7 +80,6 @@ def _by_kind(suites: Sequence[Suite]) -> dict[str, list[Suite]]:
 
 
 def _jobs(experiment: Experiment, suites: Sequence[Suite], missing: list[Missing]) -> list[Job]:
-    """In the order in which they are measured; what cannot be measured is added to `missing`."""
     jobs: list[Job] = []
     for suite in suites:
         for found in _plan(experiment, suite):
@@ -103,9 +101,17 @@ def _plan(experiment: Experiment, suite: Suite) -> Iterator[Job | Missing]:
     yield from (Missing(suite.name, {}, policy, reason) for policy in asked or ["auto"])
 
 
+def begin_session(store: Store, arguments: Mapping[str, Any]) -> str:
+    """Append the line of a new session. Returns its id."""
+    started = datetime.now(UTC)
+    session = f"{started:%Y%m%dT%H%M%S}-{secrets.token_hex(3)}"
+    line = {"type": "session", "schema": SCHEMA, "session": session, "started": started.isoformat(timespec="seconds")}
+    store.append({**line, "arguments": arguments, "environment": describe_environment()})
+    return session
+
+
 class _Session:
     def __init__(self, suites: Sequence[Suite], options: Options, store: Store, progress: Progress) -> None:
-        self.id = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{secrets.token_hex(3)}"
         self._suites = suites
         self._options = options
         self._store = store
@@ -113,22 +119,16 @@ class _Session:
         self._outcome = Outcome()
 
     def run(self) -> Outcome:
-        self._begin()
+        self.id = begin_session(self._store, self._options.arguments(self._suites))
         for kind, suites in _by_kind(self._suites).items():
             experiment = experiment_of(kind)(self._options, self._store, self.id, self._progress)
             missing: list[Missing] = []
             jobs = _jobs(experiment, suites, missing)
             for each in missing:
                 self._miss(each)
-            if jobs and (experiment.rehearses or not self._options.dry_run):
+            if jobs and (experiment.supports_dry_run or not self._options.dry_run):
                 self._measure(experiment, jobs)
         return self._outcome
-
-    def _begin(self) -> None:
-        environment = describe_environment()
-        line = {"type": "session", "schema": SCHEMA, "session": self.id, "started": environment["time"]}
-        arguments = self._options.arguments(self._suites)
-        self._store.append({**line, "arguments": arguments, "environment": environment})
 
     def _measure(self, experiment: Experiment, jobs: Sequence[Job]) -> None:
         steps = sum(map(experiment.steps, jobs))

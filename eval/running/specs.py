@@ -25,7 +25,7 @@ class BenchError(ValueError):
 
 
 class EventsAddress(NamedTuple):
-    """Where a server's KV events are."""
+    """The addresses of a server's KV events."""
 
     endpoint: str
     replay_endpoint: str | None = None
@@ -34,16 +34,13 @@ class EventsAddress(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """What to measure. `workloads` are names of synthetic workloads or "pydocs", `corpora` folders, "pydocs" or corpora
-    that are loaded already. `settings` are those of the policies that are orderers, besides their own. With
-    `time_builds` prompts are built as text, too, where the engine takes them without words; with `timelines` the runs
-    know how the cache filled. `like` is the simulated engine's: in what order it reuses blocks (`SimEngine`).
+    """What to measure.
 
-    Engine "openai" takes `base_urls`: of one server, where the policies are run one after another, or of one server for
-    each policy; without any, a vLLM of its own is started. `events` says where that server's KV events are, for policy
-    "events". `capacity` and `block_size` None are the engine's own; engine "torch" has `host_tokens` behind its device.
-    `output_tokens` None are those of the arrivals, or else the engine's own. With `concurrency` or `arrivals` the
-    engine is under load: see `Load`.
+    `workloads` are synthetic ones or "pydocs"; `corpora` folders or loaded corpora. `settings` go to policies that are
+    orderers. Engine "openai" takes one of `base_urls` for all policies, or one each, or starts a vLLM; policy "events"
+    needs `events`. None in `capacity` and `block_size`: the engine's own; in `output_tokens`: the arrivals', or the
+    engine's. `time_builds` also builds prompts as text; `timelines` samples the cache. With `concurrency` or `arrivals`
+    the engine is under `Load`.
     """
 
     workloads: Sequence[str] = ()
@@ -81,12 +78,12 @@ class Bench:
 
     @property
     def requests(self) -> int | None:
-        """How many requests are wanted; None: as many as there are."""
+        """The number wanted; None: all."""
         return self.limit or (self.arrivals.count if self.arrivals else None)
 
     @property
     def answer_tokens(self) -> int | None:
-        """What is known of the length of an answer before it is there: as asked for, or the mean of the arrivals."""
+        """The expected length of an answer."""
         return self.output_tokens or (self.arrivals.output_tokens_mean if self.arrivals else None)
 
     def load(self, trace: Trace, seed: int) -> Load:

@@ -1,4 +1,4 @@
-"""Results as they are kept: JSON lines, appended and never overwritten."""
+"""Storage of results: JSON lines, appended and never overwritten."""
 
 from __future__ import annotations
 
@@ -22,10 +22,9 @@ class StoreError(ValueError):
 
 
 class Store:
-    """The results in a folder. Use it in a `with` block: one process at a time writes.
+    """The results in a folder: a context manager, for one writing process at a time.
 
-    A line that a crash tore is passed over, and ended before anything else is appended. Each line is on the disk when
-    `append` returns.
+    Each line is on the disk when `append` returns; a line torn by a crash is ended and passed over.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -36,7 +35,7 @@ class Store:
         self._measured: dict[str, list[tuple[str, str, int]]] = {}
 
     def __enter__(self) -> Self:
-        """Raises StoreError if the folder cannot be written to, or another process does."""
+        """Raises StoreError for a folder that cannot be written to, or is being written to."""
         path = self.folder / RESULTS
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -57,7 +56,7 @@ class Store:
     @classmethod
     @contextmanager
     def reading(cls, folder: Path) -> Iterator[Store]:
-        """The store for reading, if there is one: nothing is made, locked or completed."""
+        """A store for reading only: nothing is made, locked or completed."""
         store = cls(folder)
         path = folder / RESULTS
         if path.is_file():
@@ -68,12 +67,10 @@ class Store:
 
     @property
     def sessions(self) -> list[Line]:
-        """What earlier invocations were asked for."""
         return list(self._sessions)
 
     def has(self, type: str, **key: Any) -> bool:
-        """Whether there is a line of this type with these fields: `suite`, `cell`, `policy`, and what else makes a line
-        of its type one of a kind (a run's `seed`, the `reason` why something is unavailable)."""
+        """Whether there is a line of this type with these identifying fields."""
         return _name({"type": type, **key}) in self._places
 
     def append(self, line: Line) -> None:
@@ -87,7 +84,7 @@ class Store:
         self._know(line, place)
 
     def measured(self, measurement: str, policies: tuple[str, ...]) -> list[Line] | None:
-        """The lines of these policies if another suite has measured just this, all in one session."""
+        """The lines of these policies if another suite measured the same, in one session."""
         groups: dict[str, dict[str, int]] = {}
         for together, policy, place in self._measured.get(measurement, ()):
             groups.setdefault(together, {})[policy] = place
@@ -137,7 +134,7 @@ def _name(line: Line) -> str:
 
 
 def _lines(file: IO[bytes]) -> Iterator[tuple[int, Line]]:
-    """Whole lines with their places. A line that is no JSON object is passed over."""
+    """Whole JSON objects with their offsets."""
     place = file.seek(0)
     for raw in file:
         try:
@@ -150,7 +147,7 @@ def _lines(file: IO[bytes]) -> Iterator[tuple[int, Line]]:
 
 
 def _lock(file: IO[bytes]) -> bool:
-    """Where the system has no locks, every process may write."""
+    """Without locks in the system every process may write."""
     try:
         import fcntl
     except ImportError:

@@ -1,4 +1,4 @@
-"""Suites: what a table or figure is made of, declared in a TOML file."""
+"""Suites: the cells and policies of a table or figure, declared in a TOML file."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Display(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class PaperRow:
-    """Figures of the paper by name, for a policy (ours of that name) in a cell."""
+    """Figures of the paper by name, for a policy in a cell."""
 
     label: str
     policy: str | None
@@ -51,7 +51,7 @@ class PaperRow:
 
 
 class PaperLine(BaseModel):
-    """A row of the paper's numbers as declared: every further field is a figure, or a parameter of the cell."""
+    """A row of the paper's numbers: further fields are figures, or parameters of the cell."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
@@ -79,8 +79,7 @@ class PaperLine(BaseModel):
 
 
 class Reduced(BaseModel):
-    """What a suite's short form has otherwise, for engines that take their time. A parameter in `cell` or `sweep` takes
-    the place of the suite's own, whichever of the two that is in; the others stay."""
+    """Replacements in a suite's short form. A parameter in `cell` or `sweep` replaces the suite's own in either."""
 
     model_config = _STRICT
 
@@ -93,12 +92,10 @@ class Reduced(BaseModel):
 
 
 class Suite(BaseModel):
-    """A suite. Its cells are the product of what is swept, each with what `cell` says, and those of each of `extra`.
+    """Cells are the product of `sweep`, each with `cell`, and those of each of `extra`.
 
-    `warmup` requests at the beginning of each run are in no figure; `requests` are served in each run, fewer if a
-    corpus has fewer questions. `needs` says why a suite cannot be run yet. One that `takes_corpora` sweeps those of
-    --corpora besides its own. `reduced` is what its short form has
-    otherwise.
+    The first `warmup` requests of a run are in no figure. `needs` tells why a suite cannot be run yet; `takes_corpora`:
+    corpora of --corpora are swept too; `reduced`: its short form.
     """
 
     model_config = _STRICT
@@ -160,13 +157,12 @@ class Suite(BaseModel):
 
     @classmethod
     def unlisted(cls, name: str, title: str = "", **fields: Any) -> Self:
-        """A suite that has no file, for the report on its results."""
+        """A suite without a file, for the report on its results."""
         return cls.model_construct(
             name=name, title=title or name, report=Display(chart=""), **{"source": "", "says": ""} | fields
         )
 
     def about(self, *words: str) -> bool:
-        """Whether the suite shows one of these."""
         return any(word in (self.name, self.report.chart, *self.report.metrics) for word in words)
 
     @property
@@ -191,7 +187,7 @@ class Suite(BaseModel):
 
     @property
     def points(self) -> list[dict[str, Any]]:
-        """The parameters of each cell, as they stand in the file."""
+        """The parameters of each cell, as in the file."""
         if self.needs:
             return []
         found: list[dict[str, Any]] = []
@@ -204,11 +200,10 @@ class Suite(BaseModel):
 
     @property
     def cells(self) -> list[Any]:
-        """As the experiment reads them. Raises SuiteError."""
+        """Raises SuiteError."""
         return list(experiment_of(self.kind).cells(self, f"{self.name}.toml"))
 
     def with_corpora(self, names: Iterable[str]) -> Suite:
-        """The same with corpora of the user's own behind its own, if it takes any."""
         swept = self.sweep.get("corpus", ())
         added = tuple(name for name in names if name not in swept)
         if not self.takes_corpora or not added:
@@ -216,8 +211,8 @@ class Suite(BaseModel):
         return self.model_copy(update={"sweep": {**self.sweep, "corpus": (*swept, *added)}})
 
     def with_parameters(self, given: Iterable[str]) -> Suite:
-        """The same with these values ("top_k=1,5") in its cells. Several values of one parameter are swept; with none
-        ("top_k=") its default applies. Raises SuiteError."""
+        """With these values ("top_k=1,5") in its cells; several are swept, none ("top_k=") is the default. Raises
+        SuiteError."""
         texts: dict[str, list[str]] = {}
         for each in given:
             name, equals, values = each.partition("=")
@@ -246,7 +241,7 @@ class Suite(BaseModel):
 
     @property
     def short_form(self) -> Suite | None:
-        """None if the suite has none. Raises ValidationError."""
+        """Raises ValidationError."""
         if self.reduced is None:
             return None
         ours, theirs = self.model_dump(), self.reduced.model_dump(exclude_none=True)
@@ -265,13 +260,13 @@ class Suite(BaseModel):
 
 
 def load_suites() -> dict[str, Suite]:
-    """All suites that come with the package, the paper's by number, then ours. Raises SuiteError."""
+    """The package's suites, the paper's first. Raises SuiteError."""
     suites = [read_suite(file.stem, file.read_text("utf-8"), file.name) for file in suite_files()]
     return {suite.name: suite for suite in sorted(suites, key=_place)}
 
 
 def load_suite(path: Path) -> Suite:
-    """A suite of one's own, from a TOML file. Raises SuiteError."""
+    """A suite from a TOML file. Raises SuiteError."""
     try:
         text = path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -301,7 +296,7 @@ def read_suite(name: str, text: str, where: str) -> Suite:
 
 
 def choose_suites(names: Sequence[str]) -> list[Suite]:
-    """Suites by name, by group (`GROUPS`) or by the path of a TOML file, each once. Raises SuiteError."""
+    """By name, group (`GROUPS`) or path of a TOML file, each once. Raises SuiteError."""
     known = load_suites()
     chosen: dict[str, Suite] = {}
     for name in names:

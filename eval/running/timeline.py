@@ -15,9 +15,8 @@ _POINTS = 60
 
 @dataclass(slots=True)
 class Timeline:
-    """What was read off when `request` was sent, before the engine had it: the tokens that a later prompt would have
-    found in the cache, those that had been evicted by then, and the nodes of the policy's knowledge tree (None: it has
-    none)."""
+    """Samples taken when `request` was sent: tokens in the cache, tokens evicted so far, and nodes of the policy's tree
+    (None without one)."""
 
     request: list[int] = field(default_factory=list)
     held_tokens: list[int] = field(default_factory=list)
@@ -28,7 +27,7 @@ class Timeline:
 
     @classmethod
     def of(cls, engine: Cache, requests: int) -> Self | None:
-        """A timeline of at most 60 points. None for an engine that does not let its block table be read."""
+        """At most 60 samples; None for an engine whose block table cannot be read."""
         if not isinstance(engine, SimEngine):
             return None
         return cls(_engine=engine, _every=max(1, -(-requests // _POINTS)))

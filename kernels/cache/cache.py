@@ -363,7 +363,7 @@ class KnowledgeCache:
 
     def _check_open(self, lease: KVLease) -> None:
         if lease.closed:
-            raise ValueError("the lease was given back: acquire another one")
+            raise ValueError("the lease was released: acquire another one")
 
     def _check_fits(self, tokens: int) -> None:
         if self.shape.blocks_for(tokens) > self.pool.blocks:

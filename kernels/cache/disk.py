@@ -36,13 +36,11 @@ class DiskSettings:
             raise ValueError("a disk tier has 0 or more bytes and backlog_bytes, and at least 1 of io_threads")
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class _Write:
-    __slots__ = ("blocks", "copy", "future")
-
-    def __init__(self, blocks: BlockPool, copy: Copy) -> None:
-        self.blocks = blocks
-        self.copy = copy
-        self.future: Future[bool] | None = None
+    blocks: BlockPool
+    copy: Copy
+    future: Future[bool] | None = None
 
 
 class StoreTier:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from ragorder.kernels.cache.node import DeviceCopy
 from ragorder.kernels.cache.segments import Segment
@@ -11,6 +12,7 @@ from ragorder.kernels.cache.stats import TierTokens
 __all__ = ["KVLease"]
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class KVLease:
     """Blocks of one request: cached ones and its own. Written by the cache only.
 
@@ -20,36 +22,24 @@ class KVLease:
       step under way.
     """
 
-    __slots__ = (
-        "_poll",
-        "block_table",
-        "cached_tokens",
-        "closed",
-        "committed",
-        "counted",
-        "path",
-        "pending",
-        "pinned",
-        "started",
-        "tokens",
-        "tokens_by_tier",
-        "writable_from",
-    )
-
-    def __init__(self, path: tuple[Segment, ...], poll: Callable[[], None]) -> None:
-        self.path = path
-        self.block_table: list[int] = []
-        self.cached_tokens = self.tokens = self.committed = self.writable_from = 0
-        self.tokens_by_tier = TierTokens()
-        self.pinned: list[DeviceCopy] = []
-        self.pending: list[DeviceCopy] = []
-        self.started = self.counted = self.closed = False
-        self._poll = poll
+    path: tuple[Segment, ...]
+    poll: Callable[[], None]
+    block_table: list[int] = field(default_factory=list)
+    tokens: int = 0
+    cached_tokens: int = 0
+    tokens_by_tier: TierTokens = field(default_factory=TierTokens)
+    committed: int = 0
+    writable_from: int = 0
+    pinned: list[DeviceCopy] = field(default_factory=list)
+    pending: list[DeviceCopy] = field(default_factory=list)
+    started: bool = False
+    counted: bool = False
+    closed: bool = False
 
     @property
     def ready(self) -> bool:
         """Whether everything cached is on the device. Advances the loads."""
-        self._poll()
+        self.poll()
         return all(copy.load is None for copy in self.pinned)
 
     def wait(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from concurrent.futures import Future
+from dataclasses import dataclass
 from enum import Enum, auto
 
 from ragorder.kernels.cache.copies import Copies, Copy
@@ -37,24 +38,23 @@ class CopyState(Enum):
     """No longer in the tree; leases may still hold its blocks."""
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class CachedNode:
     """`tokens` tokens at position `start` of every prompt that contains them."""
 
-    __slots__ = ("device", "host", "key", "parent", "start", "tokens")
-
-    def __init__(self, key: bytes, parent: bytes | None, start: int, tokens: int) -> None:
-        self.key = key
-        self.parent = parent
-        self.start = start
-        self.tokens = tokens
-        self.device: DeviceCopy | None = None
-        self.host: HostCopy | None = None
+    key: bytes
+    parent: bytes | None
+    start: int
+    tokens: int
+    device: DeviceCopy | None = None
+    host: HostCopy | None = None
 
     @property
     def end(self) -> int:
         return self.start + self.tokens
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class DeviceCopy:
     """KV in the device's `blocks`; those at both ends may hold neighbours' tokens too.
 
@@ -62,17 +62,14 @@ class DeviceCopy:
     `prefetched`: unused so far; `entry`: the policy's record.
     """
 
-    __slots__ = ("blocks", "entry", "load", "node", "origin", "prefetched", "shares_first", "state")
-
-    def __init__(self, node: CachedNode, blocks: list[int], state: CopyState, *, shares_first: bool = False) -> None:
-        self.node = node
-        self.blocks = blocks
-        self.state = state
-        self.shares_first = shares_first
-        self.load: DeviceLoad | None = None
-        self.origin = "device"
-        self.prefetched = False
-        self.entry: TierNode | None = None
+    node: CachedNode
+    blocks: list[int]
+    state: CopyState
+    shares_first: bool = False
+    load: DeviceLoad | None = None
+    origin: str = "device"
+    prefetched: bool = False
+    entry: TierNode | None = None
 
     @property
     def size(self) -> int:
@@ -88,15 +85,13 @@ class DeviceCopy:
         return self.state is CopyState.READY
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class HostCopy:
     """KV in the host's blocks. `arrival`: the copy that brings it."""
 
-    __slots__ = ("arrival", "blocks", "entry")
-
-    def __init__(self, blocks: list[int]) -> None:
-        self.blocks = blocks
-        self.arrival: Copy | None = None
-        self.entry: TierNode | None = None
+    blocks: list[int]
+    arrival: Copy | None = None
+    entry: TierNode | None = None
 
     @property
     def ready(self) -> bool:

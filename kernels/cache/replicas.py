@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from ragorder.kernels.cache.hierarchy import Hierarchy
 from ragorder.kernels.cache.node import CachedNode, DeviceCopy, HostCopy
@@ -54,10 +55,8 @@ class Replicas:
         nodes[node.key] = _Replica(node, copy, frequency)
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class _Replica:
-    __slots__ = ("copy", "frequency", "node")
-
-    def __init__(self, node: CachedNode, copy: HostCopy, frequency: int) -> None:
-        self.node = node
-        self.copy = copy
-        self.frequency = frequency
+    node: CachedNode
+    copy: HostCopy
+    frequency: int

@@ -141,7 +141,7 @@ def _attention(
         effects.append("is_causal=False")
     if effects:
         raise UnsupportedModelError(
-            f"{type(module).__name__} asks its attention for what the embedded engine cannot do exactly: "
+            f"{type(module).__name__} requires of its attention what the embedded engine cannot do exactly: "
             f"{', '.join(sorted(effects))}"
         )
     if query.shape[0] != 1:

@@ -94,7 +94,7 @@ class TieredEngine:
             replicate_nodes=settings.replicate_nodes,
         )
         self._scheduler = Scheduler(self._cache, shape.block_size, settings.max_batch_tokens, settings.max_requests)
-        self._runner = _Runner(model.forward, PagedLayers(self._cache.pool), model.device)
+        self._runner = _ModelRunner(model.forward, PagedLayers(self._cache.pool), model.device)
 
     @classmethod
     def load(cls, name: str | Path, settings: EngineSettings | None = None) -> Self:
@@ -327,7 +327,7 @@ class UpdateQueues:
         self._subscribed.pop(request_id, None)
 
 
-class _Runner:
+class _ModelRunner:
     def __init__(self, forward: Forward, layers: PagedLayers, device: torch.device) -> None:
         self.forward = forward
         self._layers = layers

@@ -40,7 +40,7 @@ def pick_device(name: str | None) -> torch.device:
     if device.type == "cuda":
         count = torch.cuda.device_count()
         if (device.index or 0) >= count:
-            raise ValueError(f"device {name!r} is not here: torch sees {count} CUDA devices")
+            raise ValueError(f"device {name!r} is not available: torch sees {count} CUDA devices")
     return device
 
 
@@ -50,7 +50,7 @@ def load_model(name: str | Path, settings: EngineSettings) -> Any:
     device = pick_device(settings.device)
     folder = Path(name)
     if folder.is_dir() and not (folder / "config.json").is_file():
-        raise ModelLoadError(f"{folder} is no model: it has no config.json")
+        raise ModelLoadError(f"{folder} is not a model: it has no config.json")
     if not folder.is_dir() and not may_be_on_hub(str(name)):
         raise ModelLoadError(
             f"there is no folder {name}: give the folder of a model, or its whole name on the Hugging Face Hub "
@@ -61,10 +61,12 @@ def load_model(name: str | Path, settings: EngineSettings) -> Any:
     except (OSError, ValueError) as error:
         why = _first_line(error)
         if not folder.is_dir():
-            raise ModelLoadError(f"there is no folder {name}, and it cannot be had from the Hub: {why}") from error
+            raise ModelLoadError(
+                f"there is no folder {name}, and it cannot be downloaded from the Hub: {why}"
+            ) from error
         raise ModelLoadError(f"{name}: its configuration cannot be read: {why}") from error
     if type(config) not in AutoModelForCausalLM._model_mapping:
-        raise UnsupportedModelError(f"{name} ({config.model_type}) is no causal language model of transformers")
+        raise UnsupportedModelError(f"{name} ({config.model_type}) is not a causal language model of transformers")
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             name, config=config, dtype=settings.dtype or "auto", output_loading_info=True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from operator import add
 
 from ragorder.kernels.cache import CacheStats, TierTokens
@@ -56,19 +56,5 @@ class EngineCounters:
         self.finished[completion.finish_reason] += 1
 
     def snapshot(self, cache: CacheStats, running: int, waiting: int, preemptions: int) -> EngineStats:
-        return EngineStats(
-            cache=cache,
-            running=running,
-            waiting=waiting,
-            finished=dict(self.finished),
-            refused=self.refused,
-            prompt_tokens=self.prompt_tokens,
-            cached=self.cached,
-            generated_tokens=self.generated_tokens,
-            ttft_s_sum=self.ttft_s_sum,
-            ttft_count=self.ttft_count,
-            steps=self.steps,
-            computed_tokens=self.computed_tokens,
-            preemptions=preemptions,
-            failed_steps=self.failed_steps,
-        )
+        counted = {each.name: getattr(self, each.name) for each in fields(self)} | {"finished": dict(self.finished)}
+        return EngineStats(cache=cache, running=running, waiting=waiting, preemptions=preemptions, **counted)

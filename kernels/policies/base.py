@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 from ragorder.trie.tree import Key
@@ -9,6 +10,7 @@ from ragorder.trie.tree import Key
 __all__ = ["Clocked", "ReplacementPolicy", "TierNode"]
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class TierNode:
     """A tier's record of a node, written by the tier only.
 
@@ -16,32 +18,17 @@ class TierNode:
     or an estimate. `priority` is of the last use, number `order`. `place`: in a heap, or -1.
     """
 
-    __slots__ = (
-        "children",
-        "cost",
-        "frequency",
-        "key",
-        "misses",
-        "order",
-        "parent",
-        "pins",
-        "place",
-        "priority",
-        "size",
-    )
-
-    def __init__(self, key: Key) -> None:
-        self.key = key
-        self.parent: Key | None = None
-        self.size = 0
-        self.frequency = 0
-        self.misses = 0
-        self.cost = 0.0
-        self.priority = 0.0
-        self.order = 0
-        self.children = 0
-        self.pins = 0
-        self.place = -1
+    key: Key
+    parent: Key | None = None
+    size: int = 0
+    frequency: int = 0
+    misses: int = 0
+    cost: float = 0.0
+    priority: float = 0.0
+    order: int = 0
+    children: int = 0
+    pins: int = 0
+    place: int = -1
 
 
 class ReplacementPolicy(Protocol):

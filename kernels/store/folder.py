@@ -154,7 +154,7 @@ class ChunkFolder:
         while not _locked(lock):
             if time.monotonic() >= deadline:
                 holder = os.pread(lock, 32, 0).decode("ascii", "replace").strip()
-                raise StoreRefusedError("locked", f"no store in {self.path}: process {holder or '?'} has it")
+                raise StoreRefusedError("locked", f"no store in {self.path}: process {holder or '?'} uses it")
             time.sleep(0.02)
         # The file may have been replaced between opening and locking: then the lock is not on the one at the path.
         if not os.path.samestat(os.fstat(lock), os.stat(LOCK, dir_fd=root, follow_symlinks=False)):
@@ -178,13 +178,13 @@ class ChunkFolder:
             os.rename(f"{IDENTITY}.tmp", IDENTITY, src_dir_fd=root, dst_dir_fd=root)
         elif found.get("format") != VERSION:
             raise StoreRefusedError(
-                "format", f"no store in {self.path}: its chunks have another format version: empty it or take another"
+                "format", f"no store in {self.path}: its chunks have another format version: empty it or use another"
             )
         elif found != ours:
             raise StoreRefusedError(
                 "identity",
                 f"no store in {self.path}: it holds chunks of another model, or of the same one set up differently: "
-                "empty it or take another",
+                "empty it or use another",
             )
 
 

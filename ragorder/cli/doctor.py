@@ -107,9 +107,9 @@ def doctor(
     if len(prompts) not in (0, 2):
         raise click.UsageError("--prompt is given twice, with prompts of different requests, or not at all")
     if document_marker and not prompts:
-        raise click.UsageError("--document-marker goes with two --prompt")
+        raise click.UsageError("--document-marker requires two --prompt")
     if replay_endpoint and not events_endpoint:
-        raise click.UsageError("--replay-endpoint goes with --events-endpoint")
+        raise click.UsageError("--replay-endpoint requires --events-endpoint")
     samples = [_read(path) for path in prompts]
     events = Events(events_endpoint, replay_endpoint, events_topic) if events_endpoint else None
     try:

@@ -122,7 +122,7 @@ def order(
     Every order counts as served.
     """
     if max_wait is not None and not batch:
-        raise click.UsageError("--max-wait goes with --batch")
+        raise click.UsageError("--max-wait requires --batch")
     orderer = Orderer(build(Settings, options))
     read = _read(requests, document_tokens)
     ordered = _in_batches(orderer, read, max_wait) if batch else _one_by_one(orderer, read, waiting)

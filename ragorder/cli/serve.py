@@ -83,10 +83,12 @@ def serve(
 
     check_keys(context)
     if allow_host and api_key is not None:
-        raise click.UsageError("--allow-host goes without --api-key: whatever brings the key may come from anywhere")
+        raise click.UsageError(
+            "--allow-host cannot be combined with --api-key: requests with the key are accepted for any host"
+        )
     queue = _given(reorder_window=reorder_window, max_waiting=max_waiting)
     if max_in_flight is None and (stray := [name for name in queue if name != "max_waiting" or not in_process]):
-        raise click.UsageError(f"--{stray[0].replace('_', '-')} goes with --max-in-flight")
+        raise click.UsageError(f"--{stray[0].replace('_', '-')} requires --max-in-flight")
     settings = build(Settings, options)
     loaded = None if tokenizer is None else _load(tokenizer)
     templates = {"document_template": document_template, "question_template": question_template}

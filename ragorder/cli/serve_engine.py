@@ -76,11 +76,11 @@ def check_engine(context: click.Context) -> str:
     if engine == "upstream":
         needed, other, foreign = "upstream", "torch", ENGINE_OPTIONS
     if misplaced := [name for name in foreign if name in given]:
-        raise click.UsageError(f"{spelling(misplaced[0])} goes with --engine {other}, not with {engine}")
+        raise click.UsageError(f"{spelling(misplaced[0])} requires --engine {other}, not {engine}")
     if params[needed] is None:
         raise click.UsageError(f"--engine {engine} needs {spelling(needed)}")
     if params["disk_bytes"] is not None and params["disk_path"] is None:
-        raise click.UsageError("--disk-bytes goes with --disk-path")
+        raise click.UsageError("--disk-bytes requires --disk-path")
     return engine
 
 

@@ -1446,14 +1446,14 @@ class TestOptions:
             (["--engine", "torch"], [], "--engine torch needs --model"),
             (["--engine", "upstream"], [], "--engine upstream needs --upstream"),
             (["--model", "x"], [], "give --upstream URL, or --engine torch with --model FOLDER|NAME|random"),
-            (["--upstream", "http://x"], ["--model", "x"], "--model goes with --engine torch, not with upstream"),
-            (["--upstream", "http://x"], ["--disk", "x"], "--disk-path goes with --engine torch"),
-            (None, ["--upstream", "http://x"], "--upstream goes with --engine upstream, not with torch"),
-            (None, ["--tokenizer", "x"], "--tokenizer goes with --engine upstream"),
-            (None, ["--tiers"], "--tiers goes with --engine upstream"),
-            (None, ["--connect-timeout", "3"], "--connect-timeout goes with --engine upstream"),
-            (None, ["--reorder-window", "3"], "--reorder-window goes with --max-in-flight"),
-            (None, ["--disk-bytes", "1GiB"], "--disk-bytes goes with --disk-path"),
+            (["--upstream", "http://x"], ["--model", "x"], "--model requires --engine torch, not upstream"),
+            (["--upstream", "http://x"], ["--disk", "x"], "--disk-path requires --engine torch"),
+            (None, ["--upstream", "http://x"], "--upstream requires --engine upstream, not torch"),
+            (None, ["--tokenizer", "x"], "--tokenizer requires --engine upstream"),
+            (None, ["--tiers"], "--tiers requires --engine upstream"),
+            (None, ["--connect-timeout", "3"], "--connect-timeout requires --engine upstream"),
+            (None, ["--reorder-window", "3"], "--reorder-window requires --max-in-flight"),
+            (None, ["--disk-bytes", "1GiB"], "--disk-bytes requires --disk-path"),
             (None, ["--host-bytes", "many"], "'many' is no size"),
             (None, ["--policy", "fifo"], "'--policy': 'fifo' is not one of 'pgdsf', 'gdsf', 'lru', 'lfu'"),
             (None, ["--dtype", "int3"], "choose one of float32, bfloat16, float16"),
@@ -1492,7 +1492,9 @@ class TestOptions:
         assert "--model tiny: there is no folder tiny: give the folder of a model" in command.result.stderr
         assert asked == []
         command = serving(needed=["--engine", "torch", "--model", "org/tiny", "--port", "0"])
-        assert "there is no folder org/tiny, and it cannot be had from the Hub: no network" in command.result.stderr
+        assert (
+            "there is no folder org/tiny, and it cannot be downloaded from the Hub: no network" in command.result.stderr
+        )
         assert asked == ["org/tiny"]
 
     def test_an_old_name_that_was_downloaded_is_taken(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

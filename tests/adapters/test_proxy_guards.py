@@ -414,7 +414,7 @@ class TestCommand:
         assert serve("--host", "0.0.0.0").app["hosts"] is None  # noqa: S104
         hosts = serve("--allow-host", "proxy.example", "--allow-host", "b").app["hosts"]
         assert hosts == THIS_MACHINE | {"proxy.example", "b"}
-        assert "--allow-host goes without --api-key" in serve("--allow-host", "b", "--api-key", "k").said
+        assert "--allow-host cannot be combined with --api-key" in serve("--allow-host", "b", "--api-key", "k").said
 
     def test_it_says_what_it_serves(self, serve: Callable[..., Command]) -> None:
         said = serve().said

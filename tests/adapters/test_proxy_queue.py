@@ -387,7 +387,7 @@ class TestTheOptions:
     ) -> None:
         result, admission = run(option, "5")
         assert result.exit_code == 2
-        assert f"{option} goes with --max-in-flight" in result.stderr
+        assert f"{option} requires --max-in-flight" in result.stderr
         assert admission is None
 
 

@@ -477,7 +477,7 @@ class TestOrderRefuses:
         assert "exclude each other" in refusal("order", "--keep-first", "1", "--keep-last", "1", input="")
 
     def test_a_wait_without_a_batch(self) -> None:
-        assert "--max-wait goes with --batch" in refusal("order", "--max-wait", "3", input="")
+        assert "--max-wait requires --batch" in refusal("order", "--max-wait", "3", input="")
 
     def test_a_wrong_setting_in_the_environment(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("RAGORDER_BLOCK_SIZE", "big")
@@ -743,7 +743,7 @@ class TestBench:
         assert batches[1]["cached_tokens"] < batches[2]["cached_tokens"]
 
     def test_a_wait_without_a_batch_to_bench(self) -> None:
-        assert "--max-wait goes with --batch" in refusal("bench", "--max-wait", "3")
+        assert "--max-wait requires --batch" in refusal("bench", "--max-wait", "3")
 
     def test_block_size_is_the_caches_granularity(self) -> None:
         fine, coarse = (bench("--policy", "auto", "--limit", "50", "--block-size", size)[0] for size in ("1", "256"))
@@ -817,7 +817,7 @@ class TestBenchRefuses:
         assert "/nowhere: not a folder" in refusal("bench", "--corpus", "/nowhere")
 
     def test_an_embedding_model_without_the_dense_retriever(self) -> None:
-        assert "--embedding-model goes with --retriever dense" in refusal("bench", "--embedding-model", "x")
+        assert "--embedding-model requires --retriever dense" in refusal("bench", "--embedding-model", "x")
 
     def test_the_oracle_on_a_real_engine(self) -> None:
         assert "--engine sim" in refusal("bench", "--policy", "oracle", "--engine", "vllm")

@@ -1169,7 +1169,7 @@ class TestOnTheCommandLine:
                 ("--engine", "openai", "--base-url", "x", "--policy", "events"),
                 "policy 'events' needs --events-endpoint",
             ),
-            (("--engine", "openai", "--events-endpoint", "ipc:///x"), "--events-endpoint goes with --base-url"),
+            (("--engine", "openai", "--events-endpoint", "ipc:///x"), "--events-endpoint requires --base-url"),
             (("--events-topic", "x"), "--replay-endpoint and --events-topic go with --events-endpoint"),
             (("--engine", "openai", "--base-url", "x", "--policy", "none"), "policy 'none' is the server's to decide"),
             (("--engine", "openai", "--base-url", "x", "--policy", "oracle"), "--engine sim"),

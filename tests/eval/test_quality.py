@@ -1030,7 +1030,7 @@ class TestLines:
             ({"engine": "openai"}, "needs --base-url"),
             ({"base_url": "http://x"}, "go with --engine openai"),
             ({"served_model": "x"}, "go with --engine openai"),
-            ({"concurrency": 2}, "--concurrency goes with --engine openai"),
+            ({"concurrency": 2}, "--concurrency requires --engine openai"),
         ],
     )
     def test_what_cannot_be_run_is_refused_before_anything_is_loaded(self, options: JSON, message: str) -> None:
@@ -1623,12 +1623,12 @@ class TestCommand:
         [
             (["squad"], "'squad' is not one of"),
             (["hotpotqa", "--data", "nowhere.json"], "does not exist"),
-            (["hotpotqa", "--embedding-model", "x"], "--embedding-model goes with --retriever dense"),
+            (["hotpotqa", "--embedding-model", "x"], "--embedding-model requires --retriever dense"),
             (["hotpotqa", "--policy", "wild"], "unknown policy 'wild'"),
             (["hotpotqa", "--capacity-tokens", "lots"], "is no capacity"),
             (["hotpotqa", "--engine", "openai"], "needs --base-url"),
-            (["hotpotqa", "--engine", "openai", "--base-url", "ftp://x"], "is no URL of a server"),
-            (["hotpotqa", "--concurrency", "2"], "goes with --engine openai"),
+            (["hotpotqa", "--engine", "openai", "--base-url", "ftp://x"], "is not the URL of a server"),
+            (["hotpotqa", "--concurrency", "2"], "requires --engine openai"),
             (["hotpotqa", "--retriever", "dense", "--embedding-model", "/nowhere"], "nowhere"),
         ],
     )

@@ -874,7 +874,7 @@ time.sleep(600)
 class TestTwoProcesses:
     def test_who_comes_second_gets_no_store(self, folder: Path) -> None:
         store = open_store(folder)
-        with pytest.raises(StoreRefusedError, match=f"process {os.getpid()} has it") as refused:
+        with pytest.raises(StoreRefusedError, match=f"process {os.getpid()} uses it") as refused:
             open_store(folder)
         assert refused.value.reason == "locked"
         assert put(store, KEY) and holds(store, KEY)
@@ -884,7 +884,7 @@ class TestTwoProcesses:
     def test_the_lock_goes_with_a_process_that_is_killed(self, folder: Path) -> None:
         with subprocess.Popen([sys.executable, "-c", HOLDER, folder], stdout=subprocess.PIPE) as holder:
             assert holder.stdout is not None and holder.stdout.readline() == b"ready\n"
-            with pytest.raises(StoreRefusedError, match=f"process {holder.pid} has it"):
+            with pytest.raises(StoreRefusedError, match=f"process {holder.pid} uses it"):
                 open_store(folder)
             holder.kill()
             # It waits for a process that is ending.

@@ -399,7 +399,7 @@ class TestWhatWasComputedIsFound:
         at.cache.release(lease)
         at.cache.discard(lease)
         for call in (at.cache.extend, at.cache.commit):
-            with pytest.raises(ValueError, match="given back"):
+            with pytest.raises(ValueError, match="released"):
                 call(lease, 1)
 
     def test_what_has_no_blocks_cannot_be_committed(self, engine: Made) -> None:

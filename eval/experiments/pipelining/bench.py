@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from statistics import fmean
 from typing import Any
 
@@ -14,7 +15,7 @@ from ragorder.document import Document
 from ragorder.eval.data.trace import Trace
 from ragorder.eval.engines.base import EngineError
 from ragorder.eval.engines.prompts import SYSTEM_PROMPT
-from ragorder.eval.experiments.pipelining.modes import ask, in_turn, make_pipeline
+from ragorder.eval.experiments.pipelining.modes import ask, closed_loop, in_turn, make_pipeline
 from ragorder.eval.experiments.pipelining.search import played
 from ragorder.eval.experiments.pipelining.server import MeasuredServer, ServerFacts, find_server
 from ragorder.eval.running.bench import check_bench, sources_of
@@ -39,9 +40,8 @@ class PipelineError(BenchError):
 
 @dataclass(frozen=True, slots=True)
 class PipelineResult:
-    """`ttft_ms` counts from the question; `exposed_ms` is the mean retrieval time that overlaps with nothing. Of the
-    `speculations`, `right` were used; `wasted_prompt_tokens` are those of the others, `refused` ones had no room.
-    Failed requests count only in `failures`."""
+    """`ttft_ms` counts from the question; `exposed_ms` is the mean retrieval time that overlaps with nothing. Failed
+    requests count only in `failures`."""
 
     workload: str
     policy: str
@@ -68,11 +68,9 @@ class PipelineResult:
 def run_pipelines(
     bench: Bench, pipeline: str, delay_ms: float, progress: Progress = lambda words, steps: lambda: None
 ) -> list[PipelineResult]:
-    """Every policy on every trace and seed, with this pipeline and without, on one server.
-
-    Retrieval is a pause of `delay_ms`, in 4 stages for "speculative". Without `concurrency` both modes take turns, each
-    with its own salt; otherwise one runs after the other. Raises PipelineError, and as `run_bench` does.
-    """
+    """Every policy on every trace and seed, with this pipeline and without, on one server. Retrieval is a pause of
+    `delay_ms`. Modes take turns, or with `concurrency` run one after the other. Raises PipelineError, and as
+    `run_bench` does."""
     _check_pipeline(bench, pipeline, delay_ms)
     check_bench(bench)
     modes = ("none",) if pipeline == "none" else ("none", pipeline)
@@ -87,41 +85,34 @@ def run_pipelines(
             for seed, trace in traces.items():
                 _check_lengths(trace, builder, facts, bench.output_tokens or 1)
                 for policy in bench.policies:
-                    run = _Run(bench, trace, policy, modes, seed, delay_ms, advance)
+                    run = _PipelineRun(bench, trace, policy, modes, seed, delay_ms, advance)
                     results += asyncio.run(run.serve(facts, builder))
     return results
 
 
-class _Run:
-    def __init__(
-        self,
-        bench: Bench,
-        trace: Trace,
-        policy: str,
-        modes: Sequence[str],
-        seed: int,
-        delay_ms: float,
-        advance: Callable[[], None],
-    ) -> None:
-        self._bench = bench
-        self._trace = trace
-        self._policy = policy
-        self._modes = modes
-        self._seed = seed
-        self._delay_ms = delay_ms
-        self._advance = advance
-        self._clients = bench.concurrency or 1
-        self._ended: dict[str, list[PipelinedStream]] = {mode: [] for mode in modes}
-        self._failures = dict.fromkeys(modes, 0)
-        self._salts = {mode: secrets.token_hex(16) for mode in modes}
+@dataclass
+class _PipelineRun:
+    bench: Bench
+    trace: Trace
+    policy: str
+    modes: Sequence[str]
+    seed: int
+    delay_ms: float
+    advance: Callable[[], None]
+
+    def __post_init__(self) -> None:
+        self.clients = self.bench.concurrency or 1
+        self.ended: dict[str, list[PipelinedStream]] = {mode: [] for mode in self.modes}
+        self.failures = dict.fromkeys(self.modes, 0)
+        self.salts = {mode: secrets.token_hex(16) for mode in self.modes}
 
     async def serve(self, facts: ServerFacts, builder: PromptBuilder) -> list[PipelineResult]:
-        rankings = [request.documents for request in self._trace.requests]
-        retrieval = played(rankings, self._delay_ms / 1e3, stages=_STAGES, seed=self._seed)
-        settings = {**_POLICIES[self._policy], **self._bench.settings}
+        rankings = [request.documents for request in self.trace.requests]
+        retrieval = played(rankings, self.delay_ms / 1e3, stages=_STAGES, seed=self.seed)
+        settings = {**_POLICIES[self.policy], **self.bench.settings}
         async with MeasuredServer(facts) as server:
             await server.check(builder)
-            tenants = len(self._modes) if self._clients == 1 else 1
+            tenants = len(self.modes) if self.clients == 1 else 1
             pipelines = {
                 mode: make_pipeline(
                     server,
@@ -130,56 +121,46 @@ class _Run:
                     orderer=server.orderer(builder, tenants=tenants, **settings),
                     builder=builder,
                 )
-                for mode in self._modes
+                for mode in self.modes
             }
-            if self._clients == 1:
+            if self.clients == 1:
                 for number in range(len(rankings)):
-                    for mode in in_turn(number, self._modes):
+                    for mode in in_turn(number, self.modes):
                         await self._ask(pipelines[mode], mode, number)
             else:
-                for mode in in_turn(self._seed, self._modes):
-                    await self._closed_loop(pipelines[mode], mode)
+                for mode in in_turn(self.seed, self.modes):
+                    asked = partial(self._ask, pipelines[mode], mode)
+                    await closed_loop(asked, range(len(rankings)), self.clients)
             for pipeline in pipelines.values():
                 await pipeline.close()
-        return [self._result(mode) for mode in self._modes]
-
-    async def _closed_loop(self, pipeline: Pipeline[Any, Document, Any], mode: str) -> None:
-        numbers = iter(range(len(self._trace.requests)))
-
-        async def client() -> None:
-            for number in numbers:
-                await self._ask(pipeline, mode, number)
-
-        async with asyncio.TaskGroup() as group:
-            for _ in range(self._clients):
-                group.create_task(client())
+        return [self._result(mode) for mode in self.modes]
 
     async def _ask(self, pipeline: Pipeline[Any, Document, Any], mode: str, number: int) -> None:
         import openai
 
-        question = self._trace.requests[number].question
-        asked = ask(number, question, self._salts[mode], self._bench.output_tokens or 1)
+        question = self.trace.requests[number].question
+        asked = ask(number, question, self.salts[mode], self.bench.output_tokens or 1)
         try:
-            self._ended[mode].append(await pipeline.answer(asked))
+            self.ended[mode].append(await pipeline.answer(asked))
         except openai.OpenAIError:
-            self._failures[mode] += 1
-        self._advance()
+            self.failures[mode] += 1
+        self.advance()
 
     def _result(self, mode: str) -> PipelineResult:
-        ended = self._ended[mode]
+        ended = self.ended[mode]
         traces = [stream.trace for stream in ended]
         usages = [stream.usage for stream in ended if stream.usage is not None]
         times_ms = [1e3 * trace.first_token_s for trace in traces if trace.first_token_s is not None]
         exposed_ms = [1e3 * trace.exposed_search_s for trace in traces if trace.exposed_search_s is not None]
         return PipelineResult(
-            workload=self._trace.name,
-            policy=self._policy,
+            workload=self.trace.name,
+            policy=self.policy,
             pipeline=mode,
-            seed=self._seed,
-            retrieval_delay_ms=self._delay_ms,
-            concurrency=self._clients,
-            requests=len(self._trace.requests),
-            failures=self._failures[mode],
+            seed=self.seed,
+            retrieval_delay_ms=self.delay_ms,
+            concurrency=self.clients,
+            requests=len(self.trace.requests),
+            failures=self.failures[mode],
             prompt_tokens=sum(usage.prompt_tokens or 0 for usage in usages),
             cached_tokens=sum(usage.cached_tokens or 0 for usage in usages),
             ttft_ms=_summary(times_ms),
@@ -213,7 +194,7 @@ def _check_pipeline(bench: Bench, pipeline: str, delay_ms: float) -> None:
     for policy in bench.policies:
         if policy not in _POLICIES:
             raise PipelineError(
-                f"policy {policy!r} cannot say what it would do, as speculation asks: choose from "
+                f"policy {policy!r} cannot preview its order, which speculation needs: choose from "
                 f"{', '.join(_POLICIES)}"
             )
 

@@ -11,15 +11,15 @@ from ragorder.eval.running.cells import SuiteCell
 __all__ = ["PIPELINE_POLICIES", "PipeliningCell"]
 
 PIPELINE_POLICIES = ("none", "warmup", "speculative")
-"""What stands as policy in a suite about pipelines: "none" is the baseline, one thing after another."""
+"""The policies of a suite of pipelines; "none" is the sequential baseline."""
 
 
 class PipeliningCell(SuiteCell):
     """`measure` is "cold" (warm-ups of a cold cache), "speculation" (one request at a time) or "throughput" (a closed
-    loop of `clients`, or of enough for `overload` times what the engine serves).
+    loop of `clients`, or of enough for `overload`).
 
     cold: retrieval is a pause of `retrieval_ms`, or of `retrieval_of_system` times the system prompt's time. Otherwise
-    `search_ratio` of an `index` is searched in up to `stages` of `growth`, stretched to `search_ms` (0: not at all).
+    `search_ratio` of an `index` is searched in `stages`, stretched to `search_ms` (0: not at all).
     """
 
     measure: Literal["cold", "speculation", "throughput"]

@@ -1,9 +1,10 @@
-"""Cold starts with and without a warm-up during retrieval (RAGCache++ Tables 5 and 6)."""
+"""Cold starts with and without a warm-up (RAGCache++ Tables 5 and 6)."""
 
 from __future__ import annotations
 
 import secrets
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from statistics import median
@@ -11,7 +12,7 @@ from typing import Any
 
 from ragorder.adapters.openai.pipelined import OrderedPrompts, PromptRequest
 from ragorder.eval.data.trace import TraceRequest
-from ragorder.eval.experiments.pipelining.modes import ask, in_turn, make_pipeline
+from ragorder.eval.experiments.pipelining.modes import ask, in_turn, make_pipeline, milliseconds
 from ragorder.eval.experiments.pipelining.search import played
 from ragorder.eval.experiments.pipelining.server import MeasuredServer
 from ragorder.prompt import PromptBuilder
@@ -30,10 +31,10 @@ async def measure_cold(
     retrieval_s: float,
     advance: Callable[[], None],
 ) -> dict[str, dict[str, list[Any]]]:
-    """Each request in each mode in turn, with its own salt: the system prompt is never cached. Retrieval is a pause.
+    """Each request in each mode in turn, with its own salt: the system prompt is never cached.
 
     Rows of "alone": `system_ms` (T_sys) is the system prompt's time, `documents_ms` (T_docs) that of the whole prompt
-    directly after it. Raises EngineError for a server that does not answer or has other clients.
+    after it. Raises EngineError for a server that does not answer or has other clients.
     """
     rankings = [request.documents for request in requests]
     orderers = {mode: server.orderer(builder) for mode in _MODES}
@@ -41,11 +42,7 @@ async def measure_cold(
     pipelines = {
         mode: make_pipeline(server, mode, retrieval, orderer=orderers[mode], builder=builder) for mode in _MODES
     }
-    rows: dict[str, dict[str, list[Any]]] = {
-        mode: {"ttft_ms": [], "retrieval_ms": [], "cached_tokens": [], "prompt_tokens": [], "warmed_up": []}
-        for mode in _MODES
-    }
-    rows[ALONE] = {"system_ms": [], "documents_ms": []}
+    rows: dict[str, dict[str, list[Any]]] = {mode: defaultdict(list) for mode in (*_MODES, ALONE)}
     for number, request in enumerate(requests):
         for mode in in_turn(number, (*_MODES, ALONE)):
             await server.quiet()
@@ -54,14 +51,14 @@ async def measure_cold(
             if mode == ALONE:
                 prompts = OrderedPrompts(server.orderer(builder), builder, "token_ids")
                 whole = prompts.preview(asked, request.documents)
-                rows[ALONE]["system_ms"].append(_ms(await _time(server, _system(builder, salt))))
-                rows[ALONE]["documents_ms"].append(_ms(await _time(server, whole)))
+                rows[ALONE]["system_ms"].append(milliseconds(await _time(server, _system(builder, salt))))
+                rows[ALONE]["documents_ms"].append(milliseconds(await _time(server, whole)))
             else:
                 stream = await pipelines[mode].answer(asked)
                 trace, usage = stream.trace, stream.usage
                 row = rows[mode]
-                row["ttft_ms"].append(_ms(trace.first_token_s))
-                row["retrieval_ms"].append(_ms(trace.retrieval_s))
+                row["ttft_ms"].append(milliseconds(trace.first_token_s))
+                row["retrieval_ms"].append(milliseconds(trace.retrieval_s))
                 row["cached_tokens"].append(usage and usage.cached_tokens)
                 row["prompt_tokens"].append(usage and usage.prompt_tokens)
                 row["warmed_up"].append(trace.warmed_up)
@@ -90,7 +87,3 @@ async def _time(server: MeasuredServer, request: PromptRequest) -> float:
         async for _ in chunks:
             first_s = first_s or time.perf_counter() - start
     return first_s
-
-
-def _ms(seconds: float | None) -> float | None:
-    return None if seconds is None else round(1e3 * seconds, 3)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from ragorder.adapters.openai.pipelined import Question, ordered_pipeline
 from ragorder.document import Document
@@ -13,10 +14,12 @@ from ragorder.orderer import OrdererLike
 from ragorder.pipelining import Pipeline, Retrieval
 from ragorder.prompt import PromptBuilder
 
-__all__ = ["MODES", "Asked", "ask", "in_turn", "long_builder", "make_pipeline"]
+__all__ = ["MODES", "Asked", "ask", "closed_loop", "in_turn", "long_builder", "make_pipeline", "milliseconds"]
+
+T = TypeVar("T")
 
 MODES = {"none": (False, False), "warmup": (True, False), "speculative": (True, True)}
-"""Of each mode whether it warms up and whether it speculates."""
+"""By mode: warm-up, speculation."""
 
 _RULES = (
     "Quote the words of a document exactly, and put them in quotation marks.",
@@ -81,3 +84,20 @@ def long_builder(system: str, tokenizer: Any, system_tokens: int) -> PromptBuild
 def in_turn(number: int, modes: Sequence[str]) -> list[str]:
     first = number % len(modes)
     return [*modes[first:], *modes[:first]]
+
+
+async def closed_loop(ask: Callable[[T], Awaitable[None]], questions: Iterable[T], clients: int) -> None:
+    """The questions by `clients` that ask one after another, without a pause."""
+    remaining = iter(questions)
+
+    async def client() -> None:
+        for question in remaining:
+            await ask(question)
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(clients):
+            group.create_task(client())
+
+
+def milliseconds(seconds: float | None) -> float | None:
+    return None if seconds is None else round(1e3 * seconds, 3)

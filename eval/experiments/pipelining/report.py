@@ -1,4 +1,4 @@
-"""Tables of pipelines: cold starts, speculation, throughput under saturation."""
+"""Tables of pipelines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Retrieval for pipelines: a real index in stages, stretched, or played from a trace."""
+"""Retrieval for pipelines."""
 
 from __future__ import annotations
 
@@ -45,9 +45,8 @@ class SearchPlan:
 def plan_search(
     kind: Literal["ivf", "hnsw"], vectors: Vectors, *, ratio: float, stages: int, growth: str, top_k: int, seed: int = 0
 ) -> SearchPlan:
-    """A search by inner product. "ivf": `ratio` of at most 128 clusters, in stages of `growth` "equal" or "geometric"
-    (each doubles the clusters so far). "hnsw": `ratio` is efSearch / 512; each stage has four times the efSearch of the
-    last, and starts anew. Raises ImportError naming the extra to install."""
+    """A search by inner product. "ivf": `ratio` of at most 128 clusters, in stages of `growth` "equal" or "geometric".
+    "hnsw": `ratio` is efSearch / 512; each stage has four times the last one's, and starts anew. Raises ImportError."""
     faiss = _faiss()
     if kind == "hnsw":
         target = max(top_k, round(ratio * _EF_FULL))
@@ -90,8 +89,8 @@ def real_retrieval(search: StagedSearch, corpus: Corpus, queries: Vectors, top_k
 def paced(
     retrieval: Retrieval[Asked, Document], shares: Sequence[float], search_s: float
 ) -> Retrieval[Asked, Document]:
-    """The search stretched to `search_s` seconds (without stages), each stage to its share. It waits rather than
-    computes, as for a database on another machine."""
+    """The search stretched to `search_s` seconds, each stage to its share. It waits, as for a database on another
+    machine."""
     ends_s = [search_s * share for share in accumulate(shares)]
 
     async def search(question: Asked) -> AsyncGenerator[Provisional[Document], None]:
@@ -110,11 +109,8 @@ def paced(
 def played(
     rankings: Sequence[Sequence[Document]], delay_s: float, *, stages: int = 1, seed: int = 0
 ) -> Retrieval[Asked, Document]:
-    """A trace's documents after `delay_s` seconds, in equal stages.
-
-    They are final after a stage drawn uniformly for each question; each stage before it has one more of the last
-    documents wrong.
-    """
+    """A trace's documents after `delay_s` seconds, in equal stages. They are final after a stage drawn uniformly for
+    each question."""
     pool = list({document.key: document for documents in rankings for document in documents}.values())
 
     async def search(question: Asked) -> AsyncGenerator[Provisional[Document], None]:
@@ -142,8 +138,8 @@ def _provisional(
 
 
 def embed(texts: Sequence[str], cache: Path | None = None) -> Vectors:
-    """Normalised embeddings, one row a text, kept in the folder `cache`. Raises ImportError naming the extra to
-    install, OSError for a model that cannot be loaded."""
+    """Normalised embeddings, one row a text, kept in the folder `cache`. Raises ImportError, OSError for a model that
+    cannot be loaded."""
     import numpy as np
 
     retriever = DenseRetriever(default_model())

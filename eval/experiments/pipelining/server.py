@@ -24,7 +24,7 @@ _METRICS = {
     "vllm:num_requests_waiting": "waiting",
 }
 _TIMEOUT_S = 600.0
-# As in `OpenAIEngine`: ours must be gone before the server closes it.
+# As in `OpenAIEngine`: shorter than the server's, so that no request meets a closing connection.
 _KEEPALIVE_S = 3.0
 _PROBE = [0]
 _MOST_PROBES = 50
@@ -52,11 +52,8 @@ def find_server(
     block_size: int | None = None,
     capacity_tokens: int | None = None,
 ) -> ServerFacts:
-    """`model` is where the tokenizer is, if not where the server loaded it from.
-
-    Raises EngineError for a server that does not answer or does not report its cache, or without a tokenizer;
-    ImportError naming the extra to install.
-    """
+    """Raises EngineError for a server that does not answer or does not report its cache, or without a tokenizer;
+    ImportError naming the extra to install."""
     from ragorder.adapters.vllm.cache_config import ServerError, read_cache_config
 
     found = find_model(base_url, served_model, api_key=api_key)
@@ -75,11 +72,8 @@ def find_server(
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """Prompt tokens `computed`, aborted requests included, and requests `at_work` now.
-
-    Computed tokens are those looked up in the prefix cache and not found: vllm:prompt_tokens_total omits requests
-    aborted before their first token.
-    """
+    """Prompt tokens `computed` (looked up in the prefix cache and not found), and requests `at_work` now.
+    vllm:prompt_tokens_total would omit requests aborted before their first token."""
 
     computed: int
     at_work: int
@@ -154,10 +148,9 @@ class MeasuredServer:
         return Counters(int(computed), int(found["running"] + found["waiting"]))
 
     async def quiet(self) -> Counters | None:
-        """The counters once the server is idle: an aborted request delays the next one. Raises EngineError for a server
-        that stays busy or does not answer."""
+        """The counters once the server is idle. Raises EngineError for a server that stays busy or does not answer."""
         for _ in range(_MOST_PROBES):
-            # Metrics are as of the last iteration, which an abort does not make: so there must be one behind it.
+            # Metrics show the last iteration, and an abort makes none: so a request follows it.
             await self._probe()
             counters = await self.counters()
             if counters is None or not counters.at_work:

@@ -1,19 +1,19 @@
-"""Searches with and without speculation (RAGCache Figure 22, Table 3): one request at a time, and under saturation."""
+"""Searches with and without speculation (RAGCache Figure 22, Table 3)."""
 
 from __future__ import annotations
 
-import asyncio
 import math
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from itertools import pairwise
 from statistics import median
 from typing import Any
 
 from ragorder.document import Document
-from ragorder.eval.experiments.pipelining.modes import Asked, ask, in_turn, make_pipeline
+from ragorder.eval.experiments.pipelining.modes import Asked, ask, closed_loop, in_turn, make_pipeline, milliseconds
 from ragorder.eval.experiments.pipelining.server import Counters, MeasuredServer
 from ragorder.pipelining import Pipeline, PipelineTrace, Provisional, Retrieval
 from ragorder.prompt import PromptBuilder
@@ -22,14 +22,6 @@ __all__ = ["MODES", "measure_speculation", "measure_throughput"]
 
 MODES = ("none", "speculative")
 
-_COLUMNS = (
-    *("ttft_ms", "search_ms", "exposed_ms", "prompt_tokens", "cached_tokens", "computed_tokens"),
-    *("speculations", "refused", "right", "speculated_stage", "started_stages", "settled_stage"),
-)
-_SEGMENT_COLUMNS = (
-    *("requests", "clients", "seconds", "requests_per_s", "alone_s", "computed_tokens"),
-    *("speculations", "refused", "right"),
-)
 _ALONE = 5
 _MANY_CLIENTS = 16
 
@@ -47,16 +39,16 @@ async def measure_speculation(
     cautious: bool = False,
     output_tokens: int = 1,
 ) -> dict[str, dict[str, list[Any]]]:
-    """Each question in both `MODES` in turn, one at a time; each mode is a tenant with its own salt and orderer.
+    """Each question in both `MODES` in turn, one at a time; each mode is a tenant.
 
     `exposed_ms` is T1 of Table 3 with speculation, T2 without. `computed_tokens` includes wrong speculations.
-    `started_stages` had new documents, so that a speculation began (unless `cautious`); since `settled_stage` they are
-    final. Raises EngineError for a server that does not answer or has other clients.
+    `started_stages` had new documents; since `settled_stage` they are final. Raises EngineError for a server that does
+    not answer or has other clients.
     """
     salts = {mode: secrets.token_hex(16) for mode in MODES}
     watched = {mode: _Watched(searches[mode]) for mode in MODES}
     pipelines = _pipelines(server, builder, watched, max_prefill_bs, cautious)
-    rows: dict[str, dict[str, list[Any]]] = {mode: {name: [] for name in _COLUMNS} for mode in MODES}
+    rows: dict[str, dict[str, list[Any]]] = {mode: defaultdict(list) for mode in MODES}
     before = await server.quiet()
     for number, question in enumerate(questions):
         for mode in in_turn(number, MODES):
@@ -65,9 +57,9 @@ async def measure_speculation(
             trace, usage = stream.trace, stream.usage
             started, settled = watched[mode].stages()
             found = {
-                "ttft_ms": _ms(trace.first_token_s),
-                "search_ms": _ms(trace.retrieval_s),
-                "exposed_ms": _ms(trace.exposed_search_s),
+                "ttft_ms": milliseconds(trace.first_token_s),
+                "search_ms": milliseconds(trace.retrieval_s),
+                "exposed_ms": milliseconds(trace.exposed_search_s),
                 "prompt_tokens": usage and usage.prompt_tokens,
                 "cached_tokens": usage and usage.cached_tokens,
                 "computed_tokens": _computed(before, after),
@@ -102,14 +94,11 @@ async def measure_throughput(
     output_tokens: int = 1,
 ) -> dict[str, dict[str, list[Any]]]:
     """The questions in `segments`, each in both `MODES` in turn, by `clients` in a closed loop (None: enough for
-    `overload` times what the engine serves).
-
-    A row is a segment; its `requests_per_s` leaves out as many answers as clients at both ends, where the engine is not
-    saturated. Raises EngineError as `measure_speculation`.
-    """
+    `overload`). `requests_per_s` leaves out both ends of a segment, where the engine is not saturated. Raises as
+    `measure_speculation`."""
     salts = {mode: secrets.token_hex(16) for mode in MODES}
     pipelines = _pipelines(server, builder, searches, max_prefill_bs, cautious)
-    rows: dict[str, dict[str, list[Any]]] = {mode: {name: [] for name in _SEGMENT_COLUMNS} for mode in MODES}
+    rows: dict[str, dict[str, list[Any]]] = {mode: defaultdict(list) for mode in MODES}
     parts = _split(len(questions), segments)
     if clients is None:
         clients = await _clients(pipelines["none"], [questions[number] for number in parts[0]], overload, output_tokens)
@@ -120,7 +109,7 @@ async def measure_throughput(
             alone = await pipelines[mode].answer(first)
             before = await server.quiet()
             start = time.perf_counter()
-            traces, ends_s = await _closed_loop(pipelines[mode], iter(asked), clients, advance)
+            traces, ends_s = await _closed_loop(pipelines[mode], asked, clients, advance)
             seconds = time.perf_counter() - start
             found = {
                 "requests": len(asked),
@@ -171,27 +160,24 @@ async def _clients(
     await pipeline.answer(asked[0])
     times_s = [(await pipeline.answer(each)).trace.total_s or 0.0 for each in asked[: min(len(asked), _ALONE)]]
     start = time.perf_counter()
-    await _closed_loop(pipeline, iter(asked), _MANY_CLIENTS, lambda: None)
+    await _closed_loop(pipeline, asked, _MANY_CLIENTS, lambda: None)
     rate = len(asked) / (time.perf_counter() - start)
     return max(2, math.ceil(overload * rate * median(times_s)))
 
 
 async def _closed_loop(
-    pipeline: Pipeline[Any, Document, Any], questions: Iterator[Asked], clients: int, advance: Advance
+    pipeline: Pipeline[Any, Document, Any], questions: Iterable[Asked], clients: int, advance: Advance
 ) -> tuple[list[PipelineTrace], list[float]]:
     """Traces of all questions, and times of their answers in seconds."""
     traces, ends_s = [], []
 
-    async def client() -> None:
-        for question in questions:
-            stream = await pipeline.answer(question)
-            ends_s.append(time.perf_counter())
-            traces.append(stream.trace)
-            advance()
+    async def ask_one(question: Asked) -> None:
+        stream = await pipeline.answer(question)
+        ends_s.append(time.perf_counter())
+        traces.append(stream.trace)
+        advance()
 
-    async with asyncio.TaskGroup() as group:
-        for _ in range(clients):
-            group.create_task(client())
+    await closed_loop(ask_one, questions, clients)
     return traces, ends_s
 
 
@@ -231,7 +217,3 @@ def _split(count: int, parts: int) -> list[range]:
 
 def _computed(before: Counters | None, after: Counters | None) -> int | None:
     return None if before is None or after is None else after.computed - before.computed
-
-
-def _ms(seconds: float | None) -> float | None:
-    return None if seconds is None else round(1e3 * seconds, 3)

@@ -7,9 +7,9 @@ from itertools import groupby
 from statistics import fmean
 
 from rich.console import Console
-from rich.table import Table
 
 from ragorder.eval.experiments.pipelining.bench import PipelineResult
+from ragorder.eval.report.tables import Entry, Table
 
 __all__ = ["pipelines_table", "print_pipelines"]
 
@@ -25,25 +25,21 @@ def pipelines_table(results: Sequence[PipelineResult]) -> Table:
     overlaps with nothing; right: of all speculations; wasted: prompt tokens of the wrong ones."""
     first = results[0]
     seeds = ", ".join(map(str, sorted({result.seed for result in results})))
-    table = Table(
-        title=f"{first.workload}: {first.requests:,} requests, retrieval takes {first.retrieval_delay_ms:g} ms",
-        caption=f"TTFT counts from the question; {first.concurrency} in flight, seeds {seeds}",
-    )
     failed = any(result.failures for result in results)
     speculated = any(result.pipeline == "speculative" for result in results)
-    table.add_column("policy", style="bold", no_wrap=True)
-    headings = ["TTFT ms\np50, p95", "p50\nratio", "exposed\nms", "cached"]
-    headings += ["right", "wasted\ntokens"] * speculated + ["failed"] * failed
-    for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
+    headings = ["policy", "TTFT ms\np50, p95", "p50\nratio", "exposed\nms", "cached"]
+    table = Table(
+        f"{first.workload}: {first.requests:,} requests, retrieval takes {first.retrieval_delay_ms:g} ms",
+        [*headings, *["right", "wasted\ntokens"] * speculated, *["failed"] * failed],
+        note=f"TTFT counts from the question; {first.concurrency} in flight, seeds {seeds}",
+    )
     rows: dict[tuple[str, str], list[PipelineResult]] = {}
     for result in results:
         rows.setdefault((result.policy, result.pipeline), []).append(result)
     for (policy, pipeline), runs in rows.items():
-        plain = _time(rows[policy, "none"], "p50")
-        p50, p95 = (_time(runs, name) for name in ("p50", "p95"))
+        plain, p50, p95 = _time(rows[policy, "none"], "p50"), _time(runs, "p50"), _time(runs, "p95")
         exposed = _mean(run.exposed_ms for run in runs)
-        cells = [
+        cells: list[str | Entry] = [
             "–" if p50 is None or p95 is None else f"{p50:.0f}, {p95:.0f}",
             f"{p50 / plain:.2f}" if p50 and plain else "–",
             "–" if exposed is None else f"{exposed:.0f}",
@@ -54,8 +50,8 @@ def pipelines_table(results: Sequence[PipelineResult]) -> Table:
             cells += [f"{_sum(runs, 'wasted_prompt_tokens'):,}"]
         if failed:
             failures = _sum(runs, "failures")
-            cells += [f"[bold red]{failures:,}[/]" if failures else "0"]
-        table.add_row(policy if pipeline == "none" else f"+ {pipeline}", *cells)
+            cells += [Entry(f"{failures:,}", tone="bad" if failures else "")]
+        table.add(policy if pipeline == "none" else f"+ {pipeline}", *cells)
     return table
 
 

@@ -100,8 +100,7 @@ class ServerAnswers:
     """Chat completions of a server, in a `with` block and from several threads.
 
     `block_size` and `capacity_tokens` None are read from its /metrics, else 16 and 262,144. Every `reset` draws a new
-    `cache_salt`, which is left out for servers that refuse it. Raises EngineError for an invalid address or key,
-    ImportError naming the extra to install.
+    `cache_salt`, if the server takes one. Raises EngineError for an invalid address or key, ImportError.
     """
 
     name = "openai"
@@ -164,11 +163,11 @@ class ServerAnswers:
             try:
                 answer = self._ask(prompt, self._forms[form])
             except RequestError as error:
-                # Another thread may have found the form that works while this request was on its way in an earlier one.
+                # Another thread may have found the form that works while this request was in flight.
                 if error.status not in (400, 422) or (self._works and form >= self._form):
                     raise
                 with self._lock:
-                    # Whatever the form, this request is refused: it is not the form's fault.
+                    # This request is refused in every form, so the form is not the cause.
                     if form + 1 == len(self._forms):
                         self._form = 0
                         raise
@@ -192,6 +191,6 @@ class ServerAnswers:
             raise RequestError("the answer is no chat completion") from None
         if text is not None and not isinstance(text, str):
             raise RequestError("the answer has no text")
-        # Without a salt one order finds what another left in the cache: that says nothing about either.
+        # Without a salt one order finds blocks of another in the cache.
         told = "cache_salt" in form and isinstance(cached_tokens, int)
         return ModelAnswer(text or "", cached_tokens if told else None)

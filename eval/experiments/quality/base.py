@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from ragorder.document import Document
 
-__all__ = ["DatasetName", "GradedQuestion", "QualityError", "Reading"]
+__all__ = ["DatasetName", "GradedQuestion", "QualityError", "QuestionDocuments", "Reading"]
 
 DatasetName = Literal["hotpotqa", "musique", "2wikimultihopqa", "triviaqa", "nq"]
 
@@ -29,11 +30,29 @@ class GradedQuestion:
     gold: tuple[str, ...] = ()
 
 
-class Reading:
-    """Documents of a data set while it is read. Questions share documents of equal title and text.
+class QuestionDocuments:
+    """The documents of one question, each once, and which of them are gold."""
 
-    Another text under a known title has the id "title (2)". `evidence` is TriviaQA's folder, `aliases`
-    2WikiMultiHopQA's further answers. `passed_over` counts unusable data by reason.
+    def __init__(self) -> None:
+        self._documents: dict[str, Document] = {}
+        self._gold: dict[str, None] = {}
+
+    def add(self, document: Document, *, gold: bool) -> None:
+        self._documents[document.id] = document
+        if gold:
+            self._gold[document.id] = None
+
+    def question(self, id: str, text: str, answers: Iterable[str]) -> GradedQuestion:
+        return GradedQuestion(
+            id, text, tuple(dict.fromkeys(answers)), tuple(self._documents.values()), tuple(self._gold)
+        )
+
+
+class Reading:
+    """Documents of a data set while it is read: one for each title and text, the second text of a title as "title (2)".
+
+    `evidence` is TriviaQA's folder, `aliases` 2WikiMultiHopQA's further answers. `passed_over` counts unusable data by
+    reason.
     """
 
     def __init__(

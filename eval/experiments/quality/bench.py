@@ -34,8 +34,7 @@ def done_in(store: Store, bench: QualityBench) -> Done:
 
 
 def serve_quality(bench: QualityBench, progress: Progress = silent, done: Done = _never) -> Iterator[Line]:
-    """A "quality" line for each order, once all questions are answered in it, except for those that are `done(cell,
-    order)`.
+    """A "quality" line for each order once all questions are answered in it, unless `done(cell, order)`.
 
     Raises QualityError or CorpusError for questions that cannot be asked, EngineError for an engine that does not
     answer, ImportError naming what to install.

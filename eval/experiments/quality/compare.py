@@ -25,8 +25,8 @@ _KEY = ("session", "suite", "cell", "seed", "dry_run")
 
 
 def mcnemar_exact(baseline: Sequence[int], other: Sequence[int]) -> tuple[int, int, float]:
-    """Questions answered only by the baseline, those only by the other, and the two-sided p-value of McNemar's exact
-    test. Raises ValueError for different lengths, ImportError without scipy."""
+    """Questions answered only by the baseline, those only by the other, and the two-sided p-value. Raises ValueError
+    for different lengths, ImportError without scipy."""
     pairs = list(zip(baseline, other, strict=True))
     lost = sum(before > after for before, after in pairs)
     won = sum(before < after for before, after in pairs)
@@ -38,8 +38,7 @@ def mcnemar_exact(baseline: Sequence[int], other: Sequence[int]) -> tuple[int, i
 def bootstrap_difference(
     baseline: Sequence[float], other: Sequence[float], *, seed: int = 0, confidence: float = 0.95
 ) -> tuple[float, float, float]:
-    """The mean of other - baseline over paired questions, and its percentile bootstrap interval. Raises like
-    `mcnemar_exact`."""
+    """The mean of other - baseline, and its percentile bootstrap interval. Raises like `mcnemar_exact`."""
     differences = [after - before for before, after in zip(baseline, other, strict=True)]
     if not differences:
         raise ValueError("there are no questions to compare")
@@ -68,8 +67,8 @@ def _scipy_stats() -> Any:
 
 
 def summarise(lines: Iterable[Mapping[str, Any]], progress: Progress | None = None) -> list[Line]:
-    """ "check" lines for each (suite, cell, seed, dry_run): "quality-comparison" and "quality-positions" of each order,
-    then "quality-verdict" (alone for a dry run). The last line of an order counts."""
+    """ "check" lines for each (suite, cell, seed, dry_run): comparison and positions of each order, then the verdict
+    (alone for a dry run). The last line of an order counts."""
     groups: dict[str, dict[str, Mapping[str, Any]]] = defaultdict(dict)
     for line in lines:
         if line.get("type") == "quality":
@@ -91,9 +90,9 @@ def summarise(lines: Iterable[Mapping[str, Any]], progress: Progress | None = No
 def compare_orders(lines: Sequence[Mapping[str, Any]], baseline: str = _BASELINE) -> list[Line]:
     """Each order against the baseline over the questions that both answered; EM and F1 in percent.
 
-    `reordered` is the share of questions whose documents left retrieval order. EM differs by McNemar's exact test at 5
-    % (`em_lost`, `em_won`: questions answered only by the baseline, only by this order), F1 if the paired 95 % interval
-    excludes zero. Comparing several orders is not corrected for.
+    EM differs by McNemar's exact test at 5 % (`em_lost`, `em_won`: questions answered only by the baseline, only by
+    this order), F1 if the paired 95 % interval excludes zero; several orders are not corrected for. `reordered` is the
+    share of questions whose documents moved.
     """
     by_policy = {line["policy"]: line for line in lines}
     if baseline not in by_policy:
@@ -134,8 +133,7 @@ def compare_orders(lines: Sequence[Mapping[str, Any]], baseline: str = _BASELINE
 
 
 def gold_places(line: Mapping[str, Any]) -> Line:
-    """For each place (from 0, the front) the number of gold documents there, and their questions' EM and F1 in percent.
-    `without_gold` questions have none."""
+    """By place (from 0) the number of gold documents there, and their questions' EM and F1 in percent."""
     rows = line["rows"]
     by_place: dict[int, list[tuple[int, float]]] = defaultdict(list)
     without = 0

@@ -30,8 +30,8 @@ _PATIENCE_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
-    """How to read a data set, and its place on the Hub. `questions` is approximate; `container` is the field of the
-    official file with the records."""
+    """`hub`: its place on the Hub; `questions`: about how many; `container`: the field of the official file with the
+    records."""
 
     name: DatasetName
     questions: int
@@ -68,11 +68,8 @@ class QuestionSet:
 
 
 def load_questions(spec: QuestionsSpec, progress: Progress = silent) -> QuestionSet:
-    """Questions from an official file or the Hub (package `datasets`). With a retriever, the documents of all questions
-    are one corpus, from which `top_k` (10) are retrieved for each.
-
-    Raises CorpusError naming file and record, ImportError naming what to install.
-    """
+    """With a retriever, the documents of all questions are one corpus, from which `top_k` (10) are retrieved for each.
+    Raises CorpusError naming file and record, ImportError naming what to install."""
     data, evidence, aliases, limit = spec.data, spec.evidence, spec.aliases, spec.limit
     in_order = spec.question_order == "data"
     dataset = DATASETS[spec.dataset]
@@ -125,7 +122,7 @@ def _from_hub(dataset: Dataset, *, streaming: bool) -> Iterator[SourceRecord]:
     except CorpusError:
         raise
     except Exception as error:
-        # The package raises errors of many libraries, whose texts may quote addresses and tokens.
+        # Errors of the many libraries below may quote addresses and tokens.
         raise CorpusError(
             f"{where}: cannot be loaded ({type(error).__name__}): download the official file and {_FILE}"
         ) from error

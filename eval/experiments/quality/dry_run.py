@@ -1,4 +1,4 @@
-"""The benchmark without a model: a check of questions, orders, prompts and scores."""
+"""The benchmark without a model."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _CAPACITY = Capacity(tokens=100_000)
 def dry_run(
     bench: QualityBench, data: QuestionSet, orders: list[Order], todo: Sequence[list[Order]], progress: Progress
 ) -> Iterator[Line]:
-    """Each order of `todo`, which has a list for each cell: first with accepted answers, then with none. Raises
-    QualityError unless they score 100 and 0."""
+    """Each order of `todo` (a list for each cell). Raises QualityError unless accepted answers score 100 and none score
+    0."""
     spec, tokenizer = bench.engine, None
     if spec.model is not None:
         from ragorder.eval.engines.models import load_tokenizer

@@ -66,6 +66,11 @@ class Scorer:
         """Whether the empty answer matches an accepted one ("The The")."""
         return any(not self.normalise(other) for other in accepted)
 
+    def occurs(self, answers: Iterable[str], text: str) -> bool:
+        """Whether an answer stands in the text, as whole words."""
+        words = f" {self.normalise(text)} "
+        return any(answer and f" {answer} " in words for answer in map(self.normalise, answers))
+
     def _overlap(self, given: str, wanted: str) -> float:
         if given != wanted and not self.closed.isdisjoint((given, wanted)):
             return 0.0
@@ -87,8 +92,8 @@ SCORERS = {
 
 
 def extract_answer(text: str) -> str:
-    """The scored part of a model's text: the first line after the last "</think>", without a label ("Answer:", "The
-    answer is"). Unfinished thinking is no answer."""
+    """The scored part of a model's text: the first line after the last "</think>", without a label such as "Answer:".
+    Unfinished thinking is no answer."""
     _, closed, rest = text.rpartition("</think>")
     if closed:
         text = rest

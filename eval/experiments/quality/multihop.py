@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from ragorder.document import Document
-from ragorder.eval.experiments.quality.base import GradedQuestion, Reading
+from ragorder.eval.experiments.quality.base import GradedQuestion, QuestionDocuments, Reading
 from ragorder.eval.experiments.quality.records import SourceRecord, read_records
 
 __all__ = ["read_hotpotqa", "read_musique", "read_two_wiki"]
@@ -23,23 +22,17 @@ def read_two_wiki(records: Iterable[SourceRecord], reading: Reading) -> Iterator
     aliases = _aliases(reading.aliases) if reading.aliases else {}
     for record in records:
         more = aliases.get(record.name("answer_id"), ()) if "answer_id" in record else ()
-        yield _paragraphs(record, reading, tuple(dict.fromkeys((record.string("answer"), *more))))
+        yield _paragraphs(record, reading, (record.string("answer"), *more))
 
 
 def _paragraphs(record: SourceRecord, reading: Reading, answers: tuple[str, ...]) -> GradedQuestion:
     supporting = {fact.text("title") for fact in record.pairs("supporting_facts", "title", "sent_id")}
-    documents: dict[str, Document] = {}
-    gold = []
+    documents = QuestionDocuments()
     for paragraph in record.pairs("context", "title", "sentences"):
         title = paragraph.text("title")
-        sentences = (sentence.strip() for sentence in paragraph.strings("sentences"))
-        document = reading.document(title, " ".join(sentences))
-        if title in supporting and document.id not in documents:
-            gold.append(document.id)
-        documents[document.id] = document
-    return GradedQuestion(
-        record.name("_id", "id"), record.string("question"), answers, tuple(documents.values()), tuple(gold)
-    )
+        document = reading.document(title, " ".join(map(str.strip, paragraph.strings("sentences"))))
+        documents.add(document, gold=title in supporting)
+    return documents.question(record.name("_id", "id"), record.string("question"), answers)
 
 
 def _aliases(path: Path) -> dict[str, list[str]]:
@@ -54,18 +47,11 @@ def read_musique(records: Iterable[SourceRecord], reading: Reading) -> Iterator[
         if record.fields.get("answerable") is False:
             reading.passed_over["questions without an answer"] += 1
             continue
-        documents: dict[str, Document] = {}
-        gold = []
+        documents = QuestionDocuments()
         for paragraph in record.records("paragraphs"):
-            document = reading.document(paragraph.text("title"), paragraph.text("paragraph_text"))
             supports = paragraph.fields.get("is_supporting")
             if not isinstance(supports, bool):
                 paragraph.fail("'is_supporting' must be true or false")
-            if supports and document.id not in gold:
-                gold.append(document.id)
-            documents[document.id] = document
+            documents.add(reading.document(paragraph.text("title"), paragraph.text("paragraph_text")), gold=supports)
         aliases = record.strings("answer_aliases") if "answer_aliases" in record else []
-        answers = tuple(dict.fromkeys((record.string("answer"), *aliases)))
-        yield GradedQuestion(
-            record.name("id"), record.string("question"), answers, tuple(documents.values()), tuple(gold)
-        )
+        yield documents.question(record.name("id"), record.string("question"), (record.string("answer"), *aliases))

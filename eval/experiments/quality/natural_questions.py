@@ -1,10 +1,8 @@
 """Natural Questions, open or with the whole page.
 
 Open, as in DPR and FiD: {"question", "answers", "ctxs": [{"title", "text", "score", "has_answer"}]}, the best passage
-first. A passage is gold by `has_answer`, or else if it contains an answer.
-
-With the page (simplified, original, or the Hub's): its top-level long answer candidates, in the page's order; those
-around an annotator's long answer are gold. As in NQ-open, only short answers of at most five tokens count.
+first; gold by `has_answer`, or else if it contains an answer. With the page: its top-level long answer candidates in
+order, gold around an annotator's long answer. As in NQ-open, only short answers of at most five tokens count.
 """
 
 from __future__ import annotations
@@ -14,8 +12,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 from urllib.parse import unquote
 
-from ragorder.document import Document
-from ragorder.eval.experiments.quality.base import GradedQuestion, Reading
+from ragorder.eval.experiments.quality.base import GradedQuestion, QuestionDocuments, Reading
 from ragorder.eval.experiments.quality.metrics import SCORERS
 from ragorder.eval.experiments.quality.records import SourceRecord
 
@@ -45,19 +42,14 @@ def _open_question(record: SourceRecord, reading: Reading, number: int) -> Grade
     answers = record.strings("answers" if "answers" in record else "answer")
     if not answers:
         record.fail("'answers' is empty: leave this record out")
-    documents: dict[str, Document] = {}
-    gold: dict[str, None] = {}
+    documents, scorer = QuestionDocuments(), SCORERS["nq"]
     for passage in record.records("ctxs"):
-        title = passage.text("title") if "title" in passage else ""
-        document = reading.document(title, passage.string("text"))
-        documents[document.id] = document
+        title, text = passage.text("title") if "title" in passage else "", passage.string("text")
         says = passage.fields.get("has_answer")
-        if says if isinstance(says, bool) else _holds(document, answers):
-            gold[document.id] = None
+        document = reading.document(title, text)
+        documents.add(document, gold=says if isinstance(says, bool) else scorer.occurs(answers, document.text))
     id = record.name("id", "question_id") if "id" in record or "question_id" in record else f"nq-{number}"
-    return GradedQuestion(
-        id, record.string("question"), tuple(dict.fromkeys(answers)), tuple(documents.values()), tuple(gold)
-    )
+    return documents.question(id, record.string("question"), answers)
 
 
 class _Page(NamedTuple):
@@ -79,21 +71,20 @@ class _Span(NamedTuple):
 def _page_question(record: SourceRecord, reading: Reading) -> GradedQuestion | None:
     page = _page(record)
     annotations = record.records("annotations")
-    answers: dict[str, None] = {}
+    answers: list[str] = []
     long_answers = []
     for annotation in annotations:
         for short_answer in annotation.records("short_answers"):
             text = page.text(*_span(short_answer, page))
             if 0 < len(text.split()) <= _LONGEST_ANSWER:
-                answers[text] = None
+                answers.append(text)
         long_answer = annotation.record("long_answer")
         if long_answer.fields.get("start_token", -1) >= 0:
             long_answers.append(_span(long_answer, page))
     if not answers:
         reading.passed_over["questions without a short answer"] += 1
         return None
-    documents: dict[str, Document] = {}
-    gold: dict[str, None] = {}
+    documents = QuestionDocuments()
     for candidate in record.records("long_answer_candidates"):
         if not candidate.fields.get("top_level"):
             continue
@@ -101,13 +92,11 @@ def _page_question(record: SourceRecord, reading: Reading) -> GradedQuestion | N
         text = page.text(*span)
         if not text:
             continue
-        document = reading.document(page.title, text)
-        documents[document.id] = document
-        if any(span.start <= long.start and long.end <= span.end for long in long_answers):
-            gold[document.id] = None
+        within = any(span.start <= long.start and long.end <= span.end for long in long_answers)
+        documents.add(reading.document(page.title, text), gold=within)
     question = record.fields.get("question")
     text = record.record("question").string("text") if isinstance(question, dict) else record.string("question_text")
-    return GradedQuestion(record.name("example_id", "id"), text, tuple(answers), tuple(documents.values()), tuple(gold))
+    return documents.question(record.name("example_id", "id"), text, answers)
 
 
 def _page(record: SourceRecord) -> _Page:
@@ -140,9 +129,3 @@ def _span(record: SourceRecord, page: _Page) -> _Span:
     if not (isinstance(start, int) and isinstance(end, int) and 0 <= start <= end <= len(page.tokens)):
         record.fail(f"its tokens are not among the {len(page.tokens)} of the page: download the file again")
     return _Span(start, end)
-
-
-def _holds(document: Document, answers: list[str]) -> bool:
-    normalise = SCORERS["nq"].normalise
-    text = f" {normalise(document.text)} "
-    return any(answer and f" {answer} " in text for answer in map(normalise, answers))

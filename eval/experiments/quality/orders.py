@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from ragorder.eval.engines.base import Cache
 from ragorder.eval.engines.prompts import BuiltPrompts
 from ragorder.eval.experiments.quality.base import QualityError
-from ragorder.eval.running.policies import ORDERERS, POLICIES, Policy, make_orderer, make_policy
+from ragorder.eval.running.policies import ORDERERS, POLICIES, Policy, make_orderer, make_policy, parse_guards
 
 __all__ = ["DEFAULT_ORDERS", "Order"]
 
@@ -24,15 +24,12 @@ DEFAULT_ORDERS = (
     "auto+keep_last=2",
     "auto+state_ranking",
 )
-_NUMBERS = ("keep_first", "keep_last", "max_displacement")
-_FLAGS = ("keep_groups", "state_ranking")
 _POLICIES = tuple(policy for policy in POLICIES if policy not in ("events", "oracle"))
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """With `state_ranking` the prompt states retrieval's ranking. Policy "none" is retrieval order without the prefix
-    cache."""
+    """With `state_ranking` the prompt states retrieval's ranking. Policy "none" has no prefix cache."""
 
     name: str
     policy: str
@@ -45,20 +42,10 @@ class Order:
         policy, *extras = name.split("+")
         if policy not in _POLICIES:
             raise QualityError(f"unknown policy {policy!r} in {name!r}: choose from {', '.join(_POLICIES)}")
-        guards: dict[str, Any] = {}
-        for extra in extras:
-            guard, given, number = extra.partition("=")
-            if guard in guards:
-                raise QualityError(f"{name!r} has {guard} twice: leave one of them out")
-            if guard in _NUMBERS and number.isascii() and number.isdigit():
-                guards[guard] = int(number)
-            elif guard in _FLAGS and not given:
-                guards[guard] = True
-            else:
-                raise QualityError(
-                    f"unknown guard {extra!r} in {name!r}: write {', '.join(f'{each}=N' for each in _NUMBERS)}, "
-                    f"{' or '.join(_FLAGS)}"
-                )
+        try:
+            guards = parse_guards(extras, ("keep_groups", "state_ranking"))
+        except ValueError as error:
+            raise QualityError(f"{error} (in {name!r})") from None
         state_ranking = guards.pop("state_ranking", False)
         if guards and policy not in ORDERERS:
             raise QualityError(f"{name!r}: guards apply to {', '.join(ORDERERS)}, not to {policy}")

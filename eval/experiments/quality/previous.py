@@ -18,8 +18,8 @@ Line = dict[str, Any]
 def judge_previous(
     path: Path, suite: str, session: str | None, progress: Progress | None = None
 ) -> tuple[list[Line], list[Line]]:
-    """The "quality" lines of a suite's cells without a verdict on all of them, and the checks of `summarise` as lines
-    of `session`. Torn lines are skipped. Raises OSError; ImportError without scipy."""
+    """The "quality" lines of cells without a verdict on all of them, and the checks of `summarise` as lines of
+    `session`. Raises OSError; ImportError without scipy."""
     cells: dict[str, list[Line]] = {}
     unjudged: dict[str, None] = {}
     for line in _lines(path):

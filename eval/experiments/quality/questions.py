@@ -1,4 +1,4 @@
-"""Questions asked in an order of their documents, and scores of the answers."""
+"""Questions asked in an order of their documents."""
 
 from __future__ import annotations
 
@@ -87,8 +87,7 @@ def ask_questions(
 
 
 class _Scores:
-    """Columns of the answered questions: EM and F1 from 0 to 1, places of gold documents from 0. `failure` is the first
-    reason for `failures`."""
+    """Columns of the answered questions. `failure` is the first reason for `failures`."""
 
     def __init__(self, scorer: Scorer) -> None:
         names = ("id", "em", "f1", "cached_tokens", "displacement", "moved_share", "gold_places")
@@ -145,7 +144,7 @@ def _ask(
 
     with _submitter(engine, concurrency) as submit:
         for question in data.questions:
-            # The oldest, not the quickest: so that no order depends on how fast the answers come.
+            # The oldest, so that no order depends on the speed of the answers.
             if len(in_flight) == concurrency:
                 finish_oldest()
             suffix_tokens = builder.suffix_tokens(question.text) + engine.kept_output_tokens

@@ -16,7 +16,7 @@ __all__ = ["SourceRecord", "read_records"]
 
 @dataclass(frozen=True, slots=True)
 class SourceRecord:
-    """A JSON object and its place: "file:line", or "file: record 3". Errors quote none of its texts."""
+    """A JSON object and its place. Errors quote none of its texts."""
 
     where: str
     fields: Mapping[str, Any]

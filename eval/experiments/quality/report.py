@@ -14,11 +14,11 @@ from ragorder.eval.running.reading import Results
 from ragorder.eval.running.record import key_of
 from ragorder.eval.running.suite import Suite
 
-__all__ = ["make_part", "quality_not_measured"]
+__all__ = ["make_part", "print_quality", "quality_not_measured"]
 
 _Check = Mapping[str, Any]
 
-_NOT_COMPARED = "The answers were not compared: give the same command again, which asks nothing twice and compares."
+_NOT_COMPARED = "The answers were not compared: run the same command again: it repeats no question, and compares."
 _PAIRED = (
     "Differences in points to retrieval order, paired by question, over those that both answered. Exact match by "
     "McNemar's exact test at 5 %, F1 by the 95 % interval in brackets. Nothing is corrected for comparing several "
@@ -60,6 +60,20 @@ def _quality_tables(suite: Suite, results: Results) -> tuple[list[Table], list[s
     return tables, [f"{', '.join(titles)}: {message}" for message, titles in said.items()]
 
 
+def print_quality(lines: Sequence[Mapping[str, Any]], checks: Sequence[_Check]) -> None:
+    """A table and the verdict for each (suite, cell, seed) of these results."""
+    from rich.console import Console
+
+    console, records = Console(), [QualityRecord.model_validate(line) for line in lines]
+    for verdict in (check for check in checks if check["name"] == "quality-verdict"):
+        key = _check_key(verdict)
+        rows = {record.policy: record for record in records if _key(record) == key}
+        said = {"accepted": ", given the accepted answer", "empty": ", given no answer"}
+        title = _title(next(iter(rows.values())), several=False) + said.get(verdict["cell"].get("answers"), "")
+        console.print(_table(title, list(rows.values()), [each for each in checks if _check_key(each) == key], verdict))
+        console.print(verdict["message"], style="bold", markup=False)
+
+
 def quality_not_measured(results: Results) -> str | None:
     """The reason why nothing is known about quality, if there is one."""
     verdicts = [check for check in results.own_checks if check["name"] == "quality-verdict"]
@@ -93,7 +107,7 @@ def _title(line: QualityRecord, *, several: bool) -> str:
 
 def _table(title: str, lines: Sequence[QualityRecord], checks: Sequence[_Check], verdict: _Check | None) -> Table:
     compared = {check["policy"]: check for check in checks if check["name"] == "quality-comparison"}
-    headings = ["order of documents", "exact match, %", "F1, %", "questions", "of these reordered, %"]
+    headings = ["order of documents", "exact\nmatch, %", "F1, %", "questions", "of these\nreordered, %"]
     table = Table(f"Answers: {title}", headings)
     for line in lines:
         row = [Entry(policy_words(line.policy))]

@@ -29,7 +29,7 @@ def serve_answers(
     bench: QualityBench, data: QuestionSet, progress: Progress
 ) -> Iterator[tuple[Answerer, Builders, ModelFacts]]:
     """Raises QualityError for prompts that do not fit, EngineError for a server that does not answer, OSError for a
-    model that cannot be loaded, ImportError naming the extra to install."""
+    model that cannot be loaded, ImportError."""
     spec = bench.engine
     with _server(spec, data) if spec.engine == "openai" else _local(spec, data, progress) as ready:
         yield ready

@@ -103,16 +103,16 @@ class AnswererSpec(BaseModel):
             raise QualityError("--base-url and --served-model go with --engine openai")
         if not server and self.concurrency > 1:
             raise QualityError(
-                f"--engine {self.engine} answers one question at a time: --concurrency goes with --engine openai"
+                f"--engine {self.engine} answers one question at a time: --concurrency requires --engine openai"
             )
 
 
 @dataclass(frozen=True, slots=True)
 class QualityBench:
     """Questions, an engine, and orders of documents (see `Order`). In a `dry_run` a stub gives the accepted answer,
-    then none.
+    then none. Raises QualityError.
 
-    `suite`, `suite_cell` (None: the specifications) and `session` are written into the results. Raises QualityError.
+    `suite`, `suite_cell` (None: the specifications) and `session` are written into the results.
     """
 
     questions: QuestionsSpec

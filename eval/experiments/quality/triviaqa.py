@@ -1,7 +1,6 @@
-"""TriviaQA: answers with aliases, and pages from a web search.
+"""TriviaQA. A page is gold if it contains an alias of the answer (distant supervision).
 
-A page is gold if it contains an alias of the answer (distant supervision). The official script asks web questions once
-for each page; here each question is asked once, with all its pages.
+The official script asks web questions once for each page; here each question is asked once, with all its pages.
 """
 
 from __future__ import annotations
@@ -9,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
 
-from ragorder.document import Document
-from ragorder.eval.experiments.quality.base import GradedQuestion, Reading
+from ragorder.eval.experiments.quality.base import GradedQuestion, QuestionDocuments, Reading
 from ragorder.eval.experiments.quality.metrics import SCORERS
 from ragorder.eval.experiments.quality.records import SourceRecord
 
@@ -21,28 +19,23 @@ _NO_PAGES = "questions without a page"
 
 
 def read_triviaqa(records: Iterable[SourceRecord], reading: Reading) -> Iterator[GradedQuestion]:
-    """qa/*.json of triviaqa-rc or triviaqa-unfiltered with evidence/, or mandarjoshi/trivia_qa: pages of the web search
-    by rank, then Wikipedia's."""
+    """qa/*.json of triviaqa-rc or triviaqa-unfiltered with evidence/, or mandarjoshi/trivia_qa: web pages by rank, then
+    Wikipedia's."""
     for record in records:
         official = "QuestionId" in record
         answers = _official_answers(record) if official else _hub_answers(record)
-        documents: dict[str, Document] = {}
+        documents, found = QuestionDocuments(), False
         for title, text in _official_pages(record, reading) if official else _hub_pages(record):
             if not text.strip():
                 reading.passed_over[_NO_PAGE] += 1
                 continue
-            document = reading.document(title, text)
-            documents[document.id] = document
-        if not documents:
+            document, found = reading.document(title, text), True
+            documents.add(document, gold=SCORERS["triviaqa"].occurs(answers, document.text))
+        if not found:
             reading.passed_over[_NO_PAGES] += 1
             continue
-        gold = tuple(document.id for document in documents.values() if _holds(document, answers))
-        yield GradedQuestion(
-            record.name("QuestionId", "question_id"),
-            record.string("Question", "question"),
-            answers,
-            tuple(documents.values()),
-            gold,
+        yield documents.question(
+            record.name("QuestionId", "question_id"), record.string("Question", "question"), answers
         )
 
 
@@ -99,9 +92,3 @@ def _rank(page: SourceRecord) -> int:
     if isinstance(rank, bool) or not isinstance(rank, int):
         page.fail("'Rank' must be an integer")
     return rank
-
-
-def _holds(document: Document, answers: tuple[str, ...]) -> bool:
-    normalise = SCORERS["triviaqa"].normalise
-    text = f" {normalise(document.text)} "
-    return any(name and f" {name} " in text for name in map(normalise, answers))

@@ -10,9 +10,9 @@ __all__ = ["most_hits"]
 def most_hits(stream: DocumentStream, tokens: int, warmup: int = 0) -> float:
     """The most documents after the warm-up that any policy can hit with room for `tokens`, even if it knows the future.
 
-    To be hit, a node stays from its last use on: its tokens times the requests between. All stays share tokens x
-    requests of room, which the cheapest fill first (PFOO-U: Berger, Beckmann, Harchol-Balter, Practical Bounds on
-    Optimal Caching with Variable Object Sizes, 2018). Momentary shortage is neglected: the bound may not be reached.
+    PFOO-U (Berger, Beckmann, Harchol-Balter, Practical Bounds on Optimal Caching with Variable Object Sizes, 2018):
+    each hit takes its tokens times the requests since the last use of the room, cheapest first. The bound may not be
+    reached.
     """
     last: dict[tuple[int, ...], int] = {}
     stays = []

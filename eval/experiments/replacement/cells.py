@@ -13,7 +13,7 @@ from ragorder.eval.running.cells import SuiteCell
 __all__ = ["KIB_PER_TOKEN", "ReplacementCell", "TierSize"]
 
 KIB_PER_TOKEN = 128
-"""What a token's keys and values take: those of Mistral-7B (RAGCache Table 1)."""
+"""KV size of a token of Mistral-7B (RAGCache Table 1)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +51,8 @@ _Size = Annotated[str, BeforeValidator(_size)]
 class ReplacementCell(SuiteCell):
     """`measure` "hits": a stream on simulated tiers; "scheduling": the time of a request on one tier of `nodes`.
 
-    `device` and `host` are GiB ("8GiB") at `kib_per_token`, or shares of the stream's working set ("5%"); the device
-    always holds the longest request. `ordered`: ragorder places the documents.
+    `device` and `host` are GiB ("8GiB") at `kib_per_token`, or shares of the working set ("5%"). `ordered`: ragorder
+    places the documents.
     """
 
     measure: Literal["hits", "scheduling"] = "hits"

@@ -1,4 +1,4 @@
-"""Tables of replacement policies: hit rates and prefill times by size, goals of PGDSF, scheduling times."""
+"""Tables and pictures of replacement policies."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ _TIMES = ("p50_ms", "p99_ms", "max_ms")
 
 @dataclass(frozen=True, slots=True)
 class _SummedMetric(Metric):
-    """A metric of thousands of requests, which are added up before they are compared."""
+    """Sums over runs of requests, of which there are thousands."""
 
     def columns(self, run: Record) -> tuple[Any, Any] | None:
         assert isinstance(run, ReplacementRecord)

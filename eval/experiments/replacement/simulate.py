@@ -22,11 +22,10 @@ __all__ = ["HISTORY", "HISTORY_NODES", "REPLACEMENT_POLICIES", "Simulated", "sim
 
 HISTORY = "+history"
 REPLACEMENT_POLICIES = ("none", "device", *(f"{name}{kept}" for kept in (HISTORY, "") for name in POLICIES))
-"""What may be simulated: without a cache; with the device alone, least recently used first, as plain prefix caching
-does it; each replacement policy in both tiers, with and without frequency history."""
+"""No cache; the device alone with LRU (plain prefix caching); each policy in both tiers, with and without history."""
 
 HISTORY_NODES = 65_536
-"""How many nodes a history remembers: as `ragorder.adapters.vllm_tiers` does by default."""
+"""Nodes that a history remembers, as in `ragorder.adapters.vllm_tiers`."""
 
 
 @dataclass(slots=True)
@@ -45,8 +44,8 @@ def simulate(
     ordered: bool = False,
     advance: Callable[[], None] = lambda: None,
 ) -> Simulated:
-    """Serve the requests one after another under one of the `REPLACEMENT_POLICIES`: in retrieval order, as RAGCache
-    does, or `ordered` by ragorder for a cache of both tiers together."""
+    """Serve the requests under one of the `REPLACEMENT_POLICIES`, in retrieval order as RAGCache does, or `ordered` by
+    ragorder."""
     if policy == "none":
         return Simulated([_computed(stream, request, profile) for request in stream.requests])
     name, history = policy.removesuffix(HISTORY), HISTORY_NODES if policy.endswith(HISTORY) else 0

@@ -16,9 +16,9 @@ from ragorder.eval.data.workloads import WorkloadError
 __all__ = ["SKEWED", "DocumentStream", "skewed_stream", "stream_of_trace"]
 
 SKEWED = {"mmlu-like": 0.6, "nq-like": 0.4}
-"""Streams with the statistics of RAGCache's, by name: which share of the requests the most popular 3 % of the documents
-have. 60 % is what the paper says of MMLU (section 3.2); of Natural Questions it has a curve and no number, and 40 % is
-ours."""
+"""Streams with RAGCache's statistics: the share of the requests that the most popular 3 % of the documents have.
+
+60 % is the paper's for MMLU (section 3.2); for Natural Questions it shows only a curve, and 40 % is our choice."""
 
 _DOCUMENTS = 10_000
 _POPULAR = 0.03
@@ -30,7 +30,7 @@ _NEIGHBOURS = 20
 
 @dataclass(frozen=True, slots=True)
 class DocumentStream:
-    """Requests in order of arrival, each with its documents' numbers, best first; `tokens` are lengths by number."""
+    """Requests as numbers of documents, best first; `tokens` are lengths by number."""
 
     name: str
     requests: Sequence[tuple[int, ...]]
@@ -72,12 +72,9 @@ def stream_of_trace(trace: Trace) -> DocumentStream:
 
 
 def skewed_stream(name: str, seed: int, *, top_k: int, requests: int) -> DocumentStream:
-    """A stream with RAGCache's statistics.
-
-    Of 10,000 documents the most popular 3 % are first in a share of the requests (`SKEWED`, by a Zipf law). The others
-    of a request are neighbours of the first: each document has twenty, drawn by popularity, near ones more often
-    (1/rank). Lengths are lognormal with mean 3,718 tokens (section 3.1) and sigma 0.8, cut at 16,384; sigma and
-    neighbours are our choice.
+    """A stream with RAGCache's statistics: of 10,000 documents the most popular 3 % come first in a share of the
+    requests (`SKEWED`), the others of a request are neighbours of the first, and lengths are lognormal with mean 3,718
+    tokens (section 3.1), cut at 16,384. Neighbours (twenty, near ones more often) and sigma are our choice.
 
     Raises WorkloadError for more documents a request than neighbours.
     """
@@ -99,7 +96,7 @@ def skewed_stream(name: str, seed: int, *, top_k: int, requests: int) -> Documen
     for _ in range(requests):
         first = draw(rng)
         if top_k > 1 and first not in neighbours:
-            # Whoever comes first: a document's neighbours are its own.
+            # The same neighbours, whichever request draws the document first.
             own = random.Random(f"{name} {seed} {first}")
             found: dict[int, None] = {}
             while len(found) < _NEIGHBOURS:

@@ -60,15 +60,13 @@ class Traffic:
 class TwoTiers:
     """Nodes of the knowledge tree in two tiers; a node is a document behind those in front of it.
 
-    As in the paper: a full tier evicts its leaf with the lowest priority, and has its own clock; a node is copied to
-    the host only the first time it leaves the device ("swap out only once"); nodes of the request in service stay. So a
-    device node's parent is on the device, a host node's in either tier.
+    As in the paper: a full tier evicts its leaf with the lowest priority, by its own clock; a node is copied to the
+    host only when it first leaves the device ("swap out only once"); nodes of the request in service stay.
 
-    Where the paper says nothing: of a request longer than the device, the first documents that fit are kept; the host
-    also evicts copies of device nodes; a node without room in the host is lost with those behind it.
+    Where the paper says nothing: of a request longer than the device, the first documents are kept; the host also
+    evicts copies of device nodes; a node without room in the host is lost with those behind it.
 
-    Each tier remembers `history_nodes` evicted nodes. With 0, frequency and cost move with a node, and are forgotten
-    once both tiers have evicted it.
+    With `history_nodes` 0, frequency and cost are forgotten once both tiers have evicted a node.
     """
 
     def __init__(
@@ -90,7 +88,7 @@ class TwoTiers:
         self._parents: list[int | None] = []
         self._sizes: list[int] = []
         self._behind: list[list[int]] = []
-        # What the device knows of the nodes that it holds, or held until this moment.
+        # Statistics of the nodes on the device, and of one that is just leaving it.
         self._on_device: dict[int, TierNode] = {}
 
     def path(self, documents: Sequence[int], tokens: Sequence[int]) -> list[int]:

@@ -8,10 +8,9 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from ragorder.eval.engines.capacity import Capacity
 from ragorder.eval.running.cells import SuiteCell
+from ragorder.eval.running.policies import parse_guards
 
-__all__ = ["ServingCell", "guard_settings"]
-
-_NUMBERS = ("keep_first", "keep_last", "max_displacement")
+__all__ = ["ServingCell"]
 
 
 def _capacity(value: Any) -> Any:
@@ -24,32 +23,19 @@ def _capacity(value: Any) -> Any:
     return value
 
 
-def guard_settings(guards: str) -> dict[str, Any]:
-    """Settings for "none", "keep_first=1", "max_displacement=2+keep_groups". Raises ValueError."""
-    settings: dict[str, Any] = {}
-    for guard in guards.split("+") if guards != "none" else ():
-        name, given, number = guard.partition("=")
-        if name in settings:
-            raise ValueError(f"{name} twice in {guards!r}")
-        if name in _NUMBERS and number.isascii() and number.isdigit():
-            settings[name] = int(number)
-        elif name == "keep_groups" and not given:
-            settings[name] = True
-        else:
-            choices = ", ".join(f"{each}=N" for each in _NUMBERS)
-            raise ValueError(f"unknown guard {guard!r}: write none, {choices} or keep_groups, with + between them")
-    return settings
+def _guard_settings(guards: str) -> dict[str, Any]:
+    return {} if guards == "none" else parse_guards(guards.split("+"))
 
 
 def _guards(value: Any) -> Any:
     if isinstance(value, str):
-        guard_settings(value)
+        _guard_settings(value)
     return value
 
 
 class ServingCell(SuiteCell):
-    """`corpus` is a folder below --corpora, or "pydocs". `capacity_tokens` None: unlimited. `residency`: evictions are
-    ignored ("none", as in the paper), mirrored ("lru"), or read from KV events ("events")."""
+    """`capacity_tokens` None: unlimited. `residency`: evictions are ignored ("none", as in the paper), mirrored
+    ("lru"), or read from KV events ("events")."""
 
     workload: str | None = None
     corpus: str | None = None
@@ -83,7 +69,7 @@ class ServingCell(SuiteCell):
 
     @property
     def settings(self) -> dict[str, Any]:
-        settings = guard_settings(self.guards)
+        settings = _guard_settings(self.guards)
         if self.residency == "none":
             settings |= {"residency": "none", "feedback": False}
         elif self.residency == "lru":

@@ -22,7 +22,7 @@ _Sizes = tuple[int | None, int | None]
 
 
 class Engines:
-    """An empty cache for each job. Engines that start slowly are kept until a job needs another size, or `close`."""
+    """An empty cache for each job; engines are kept until a job needs another size, or `close`."""
 
     def __init__(self, options: Options) -> None:
         self._options = options
@@ -71,7 +71,7 @@ class Engines:
             served_model=options.served_model,
             api_key=options.api_key,
             top_k=cell.top_k,
-            # What a server holds is its own to say.
+            # A server reports its own cache.
             capacity=None if live else cell.capacity,
             block_size=None if live else cell.block_size,
             output_tokens=cell.output_tokens,

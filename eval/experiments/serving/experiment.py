@@ -78,8 +78,8 @@ class Serving(Experiment):
         return super().seeds(cell) if self.options.engine == "sim" else self.options.seeds
 
     def in_order(self, jobs: Sequence[Job]) -> list[Job]:
-        """Jobs of one engine size in a row; among jobs that measure the same, the one with most policies first, so that
-        its runs serve the others as well."""
+        """Jobs of one engine size in a row; among jobs that measure the same, the one with most policies first, for the
+        others to copy."""
 
         def size(job: Job) -> tuple[object, ...]:
             cell = job.cell

@@ -164,7 +164,6 @@ def _counted(group: Group) -> str:
 
 
 def _detail_tables(suite: Suite, groups: Sequence[Group], baseline: str) -> list[Table]:
-    """Tables of what else the suite is about: breakdown, prefill saved, throughput, moved documents."""
     tables: list[Table] = []
     few = len(groups) <= _FEW_CELLS
     if any(run.throughput for group in groups for run in group.runs()):

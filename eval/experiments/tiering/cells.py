@@ -27,8 +27,7 @@ def _room(value: str) -> str:
 
 class TieringCell(SuiteCell):
     """`tier` is what the working set fits: "device", its pool; "host", four times the pool, and host memory; "beyond",
-    twice the host memory as well; "disk", the same with a disk. Servers with and without tiers take turns of `segment`
-    requests."""
+    twice the host memory as well; "disk", the same with a disk. Servers take turns of `segment` requests."""
 
     tier: Annotated[str, AfterValidator(_room)]
     corpus: str = "pydocs"

@@ -22,7 +22,7 @@ from ragorder.eval.experiments.tiering.sizes import PromptStream, TierSizes
 __all__ = ["ArmRun", "measure", "pair_of_servers"]
 
 _PAUSE_S = 0.3
-"""Between two turns: the other server's threads go on looking for work for a while."""
+"""Between two turns: the other server's threads poll for work for a while."""
 
 _WARM_UP_TOKENS = (64, 256, 512, 1024, 2048)
 
@@ -67,11 +67,9 @@ async def measure(
     first: int = 0,
     advance: Callable[[], None] = lambda: None,
 ) -> list[ArmRun]:
-    """Both arms, one request at a time, in turns of `segment` requests; if `first` is odd, tiers begin.
-
-    Device and host are empty at the start; a cache salt of each stream hides earlier ones on the disk. Raises
-    EngineError for a server that stops answering.
-    """
+    """Both arms, one request at a time, in turns of `segment` requests; if `first` is odd, tiers begin. Device and host
+    are empty at the start; a cache salt hides earlier streams on the disk. Raises EngineError for a server that stops
+    answering."""
     turns = [ArmRun(arm) for arm in ARMS]
     async with AsyncExitStack() as stack:
         engines = []

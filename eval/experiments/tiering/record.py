@@ -19,7 +19,7 @@ _FACTS = ("blocks", "host_bytes", "working_set_tokens")
 
 
 class TieringRecord(Record):
-    """One arm in one cell with one seed. `sources` are prompt tokens after the warm-up by the source of their KV."""
+    """One arm in one cell with one seed. `sources` are prompt tokens by the source of their KV."""
 
     called: ClassVar[str] = "a measurement of tiers"
 

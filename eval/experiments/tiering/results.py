@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 __all__ = ["ARMS", "GOALS", "MOST_WORSE", "REQUIRED", "TierVerdict", "judge"]
 
 ARMS = ("apc", "tiers")
-"""vLLM's own prefix cache alone, and with tiers behind it."""
+"""vLLM's prefix cache alone, and with tiers."""
 
 REQUIRED = 1.5
-"""How many times shorter the mean time to the first token must be with tiers, where the working set fits the host."""
+"""The least speed-up of the mean time to the first token, where the working set fits the host."""
 
 MOST_WORSE = 0.03
-"""The share by which it may be longer at most, where the working set fits the device."""
+"""The largest slow-down, where the working set fits the device."""
 
 GOALS = {"host": REQUIRED, "device": 1 / (1 + MOST_WORSE)}
 
@@ -30,8 +30,8 @@ Met = Literal["met", "not met", "not decided", ""]
 
 @dataclass(frozen=True, slots=True)
 class TierVerdict:
-    """`ratio` is the speed-up by tiers with its interval (0 to inf: too few requests). `met` ("": there is no goal) is
-    "not decided" if the ratio reaches the goal and its interval does not."""
+    """`ratio` is the speed-up by tiers with its interval (0 to inf: too few requests). `met` ("": no goal) is "not
+    decided" if the ratio reaches the goal and its interval does not."""
 
     apc_ms: float
     tiers_ms: float

@@ -12,7 +12,7 @@ from ragorder.eval.engines.prompts import Prompts
 __all__ = ["ROOMS", "PromptStream", "TierSizes", "kv_bytes_per_token", "make_sizes", "make_stream"]
 
 _ROOM = 1.25
-"""What a tier that is to hold the whole working set has, as a multiple of it: the answers and the warm-up need some."""
+"""Size of a tier that holds the whole working set, as a multiple of it: answers and warm-up need room."""
 
 _SHARES: dict[str, tuple[float, float, float | None]] = {
     "device": (_ROOM, _ROOM, None),
@@ -21,7 +21,7 @@ _SHARES: dict[str, tuple[float, float, float | None]] = {
     "disk": (0.25, 0.5, _ROOM),
 }
 ROOMS = tuple(_SHARES)
-"""Where the working set finds room: in the device's pool; in the host; in neither; on the disk."""
+"""Places that the working set fits: the device's pool, the host, neither, the disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +63,8 @@ class TierSizes:
 
 
 def make_sizes(room: str, streams: Sequence[PromptStream], *, block_size: int, bytes_per_token: int) -> TierSizes:
-    """One of the `ROOMS`, by the largest working set of the streams (one a seed). The device's pool holds at least the
-    longest prompt and its answer; the disk, which is not emptied between seeds, holds all streams."""
+    """By the largest working set of the streams (one a seed). The device's pool holds at least the longest prompt and
+    its answer; the disk holds all streams."""
     largest = max(stream.working_set_tokens for stream in streams)
     every = sum(stream.working_set_tokens for stream in streams)
     least = max(stream.longest_tokens for stream in streams) // block_size + 2
