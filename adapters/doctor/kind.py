@@ -12,7 +12,7 @@ from ragorder.adapters.http_client import Server, ServerError
 __all__ = ["Kind", "for_kind", "kind_of"]
 
 Kind = Literal["engine", "proxy", "embedded", "other"]
-"""vLLM, SGLang or unknown; ragorder serve; its own engine; a server that names itself otherwise."""
+"""vLLM, SGLang or what cannot be told; ragorder serve; its own engine; a server that says that it is another one."""
 
 _ENGINES = ("vllm", "sglang", "")
 _BEHIND = "check the server behind it: ragorder doctor with the URL that `ragorder serve` has as --upstream"

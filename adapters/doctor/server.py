@@ -132,7 +132,7 @@ def _check_server(server: Server, model: str | None) -> tuple[str | None, int, K
     longest = _number(listed[name], "max_model_len") or _LONGEST_PROMPT
     found = f"{server.root} serves {names}"
     if model is None and len(listed) > 1:
-        found += "; checked the first, --model chooses another"
+        found += "; asked for the first, --model takes another"
     return name, longest, kind, Finding("server", "good", found)
 
 

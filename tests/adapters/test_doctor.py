@@ -463,7 +463,7 @@ class TestTheServer:
 
     def test_is_asked_for_the_first_of_several_models_and_that_is_said(self, fake: FakeServer) -> None:
         fake.models = {"data": [{"id": "first"}, {"id": "second"}]}
-        assert "checked the first, --model" in findings(fake)["server"].found
+        assert "asked for the first, --model" in findings(fake)["server"].found
         assert {body["model"] for body in fake.bodies("/v1/completions")} == {"first"}
 
     def test_is_asked_for_the_model_that_is_named(self, fake: FakeServer) -> None:
