@@ -42,11 +42,11 @@ class Engines:
 
     def _open_pool(self) -> EnginePool[Any] | None:
         if self._options.engine == "vllm":
-            from ragorder.eval.engines.vllm_pool import VLLMPool
+            from ragorder.eval.engines.pool import VLLMPool
 
             return self._stack.enter_context(VLLMPool())
         if self._options.engine == "torch":
-            from ragorder.eval.engines.torch_pool import TorchPool
+            from ragorder.eval.engines.pool import TorchPool
 
             return self._stack.enter_context(TorchPool())
         return None
