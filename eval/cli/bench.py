@@ -254,7 +254,7 @@ def bench(
     if arrivals is None and (time_scale, replicas) != (None, None):
         raise click.UsageError("--time-scale and --replicas play a trace: give --arrivals FILE")
     if events_endpoint is None and (replay_endpoint, events_topic) != (None, None):
-        raise click.UsageError("--replay-endpoint and --events-topic go with --events-endpoint")
+        raise click.UsageError("--replay-endpoint and --events-topic require --events-endpoint")
     if pipeline is None and delay_ms is not None:
         raise click.UsageError("--retrieval-delay is how long a request retrieves: give --pipeline")
     modelled = options["engine"] == "sim" and (arrivals or options["concurrency"])

@@ -164,7 +164,7 @@ def run(
     from ragorder.eval.running.suite import choose_suites
 
     if events_endpoint is None and (replay_endpoint, events_topic) != (None, None):
-        raise click.UsageError("--replay-endpoint and --events-topic go with --events-endpoint")
+        raise click.UsageError("--replay-endpoint and --events-topic require --events-endpoint")
     events = EventsAddress(events_endpoint, replay_endpoint, events_topic or "") if events_endpoint else None
     try:
         chosen = [suite.with_parameters(options["parameters"]) for suite in choose_suites(suites)]

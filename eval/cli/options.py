@@ -84,7 +84,7 @@ def waiting() -> Decorator:
         default=0,
         show_default=True,
         metavar="N",
-        help="The next N requests already wait when one is ordered.",
+        help="The next N requests are already waiting when one is ordered.",
     )
 
 
