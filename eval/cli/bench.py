@@ -2,43 +2,28 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import IO, Any
 
 import click
 
-from ragorder.cli.options import Choice, Command, Count, ParamType, api_key, option, section
+from ragorder.cli.options import Choice, Command, Count, Duration, given, option, options_from, section
 from ragorder.cli.output import StreamFile
 from ragorder.eval.cli.options import (
     arrival_rates,
-    block_size,
     embedding_model,
+    events_of,
     events_options,
-    limit,
-    question_order,
     seeds,
-    served_model,
-    top_k,
-    waiting,
+    served_by,
+    to_stdout,
+    write_json,
 )
 from ragorder.eval.cli.progress import progress_bar
+from ragorder.eval.running.specs import Bench
 
 __all__ = ["bench"]
 
-_DELAY_MS = 50.0
-
-
-class _Capacity(ParamType[Any]):
-    name = "tokens|percent|unlimited"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        from ragorder.eval.engines.capacity import Capacity
-
-        try:
-            return value if isinstance(value, Capacity) else Capacity.parse(value)
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
+_DELAY_S = 0.05
 
 
 @click.command(cls=Command)
@@ -65,7 +50,7 @@ class _Capacity(ParamType[Any]):
         "(id of a question, chunks: ids of documents, best first), each plain or .gz (docs/corpora.md); or pydocs. "
         "Repeatable.",
     ),
-    question_order("order"),
+    options_from(Bench, "order"),
     option(
         "--retriever",
         type=Choice(["run", "bm25", "dense"]),
@@ -74,11 +59,7 @@ class _Capacity(ParamType[Any]):
         help="Source of a corpus' documents: its own run (pydocs: bm25), or a new retrieval.",
     ),
     embedding_model,
-    top_k("Documents a request. [default: the workload's own; 5 for a corpus]"),
-    limit(
-        "Only the first N requests; a synthetic workload is extended to N. [default: all, or the length of the "
-        "trace of --arrivals]"
-    ),
+    options_from(Bench, "top_k", "limit", top_k={"metavar": "K"}),
     seeds("0"),
 )
 @section(
@@ -92,73 +73,27 @@ class _Capacity(ParamType[Any]):
         "queue, auto, events (auto, with the server's KV events), oracle, contextpilot (in its own environment). "
         "Repeatable. [default: retrieval, greedy, best, auto]",
     ),
-    waiting(),
-    option("--batch", is_flag=True, help="Plan the whole run at once, reordering requests as well."),
-    option(
-        "--max-wait",
-        type=Count(0),
-        metavar="PLACES",
-        help="With --batch: a request is served at most this many places late. [default: any number]",
-    ),
+    options_from(Bench, "waiting", "batch", "max_wait", max_wait={"metavar": "PLACES"}),
 )
 @section(
     "Engine",
-    option(
-        "--engine",
-        type=Choice(["sim", "vllm", "torch", "openai"]),
-        default="sim",
-        show_default=True,
-        help="sim: a simulated cache; vllm: real vLLM in this process; torch: ragorder's embedded engine, whose cache "
-        "holds documents; openai: a running OpenAI-compatible server.",
-    ),
-    option(
-        "--model",
-        type=click.Path(path_type=Path),
-        metavar="FOLDER",
-        help="vllm, torch: the model's folder [default: random weights, made on the spot]. openai: folder or Hub name "
-        "of the served model, for its tokenizer [default: the one that the server names].",
-    ),
-    option(
-        "--base-url",
+    served_by(
+        Bench,
+        "engine",
+        "model",
         "base_urls",
-        multiple=True,
-        metavar="URL",
-        help="openai: the server, such as http://127.0.0.1:8000/v1. The policies take turns on it, each with a cache "
-        "of its own (cache_salt). Repeated once for each policy: a server for each, all at the same time. [default: a "
-        "vLLM server is started for the benchmark]",
-    ),
-    served_model,
-    api_key("OPENAI_API_KEY"),
-    option(
-        "--capacity-tokens",
+        "served_model",
         "capacity",
-        type=_Capacity(),
-        help="The engine's cache: tokens (10k is 10,000), a share of the corpus (5%), or unlimited. [default: 100000; "
-        "openai: the server's /metrics]",
-    ),
-    block_size("[default: 16 for sim and torch, 32 for vllm; openai: the server's /metrics]"),
-    option(
-        "--host-tokens",
-        type=Count(0),
-        metavar="TOKENS",
-        help="torch: host memory for documents evicted from the device, in tokens. [default: 0]",
-    ),
-    option(
-        "--output-tokens",
-        type=Count(1),
-        metavar="TOKENS",
-        help="Tokens an answer. [default: as the arrivals say, else 32 for sim, 1 for vllm, torch and openai]",
+        "block_size",
+        "host_tokens",
+        "output_tokens",
+        base_urls={"flag": "--base-url", "multiple": True, "metavar": "URL"},
     ),
 )
 @events_options
 @section(
     "Load",
-    option(
-        "--concurrency",
-        type=Count(1),
-        metavar="N",
-        help="Keep N requests in flight; with --arrivals at most N.",
-    ),
+    options_from(Bench, "concurrency"),
     option(
         "--arrivals",
         metavar="poisson:RATE|FILE",
@@ -191,10 +126,11 @@ class _Capacity(ParamType[Any]):
     ),
     option(
         "--retrieval-delay",
-        "delay_ms",
-        type=click.FloatRange(min=0),
-        metavar="MS",
-        help="With --pipeline: duration of a retrieval. [default: 50]",
+        "delay_s",
+        type=Duration(unit="ms"),
+        metavar="TIME",
+        help="With --pipeline: duration of a retrieval, such as 50ms; a plain number is in milliseconds. "
+        "[default: 50ms]",
     ),
 )
 @option(
@@ -215,11 +151,8 @@ def bench(
     replicas: int | None,
     prefill_rate: float | None,
     decode_rate: float | None,
-    events_endpoint: str | None,
-    replay_endpoint: str | None,
-    events_topic: str | None,
     pipeline: str | None,
-    delay_ms: float | None,
+    delay_s: float | None,
     output: IO[str] | None,
     **options: Any,
 ) -> None:
@@ -243,21 +176,21 @@ def bench(
     from ragorder.eval.running.bench import as_json, run_bench
     from ragorder.eval.running.load import ServiceTimes
     from ragorder.eval.running.policies import PolicyError
-    from ragorder.eval.running.specs import DEFAULT_POLICIES, Bench, EventsAddress
+    from ragorder.eval.running.specs import DEFAULT_POLICIES
 
+    events = events_of(options)
+    options = given(options)
     if embedding_model and retriever != "dense":
         raise click.UsageError("--embedding-model requires --retriever dense")
     if not workloads and not corpora:
         workloads = ("paper-shuf",)
-    if not corpora and PYDOCS not in workloads and (retriever != "run" or options["order"] != "data"):
+    if not corpora and PYDOCS not in workloads and (retriever != "run" or options.get("order", "data") != "data"):
         raise click.UsageError("--retriever and --order are about a corpus: give --corpus, or --workload pydocs")
     if arrivals is None and (time_scale, replicas) != (None, None):
         raise click.UsageError("--time-scale and --replicas play a trace: give --arrivals FILE")
-    if events_endpoint is None and (replay_endpoint, events_topic) != (None, None):
-        raise click.UsageError("--replay-endpoint and --events-topic require --events-endpoint")
-    if pipeline is None and delay_ms is not None:
+    if pipeline is None and delay_s is not None:
         raise click.UsageError("--retrieval-delay is how long a request retrieves: give --pipeline")
-    modelled = options["engine"] == "sim" and (arrivals or options["concurrency"])
+    modelled = options.get("engine", "sim") == "sim" and (arrivals or "concurrency" in options)
     if (prefill_rate or decode_rate) and not modelled:
         raise click.UsageError(
             "--prefill-rate and --decode-rate model the simulated engine under load: "
@@ -271,13 +204,13 @@ def bench(
             corpora=corpora,
             retriever=None if retriever == "run" else make_retriever(retriever, embedding_model),
             policies=policies or DEFAULT_POLICIES,
-            arrivals=None if arrivals is None else Arrivals.parse(arrivals, **_given(scaling)),
-            events=EventsAddress(events_endpoint, replay_endpoint, events_topic or "") if events_endpoint else None,
-            service_times=ServiceTimes(**_given(rates)),
-            **_given(options),
+            arrivals=None if arrivals is None else Arrivals.parse(arrivals, **given(scaling)),
+            events=events,
+            service_times=ServiceTimes(**given(rates)),
+            **options,
         )
         if pipeline is not None:
-            _bench_pipelines(wanted, pipeline, _DELAY_MS if delay_ms is None else delay_ms, output)
+            _bench_pipelines(wanted, pipeline, round(1e3 * (_DELAY_S if delay_s is None else delay_s), 6), output)
             return
         with progress_bar() as progress:
             results = run_bench(wanted, progress)
@@ -285,12 +218,8 @@ def bench(
         raise click.UsageError(str(error)) from None
     except (CorpusError, EngineError, ImportError, OSError, ValueError) as error:
         raise click.ClickException(str(error)) from None
-    to_stdout = output is not None and output.name == "<stdout>"
-    print_results(results, stderr=to_stdout)
-    if output is not None:
-        json.dump(as_json(wanted, results), output, indent=1)
-        output.write("\n")
-        output.flush()  # click closes the file without a word if the disk is full
+    print_results(results, stderr=to_stdout(output))
+    write_json(as_json(wanted, results), output)
 
 
 def _bench_pipelines(bench: Any, pipeline: str, delay_ms: float, output: IO[str] | None) -> None:
@@ -301,12 +230,5 @@ def _bench_pipelines(bench: Any, pipeline: str, delay_ms: float, output: IO[str]
 
     with progress_bar() as progress:
         results = run_pipelines(bench, pipeline, delay_ms, progress)
-    print_pipelines(results, stderr=output is not None and output.name == "<stdout>")
-    if output is not None:
-        json.dump(as_json(bench, []) | {"runs": [result.as_json() for result in results]}, output, indent=1)
-        output.write("\n")
-        output.flush()  # click closes the file without a word if the disk is full
-
-
-def _given(options: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if value is not None}
+    print_pipelines(results, stderr=to_stdout(output))
+    write_json(as_json(bench, []) | {"runs": [result.as_json() for result in results]}, output)

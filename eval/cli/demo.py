@@ -6,9 +6,10 @@ from pathlib import Path
 
 import click
 
-from ragorder.cli.options import Choice, Command, Count, option
-from ragorder.eval.cli.options import waiting
+from ragorder.cli.options import Choice, Command, Count, option, options_from
+from ragorder.eval.cli.options import MODEL_FOLDER
 from ragorder.eval.cli.progress import progress_bar
+from ragorder.eval.running.specs import Bench
 
 __all__ = ["demo"]
 
@@ -21,15 +22,14 @@ __all__ = ["demo"]
     show_default=True,
     help="vllm: real vLLM in this process; torch: ragorder's embedded engine; sim: a simulated cache.",
 )
-@option(
-    "--model",
-    type=click.Path(path_type=Path),
-    metavar="FOLDER",
-    help="Model for vllm and torch. [default: random weights, made on the spot]",
+@options_from(
+    Bench,
+    "model",
+    model=MODEL_FOLDER | {"help": "Model for vllm and torch", "default": "random weights, made on the spot"},
 )
 @option("--limit", type=Count(2), default=60, show_default=True, metavar="N", help="Number of questions.")
-@waiting()
-def demo(engine: str, model: Path | None, limit: int, waiting: int) -> None:
+@options_from(Bench, "waiting")
+def demo(engine: str, model: Path | None, limit: int, waiting: int | None) -> None:
     """Serve Python's documentation with and without ordering.
 
     Each question about the standard library is served on two equal engines, which alternate in being first: with
@@ -40,7 +40,7 @@ def demo(engine: str, model: Path | None, limit: int, waiting: int) -> None:
 
     try:
         with progress_bar() as progress:
-            report = run_demo(engine, model, limit, waiting, progress)
+            report = run_demo(engine, model, limit, waiting or 0, progress)
     except (EngineError, ImportError, OSError, ValueError) as error:
         raise click.ClickException(str(error)) from None
     report.print()

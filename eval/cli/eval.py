@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ragorder.cli.options import Choice, Command, CommandGroup, api_key, option, section
-from ragorder.eval.cli.options import events_options, limit, seeds, served_model
+from ragorder.cli.options import Command, CommandGroup, given, option, options_from, section
+from ragorder.eval.cli.options import events_of, events_options, seeds, served_by
 from ragorder.eval.cli.progress import progress_bar
 from ragorder.eval.cli.quality import quality
 from ragorder.eval.cli.report import eval_report
+from ragorder.eval.running.specs import Bench
 
 if TYPE_CHECKING:
     from ragorder.eval.running.options import Options
@@ -80,7 +81,7 @@ def list_suites() -> None:
 )
 @section(
     "Runs",
-    limit("At most N requests a run. [default: as the suite says]"),
+    options_from(Bench, "limit", limit={"help": "At most N requests a run", "default": "as the suite says"}),
     option(
         "--reduced",
         is_flag=True,
@@ -115,37 +116,18 @@ def list_suites() -> None:
 )
 @section(
     "Engine",
-    option(
-        "--engine",
-        type=Choice(["sim", "vllm", "torch", "openai"]),
-        default="sim",
-        show_default=True,
-        help="sim: a simulated cache; vllm, torch: real vLLM or the embedded engine in this process; openai: an "
-        "OpenAI-compatible server.",
-    ),
-    option(
-        "--model",
-        type=click.Path(path_type=Path),
-        metavar="FOLDER",
-        help="vllm, torch: the model's folder [default: random weights, made on the spot]. openai: folder or Hub name "
-        "of the served model, for its tokenizer.",
-    ),
+    served_by(Bench, "engine", "model", "served_model"),
     option(
         "--base-url",
         metavar="URL",
         help="openai: the server. [default: a vLLM server is started for each size of cache]",
     ),
-    served_model,
-    api_key("OPENAI_API_KEY"),
 )
 @events_options
 def run(
     suites: tuple[str, ...],
     folder: Path,
     policies: tuple[str, ...],
-    events_endpoint: str | None,
-    replay_endpoint: str | None,
-    events_topic: str | None,
     **options: Any,
 ) -> None:
     """Run suites and keep every request's figures.
@@ -159,18 +141,16 @@ def run(
     from ragorder.eval.running.cells import SuiteError
     from ragorder.eval.running.options import HarnessError, Options
     from ragorder.eval.running.session import run_suites
-    from ragorder.eval.running.specs import EventsAddress
     from ragorder.eval.running.store import Store, StoreError
     from ragorder.eval.running.suite import choose_suites
 
-    if events_endpoint is None and (replay_endpoint, events_topic) != (None, None):
-        raise click.UsageError("--replay-endpoint and --events-topic require --events-endpoint")
-    events = EventsAddress(events_endpoint, replay_endpoint, events_topic or "") if events_endpoint else None
+    events = events_of(options)
+    options = given(options)
     try:
-        chosen = [suite.with_parameters(options["parameters"]) for suite in choose_suites(suites)]
+        chosen = [suite.with_parameters(options.get("parameters", ())) for suite in choose_suites(suites)]
     except SuiteError as error:
         raise click.UsageError(str(error)) from None
-    if options["corpora"] is not None:
+    if "corpora" in options:
         chosen = [suite.with_corpora(corpora_in(options["corpora"])) for suite in chosen]
     _check_policies(policies, chosen)
     try:

@@ -2,25 +2,41 @@
 
 from __future__ import annotations
 
-from typing import Any
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
 
 import click
 
-from ragorder.cli.options import Choice, Count, Decorator, ParamType, Rate, option, section, together
+from ragorder.cli.options import (
+    Decorator,
+    ParamType,
+    Rate,
+    api_key,
+    events_address,
+    kv_events,
+    option,
+    options_from,
+    section,
+    together,
+)
 from ragorder.counts import parse_count
+from ragorder.eval.engines.capacity import Capacity
+from ragorder.eval.running.specs import EventsAddress
 
 __all__ = [
+    "CAPACITY",
+    "MODEL_FOLDER",
     "Integers",
     "arrival_rates",
-    "block_size",
     "embedding_model",
+    "events_of",
     "events_options",
-    "limit",
-    "question_order",
     "seeds",
-    "served_model",
-    "top_k",
-    "waiting",
+    "served_by",
+    "to_stdout",
+    "write_json",
 ]
 
 
@@ -38,12 +54,43 @@ class Integers(ParamType[list[int]]):
             self.fail(f"{value!r}: give integers with commas between them, such as 0,1,2", param, ctx)
 
 
+class CapacityType(ParamType[Any]):
+    """A size of a cache, as `Capacity.parse` reads it."""
+
+    name = "tokens|percent|unlimited"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            return value if isinstance(value, Capacity) else Capacity.parse(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+CAPACITY: dict[str, Any] = {
+    "flag": "--capacity-tokens",
+    "type": CapacityType(),
+    "metavar": "TOKENS|PERCENT|unlimited",
+}
+MODEL_FOLDER: dict[str, Any] = {"type": click.Path(path_type=Path), "metavar": "FOLDER"}
+"""Attributes of options whose fields say less than the option."""
+
 embedding_model = option(
     "--embedding-model", metavar="NAME", help="sentence-transformers model of the dense retriever."
 )
-served_model = option(
-    "--served-model", metavar="NAME", help="The model's id on the server. [default: the first one listed]"
-)
+
+
+def served_by(spec: type[Any], /, *names: str, **changes: Mapping[str, Any]) -> Decorator:
+    """Options of the engine from a specification, --served-model and --api-key among them."""
+    attributes: dict[str, dict[str, Any]] = {
+        "model": MODEL_FOLDER,
+        "base_url": {"metavar": "URL"},
+        "served_model": {"metavar": "NAME"},
+        "capacity": CAPACITY,
+        "capacity_tokens": CAPACITY,
+    }
+    for name in names:
+        changes[name] = {**attributes.get(name, {}), **changes.get(name, {})}
+    return together(options_from(spec, *names, **changes), api_key("OPENAI_API_KEY"))
 
 
 def seeds(default: str) -> Decorator:
@@ -59,47 +106,6 @@ def seeds(default: str) -> Decorator:
     )
 
 
-def limit(help: str, *, least: int = 1) -> Decorator:
-    """--limit."""
-    return option("--limit", type=Count(least), metavar="N", help=help)
-
-
-def top_k(help: str) -> Decorator:
-    """--top-k."""
-    return option("--top-k", type=Count(1), metavar="K", help=help)
-
-
-def block_size(help: str, **attributes: Any) -> Decorator:
-    """--block-size."""
-    return option(
-        "--block-size", type=Count(1), metavar="N", help=f"Tokens in one KV block. {help}".rstrip(), **attributes
-    )
-
-
-def waiting() -> Decorator:
-    """--waiting."""
-    return option(
-        "--waiting",
-        type=Count(0),
-        default=0,
-        show_default=True,
-        metavar="N",
-        help="The next N requests are already waiting when one is ordered.",
-    )
-
-
-def question_order(name: str) -> Decorator:
-    """--order."""
-    return option(
-        "--order",
-        name,
-        type=Choice(["data", "random"]),
-        default="data",
-        show_default=True,
-        help="Order of the questions.",
-    )
-
-
 def arrival_rates(prefill: str, decode: str) -> Decorator:
     """--prefill-rate and --decode-rate."""
     return together(
@@ -108,9 +114,21 @@ def arrival_rates(prefill: str, decode: str) -> Decorator:
     )
 
 
-events_options = section(
-    "KV events of the server (--engine openai)",
-    option("--events-endpoint", metavar="ENDPOINT", help="Where the server publishes KV events."),
-    option("--replay-endpoint", metavar="ENDPOINT", help="Where it repeats them."),
-    option("--events-topic", metavar="TOPIC", help="Their topic. [default: any]"),
-)
+events_options = section("KV events of the server (--engine openai)", kv_events())
+
+
+def events_of(options: dict[str, Any]) -> EventsAddress | None:
+    """Takes the options of `events_options` out of all."""
+    address = events_address(*(options.pop(name) for name in ("events_endpoint", "replay_endpoint", "events_topic")))
+    return None if address is None else EventsAddress(*address)
+
+
+def write_json(value: Any, output: IO[str] | None) -> None:
+    if output is not None:
+        json.dump(value, output, indent=1)
+        output.write("\n")
+        output.flush()  # click closes the file without a word if the disk is full
+
+
+def to_stdout(output: IO[str] | None) -> bool:
+    return output is not None and output.name == "<stdout>"

@@ -11,9 +11,10 @@ import click
 from rich.console import Console
 from rich.text import Text
 
-from ragorder.cli.options import Command, Count, api_key, option, section
-from ragorder.eval.cli.options import Integers, block_size, served_model
+from ragorder.cli.options import Command, Count, option, section
+from ragorder.eval.cli.options import Integers, served_by
 from ragorder.eval.cli.progress import progress_bar
+from ragorder.eval.running.specs import Bench
 
 if TYPE_CHECKING:
     from ragorder.kernels.profile import PrefillProfile
@@ -30,15 +31,18 @@ __all__ = ["profile"]
         help="An OpenAI-compatible server without other load, such as http://127.0.0.1:8000/v1. [default: a vLLM "
         "server is started for the profile]",
     ),
-    served_model,
-    api_key("OPENAI_API_KEY"),
-    option(
-        "--model",
-        type=click.Path(path_type=Path, exists=True, file_okay=False),
-        metavar="FOLDER",
-        help="Model of the server that is started. [default: random weights, made on the spot]",
+    served_by(
+        Bench,
+        "served_model",
+        "model",
+        "block_size",
+        model={
+            "type": click.Path(path_type=Path, exists=True, file_okay=False),
+            "help": "Model of the server that is started",
+            "default": "random weights, made on the spot",
+        },
+        block_size={"default": "the server's /metrics; 32 for a server that is started"},
     ),
-    block_size("[default: the server's /metrics; 32 for a server that is started]"),
 )
 @section(
     "Measurement",
@@ -66,7 +70,7 @@ __all__ = ["profile"]
     option(
         "--seed",
         formerly=["--seeds"],
-        type=int,
+        type=Count(),
         default=0,
         show_default=True,
         metavar="N",

@@ -8,11 +8,14 @@ from typing import Any
 
 import click
 
-from ragorder.cli.options import Choice, Command, Count, api_key, build, option, section
-from ragorder.eval.cli.options import block_size, embedding_model, limit, question_order, served_model, top_k
+from ragorder.cli.options import Choice, Command, build, option, options_from, section
+from ragorder.eval.cli.options import embedding_model, served_by
 from ragorder.eval.cli.progress import progress_bar
+from ragorder.eval.experiments.quality.specs import AnswererSpec, QuestionsSpec
 
 __all__ = ["quality"]
+
+_FILE = {"type": click.Path(exists=True, dir_okay=False, path_type=Path), "metavar": "FILE"}
 
 
 @click.command(cls=Command, context_settings={"help_option_names": ["-h", "--help"]})
@@ -21,44 +24,31 @@ __all__ = ["quality"]
 )
 @section(
     "Data",
-    option(
-        "--data",
-        type=click.Path(exists=True, dir_okay=False, path_type=Path),
-        metavar="FILE",
-        help="The data set's official file, plain or .gz. [default: loaded from the Hugging Face Hub]",
+    options_from(
+        QuestionsSpec,
+        "data",
+        "config",
+        "split",
+        "evidence",
+        "aliases",
+        "limit",
+        "question_order",
+        data=_FILE | {"default": "loaded from the Hugging Face Hub"},
+        config={"metavar": "NAME"},
+        split={"metavar": "NAME"},
+        evidence={"type": click.Path(exists=True, file_okay=False, path_type=Path), "metavar": "DIR"},
+        aliases=_FILE,
+        question_order={"flag": "--order"},
     ),
-    option("--config", metavar="NAME", help="Hub: another configuration, such as unfiltered (TriviaQA)."),
-    option("--split", metavar="NAME", help="Hub: another split. [default: validation]"),
-    option(
-        "--evidence",
-        type=click.Path(exists=True, file_okay=False, path_type=Path),
-        metavar="DIR",
-        help="triviaqa: the folder with web/ and wikipedia/. [default: evidence/ beside FILE or its folder]",
-    ),
-    option(
-        "--aliases",
-        type=click.Path(exists=True, dir_okay=False, path_type=Path),
-        metavar="FILE",
-        help="2wikimultihopqa: id_aliases.json. [default: the one beside --data, if there is one]",
-    ),
-    limit("Only the first N questions."),
-    question_order("question_order"),
-    option(
-        "--seed",
-        formerly=["--seeds"],
-        type=int,
-        default=0,
-        show_default=True,
-        metavar="N",
-        help="Seed of the random order and of policy random.",
-    ),
-    top_k("Documents a question. [default: all; 10 with --retriever]"),
-    option("--document-words", type=Count(1), metavar="N", help="Cut documents to N words."),
-    option(
-        "--retriever",
-        type=Choice(["bm25", "dense"]),
-        help="Retrieve each question's documents from those of all questions, so that questions share them. [default: "
-        "each question has its own, in the order of the data]",
+    options_from(
+        QuestionsSpec,
+        "seed",
+        "top_k",
+        "document_words",
+        "retriever",
+        seed={"formerly": ["--seeds"]},
+        top_k={"metavar": "K"},
+        retriever={"type": Choice(["bm25", "dense"]), "metavar": None},
     ),
     embedding_model,
 )
@@ -78,36 +68,18 @@ __all__ = ["quality"]
 )
 @section(
     "Engine",
-    option(
-        "--engine",
-        type=Choice(["vllm", "torch", "openai"]),
-        default="vllm",
-        show_default=True,
-        help="vllm, torch: vLLM or the embedded engine in this process; openai: a running OpenAI-compatible server.",
-    ),
-    option(
-        "--model",
-        metavar="FOLDER|NAME",
-        help="vllm, torch: the model [default: random weights, with which quality is not measured]. openai: the "
-        "model of the tokenizer [default: four characters a token].",
-    ),
-    option("--base-url", metavar="URL", help="openai: the server, such as http://127.0.0.1:8000/v1."),
-    served_model,
-    api_key("OPENAI_API_KEY"),
-    option("--concurrency", type=Count(1), default=1, metavar="N", help="openai: N questions in flight."),
-    option(
-        "--capacity-tokens",
-        metavar="TOKENS|PERCENT|unlimited",
-        help="The engine's cache. [default: 100000; openai: the server's /metrics, else 262144]",
-    ),
-    block_size("[default: 32; torch: 16; openai: the server's /metrics, else 16]"),
-    option(
-        "--output-tokens",
-        type=Count(1),
-        default=32,
-        show_default=True,
-        metavar="TOKENS",
-        help="Tokens an answer, at most.",
+    served_by(
+        AnswererSpec,
+        "engine",
+        "model",
+        "base_url",
+        "served_model",
+        "concurrency",
+        "capacity_tokens",
+        "block_size",
+        "output_tokens",
+        model={"type": str, "metavar": "FOLDER|NAME"},
+        capacity_tokens={"type": str},
     ),
 )
 @section(
@@ -148,10 +120,8 @@ def quality(
     from ragorder.eval.engines.base import EngineError
     from ragorder.eval.experiments.quality import (
         DEFAULT_ORDERS,
-        AnswererSpec,
         QualityBench,
         QualityError,
-        QuestionsSpec,
         done_in,
         serve_quality,
     )
@@ -164,9 +134,6 @@ def quality(
 
     if embedding_model and retriever != "dense":
         raise click.UsageError("--embedding-model requires --retriever dense")
-    given = click.get_current_context().params
-    arguments = {name: str(value) if isinstance(value, Path) else value for name, value in given.items()}
-    arguments.pop("api_key")
     try:
         made = make_retriever(retriever, embedding_model) if retriever else None
         questions = {name: value for name, value in options.items() if name in QuestionsSpec.model_fields}
@@ -177,6 +144,10 @@ def quality(
             orders=orders or DEFAULT_ORDERS,
             dry_run=dry_run,
         )
+        used = {**click.get_current_context().params}
+        for spec in (bench.questions, bench.engine):
+            used |= {name: getattr(spec, name) for name in options if options[name] is None and hasattr(spec, name)}
+        arguments = {name: _jsonable(value) for name, value in used.items() if name != "api_key"}
         with Store(output) as store, progress_bar() as progress:
             session = begin_session(store, {"command": "quality", **arguments})
             bench = replace(bench, session=session)
@@ -200,3 +171,7 @@ def quality(
     if not lines:
         click.echo(f"{output} holds all of these orders already: nothing was asked")
     print_quality(lines, checks)
+
+
+def _jsonable(value: Any) -> Any:
+    return value if value is None or isinstance(value, bool | int | float | str | tuple) else str(value)

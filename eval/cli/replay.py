@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import IO
@@ -11,9 +10,10 @@ import click
 
 from ragorder.cli.options import Command, Count, build, option, options_from, section
 from ragorder.cli.output import StreamFile
-from ragorder.eval.cli.options import arrival_rates, block_size, limit, top_k
+from ragorder.eval.cli.options import arrival_rates, to_stdout, write_json
 from ragorder.eval.cli.progress import progress_bar
 from ragorder.eval.replay.reading import DefaultLengths
+from ragorder.eval.running.specs import Bench
 from ragorder.jsonl import name_of
 
 __all__ = ["replay"]
@@ -47,9 +47,15 @@ _PROCESSES_FROM = 5_000
         show_default=True,
         help="Also caches of 5, 10, 25, 50 and 100 % of the length of all distinct documents, and an unlimited one.",
     ),
-    block_size("", default=16, show_default=True),
-    top_k("Only the first K documents of each request."),
-    limit("Only the first N requests of the log."),
+    options_from(
+        Bench,
+        "block_size",
+        "top_k",
+        "limit",
+        block_size={"default": "16"},
+        top_k={"metavar": "K", "help": "Only the first K documents of each request", "default": "all"},
+        limit={"help": "Only the first N requests of the log", "default": "all"},
+    ),
     arrival_rates(
         "Replay at the recorded times, on an engine that prefills this many uncached tokens a second, one request "
         "after another; also gives the saving in seconds. [default: 20000 with --decode-rate]",
@@ -85,7 +91,7 @@ def replay(
     policies: tuple[str, ...],
     capacities: tuple[str, ...],
     sweep: bool,
-    block_size: int,
+    block_size: int | None,
     top_k: int | None,
     limit: int | None,
     prefill_rate: float | None,
@@ -128,8 +134,9 @@ def replay(
 
     if plot is not None and not (plot.suffix == ".png" and os.access(plot.parent, os.W_OK)):
         raise click.UsageError("--plot draws a PNG: give FILE.png in a folder that can be written to")
+    block_size = block_size or 16
     unlogged = build(DefaultLengths, lengths)
-    given = click.get_current_context().params | unlogged.model_dump()
+    given = click.get_current_context().params | unlogged.model_dump() | {"block_size": block_size}
     arguments = {**given, "log": name_of(log), "plot": plot and str(plot), "output": output and output.name}
     try:
         wanted = [Capacity.parse(capacity) for capacity in capacities]
@@ -154,11 +161,8 @@ def replay(
         raise click.UsageError(str(error)) from None
     except (LogError, ReplayError, ImportError, OSError, ValueError) as error:
         raise click.ClickException(str(error)) from None
-    print_report(report, stderr=output is not None and output.name == "<stdout>")
-    if output is not None:
-        json.dump({**report.as_json(), "arguments": arguments}, output, indent=1)
-        output.write("\n")
-        output.flush()  # click closes the file without a word if the disk is full
+    print_report(report, stderr=to_stdout(output))
+    write_json({**report.as_json(), "arguments": arguments}, output)
 
 
 def _cores() -> int:

@@ -1,4 +1,4 @@
-"""Arrival times of requests: Poisson, or recorded in a trace of a real service."""
+"""Arrival times of requests: Poisson, or a trace of a real service."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _POISSON = "poisson:"
 
 
 class ArrivalsError(ValueError):
-    """Arrival times cannot be had as asked. The message says what to change, for a line of a file also where."""
+    """Arrival times are not available. The message says where and what to change."""
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request arrives `at_s` seconds after the first one. `output_tokens` is the length of its answer, if known."""
+    """A time, from the first request, and the length of the answer, if known."""
 
     at_s: float
     output_tokens: int | None = None
@@ -35,10 +35,8 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Arrivals:
-    """Where arrival times come from: `rate` requests a second at random (Poisson), or a `trace`.
-
-    A trace is played `time_scale` times as fast, and each of its arrivals stands for `replicas` requests.
-    """
+    """A Poisson process of `rate` requests a second, or a `trace`, played `time_scale` times as fast, each of its
+    arrivals standing for `replicas` requests."""
 
     name: str
     rate: float = 0.0
@@ -48,7 +46,7 @@ class Arrivals:
 
     @classmethod
     def parse(cls, text: str, *, time_scale: float = 1.0, replicas: int = 1) -> Arrivals:
-        """From "poisson:2.5" or the path of a trace (see `load_arrivals`). Raises ArrivalsError."""
+        """From "poisson:2.5" or the path of a trace. Raises ArrivalsError."""
         if not (math.isfinite(time_scale) and time_scale > 0 and replicas > 0):
             raise ArrivalsError("--time-scale and --replicas must be positive")
         if not text.startswith(_POISSON):
@@ -66,17 +64,16 @@ class Arrivals:
 
     @property
     def count(self) -> int | None:
-        """How many requests arrive; None: as many as one asks for."""
+        """None: unbounded."""
         return len(self.trace) * self.replicas or None
 
     @property
     def output_tokens_mean(self) -> int | None:
-        """The mean length of an answer, if the trace knows it."""
         known = [arrival.output_tokens for arrival in self.trace if arrival.output_tokens is not None]
         return round(sum(known) / len(known)) if known else None
 
     def draw(self, count: int, seed: int) -> list[Arrival]:
-        """The first `count` arrivals in order of time. Raises ArrivalsError if the trace has fewer."""
+        """Raises ArrivalsError if the trace has fewer."""
         if not self.trace:
             return poisson_arrivals(self.rate, count, seed)
         if count > len(self.trace) * self.replicas:
@@ -88,7 +85,7 @@ class Arrivals:
 
 
 def poisson_arrivals(rate: float, count: int, seed: int) -> list[Arrival]:
-    """So many arrivals of a Poisson process of `rate` requests a second, the first at 0."""
+    """The first at 0."""
     rng = random.Random(f"poisson {seed}")
     at_s = 0.0
     arrivals = []
@@ -99,10 +96,7 @@ def poisson_arrivals(rate: float, count: int, seed: int) -> list[Arrival]:
 
 
 def replicate(arrivals: Sequence[Arrival], replicas: int, seed: int) -> list[Arrival]:
-    """Each arrival at its time and `replicas` - 1 times more, at random before the next one; sorted.
-
-    The gap behind the last arrival is as long as the mean one.
-    """
+    """Each arrival, and `replicas` - 1 more at random times before the next, sorted. The last gap is the mean one."""
     rng = random.Random(f"replicas {seed}")
     gaps = [after.at_s - before.at_s for before, after in pairwise(arrivals)]
     gaps.append(sum(gaps) / len(gaps) if gaps else 0.0)
@@ -123,11 +117,8 @@ class MooncakeLine(BaseModel):
 
 
 def load_arrivals(path: Path) -> list[Arrival]:
-    """The arrivals of a trace file, plain or gzipped, sorted, the first at 0.
-
-    CSV with the columns TIMESTAMP, ContextTokens, GeneratedTokens (Azure's LLM inference traces), or JSON lines with
-    `timestamp` in milliseconds and, if known, `output_length` (Mooncake's). Raises ArrivalsError naming file and line.
-    """
+    """The arrivals of a trace file, plain or gzipped, sorted, the first at 0: CSV of Azure's LLM inference traces, or
+    JSON lines of Mooncake's. Raises ArrivalsError naming file and line."""
     lines = JSONLines(path, error=ArrivalsError, example=_MOONCAKE_EXAMPLE)
     first = next((line for _, line in lines), b"")
     times = list((_read_mooncake if first.lstrip().startswith(b"{") else _read_azure)(lines))

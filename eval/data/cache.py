@@ -1,4 +1,4 @@
-"""Cache folder of models and corpora that are made on this machine."""
+"""Cache folder of models and corpora."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The environment that a measurement was made in."""
+"""The environment of a measurement."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def describe_environment() -> dict[str, object]:
 
 
 def resident_mb() -> float | None:
-    """The memory that this process holds now, in MB; None where the system does not say."""
+    """The memory of this process; None where the system does not report it."""
     try:
         with open("/proc/self/status", encoding="utf-8") as lines:
             kilobytes = next(line for line in lines if line.startswith("VmRSS:")).split()[1]
@@ -61,5 +61,5 @@ def _processor() -> str:
 
 
 def load_average() -> float | None:
-    """Of the last minute; None where the system has none."""
+    """Of the last minute."""
     return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None

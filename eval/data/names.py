@@ -1,4 +1,4 @@
-"""Messages about names that do not exist."""
+"""Messages about unknown names."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ __all__ = ["choices", "unknown"]
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> str:
-    """That there is no `kind` called `name`, and which there are."""
     return f"unknown {kind} {name!r}: {choices(name, known)}"
 
 
 def choices(name: str, known: Iterable[str]) -> str:
-    """The nearest of the known names first, then all of them."""
+    """The nearest names first."""
     known = list(known)
     near = get_close_matches(name, known, n=1)
     meant = f"did you mean {near[0]!r}? " if near else ""

@@ -1,4 +1,4 @@
-"""Retrievers that rank the documents of a corpus for its questions."""
+"""Retrievers, which rank a corpus' documents for its questions."""
 
 from __future__ import annotations
 
@@ -14,26 +14,22 @@ _HUB_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
 
 
 class Retriever(Protocol):
-    """Ranks documents for queries."""
-
     @property
     def name(self) -> str:
-        """What tells two retrievers apart in reports and caches."""
+        """Distinct in reports and caches."""
 
     def search(self, documents: Sequence[str], queries: Sequence[str], top_k: int) -> list[list[int]]:
-        """For each query at most `top_k` distinct positions in `documents`, best first."""
+        """At most `top_k` distinct positions in `documents` for each query, best first."""
 
 
 class BM25Retriever:
-    """Lexical ranking by BM25 (Lucene's variant, k1=1.5, b=0.75); ties go to the earlier document.
-
-    A document that shares no word with the query is not retrieved, so a ranking may be shorter than `top_k`.
-    """
+    """BM25 (Lucene's variant, k1=1.5, b=0.75); ties go to the earlier document. Documents without a word of the query
+    are not retrieved."""
 
     name = "bm25"
 
     def search(self, documents: Sequence[str], queries: Sequence[str], top_k: int) -> list[list[int]]:
-        """See `Retriever.search`. Raises ValueError for `top_k` < 1, ImportError without bm25s."""
+        """Raises ValueError for `top_k` < 1, ImportError without bm25s."""
         _check(top_k)
         bm25s = _require("bm25s")
         np = _require("numpy")
@@ -56,12 +52,8 @@ class BM25Retriever:
 
 
 class DenseRetriever:
-    """Exact ranking by cosine similarity of sentence-transformers embeddings; every ranking is as long as it can be.
-
-    `model` is a name on the Hugging Face hub or a local folder. It is loaded once, at the first search, on the CPU or
-    the accelerator that sentence-transformers picks. Text beyond the model's own window (256 tokens for MiniLM) does
-    not count.
-    """
+    """Exact ranking by cosine similarity of sentence-transformers embeddings. `model` is a name on the Hub or a folder.
+    Text beyond its window (256 tokens for MiniLM) is ignored."""
 
     def __init__(self, model: str = _HUB_MODEL) -> None:
         self.model = model
@@ -69,11 +61,8 @@ class DenseRetriever:
         self._encoder: Any = None
 
     def search(self, documents: Sequence[str], queries: Sequence[str], top_k: int) -> list[list[int]]:
-        """See `Retriever.search`.
-
-        Raises ValueError for `top_k` < 1, ImportError without sentence-transformers and faiss, OSError for a model
-        that cannot be loaded.
-        """
+        """Raises ValueError for `top_k` < 1, ImportError without sentence-transformers and faiss, OSError for the
+        model."""
         _check(top_k)
         if not documents or not queries:
             return [[] for _ in queries]
@@ -111,15 +100,12 @@ class DenseRetriever:
 
 
 def default_model() -> str:
-    """The folder of the model that the tests bring, where that is installed, else MiniLM's name on the Hub."""
+    """The folder of the tests' model if it is installed, else MiniLM's name on the Hub."""
     return _packaged_model() or _HUB_MODEL
 
 
 def make_retriever(name: str, model: str | None = None) -> Retriever:
-    """The retriever called `name`, "bm25" or "dense"; `model` is for "dense" and defaults to `default_model()`.
-
-    Raises ValueError for another name, and for a model given to "bm25".
-    """
+    """`name`: "bm25", or "dense" with its `model`. Raises ValueError for other names, or a model for "bm25"."""
     if name == "bm25":
         if model is not None:
             raise ValueError(f"the retriever 'bm25' has no model, got {model!r}: leave it out or choose 'dense'")

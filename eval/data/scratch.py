@@ -1,4 +1,4 @@
-"""Temporary folders that go with the process that has made them, however that ends."""
+"""Temporary folders that are removed with their process, also after a kill."""
 
 from __future__ import annotations
 
@@ -18,10 +18,8 @@ _YOUNG_S = 60.0
 
 
 class OwnFolder:
-    """A folder in the system's temporary one, for its user alone. It has a name at once, and exists once it is taken.
-
-    Folders of killed processes are removed by the next process that uses the same `prefix`.
-    """
+    """A private temporary folder, made by `take`. Folders of killed processes are removed by the next process with the
+    same `prefix`."""
 
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix
@@ -29,7 +27,6 @@ class OwnFolder:
         self.path = Path(tempfile.gettempdir(), f"{prefix}{secrets.token_hex(8)}")
 
     def take(self) -> None:
-        """Make it, if it is not there."""
         if self._lock is not None:
             return
         _remove_abandoned(self._prefix)
@@ -38,7 +35,6 @@ class OwnFolder:
         _lock(self._lock)
 
     def remove(self) -> None:
-        """With all that is in it. It can be taken again."""
         shutil.rmtree(self.path, ignore_errors=True)
         if self._lock is not None:
             self._lock.close()
@@ -46,7 +42,7 @@ class OwnFolder:
 
 
 def _remove_abandoned(prefix: str) -> None:
-    """Those whose owner holds their lock no more. A young one may be about to be locked."""
+    """Those whose lock is free. A young one may be about to be locked."""
     for folder in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
         # It may belong to another process, or go meanwhile.
         with suppress(OSError), (folder / _LOCK).open("rb") as file:
@@ -56,7 +52,7 @@ def _remove_abandoned(prefix: str) -> None:
 
 
 def _lock(file: IO[bytes]) -> bool:
-    """Whether no other process holds it. Where the system has no locks, it counts as held."""
+    """Whether no other process holds it. Without locks in the system it counts as held."""
     try:
         import fcntl
     except ImportError:

@@ -1,4 +1,4 @@
-"""A trace: the requests of one run, whatever they come from."""
+"""Traces: the requests of one run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Trace", "TraceRequest", "trace_of_corpus", "trace_of_workload"]
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """A question and the documents that were retrieved for it, best first."""
+    """A question and its retrieved documents, best first."""
 
     question: str
     documents: list[Document]
@@ -24,8 +24,8 @@ class TraceRequest:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Requests in order of arrival. `corpus_tokens` is the length of all documents that there are, `in_flight` how many
-    requests are being served at any time, `order` "data" or "random"."""
+    """Requests in order of arrival. `corpus_tokens` is the length of all documents, `in_flight` the number of
+    concurrent requests, `order` "data" or "random"."""
 
     name: str
     requests: Sequence[TraceRequest]
@@ -35,7 +35,6 @@ class Trace:
 
 
 def trace_of_workload(workload: Workload, limit: int | None = None) -> Trace:
-    """The requests of a synthetic workload, the first `limit` of them."""
     documents = workload.documents
     requests = [
         TraceRequest(f"What do they say about number {number}?", [documents[d] for d in ranking])
@@ -47,11 +46,8 @@ def trace_of_workload(workload: Workload, limit: int | None = None) -> Trace:
 def trace_of_corpus(
     corpus: Corpus, *, top_k: int, order: str, seed: int, limit: int | None = None, repeat: bool = False
 ) -> Trace:
-    """The questions of a corpus, in its own ("data") or in "random" order, with their `top_k` documents: the first
-    `limit` of them. With `repeat` the questions are asked again from the first one until there are `limit` requests.
-
-    Raises CorpusError if the corpus ranks fewer documents than that.
-    """
+    """The first `limit` questions in "data" or "random" order; with `repeat` again from the first one. Raises
+    CorpusError if the corpus ranks fewer than `top_k` documents."""
     ranked = max((len(ranking) for ranking in corpus.rankings), default=0)
     if ranked < top_k:
         raise CorpusError(

@@ -1,13 +1,10 @@
 """Synthetic request traces, deterministic for a seed.
 
-`paper` is the trace of RAGCache++ section 4.1, `geo` that of section 4.7. In `paper` the documents that a query keeps
-from its predecessor stay in their places, which flatters retrieval order; `paper-shuf` keeps a random subset and
-shuffles the ranks, `ovX` is `paper-shuf` with overlap X. As in the paper, `ov0.0` keeps one document all the same and
-draws the others from the same ten, so that its requests overlap by a third. In `disjoint`, the paper's controlled
-experiment, each request is drawn from the next region: consecutive ones share no document at all, later ones may.
-In `unique` no document is retrieved twice. `mix8` interleaves eight `paper-shuf` tenants over one corpus, `zipf10`
-draws ten documents a request by Zipf(1.0) popularity, `zipf10-X` with exponent X.
-"""
+`paper` is RAGCache++ section 4.1, `geo` 4.7. In `paper` documents kept from the predecessor stay in their places, which
+flatters retrieval order; `paper-shuf` shuffles the ranks, `ovX` is `paper-shuf` with overlap X (`ov0.0` keeps one
+document and draws from the same ten, as in the paper: a third). In `disjoint` consecutive requests share nothing, in
+`unique` none do. `mix8` interleaves eight `paper-shuf` tenants, `zipf10` draws ten documents by Zipf(1.0), `zipf10-X`
+with exponent X."""
 
 from __future__ import annotations
 
@@ -38,15 +35,12 @@ _DOCUMENTS_PER_CITY = 10
 
 
 class WorkloadError(ValueError):
-    """A workload does not exist or cannot be drawn as asked. The message says what to change."""
+    """A workload is unknown or cannot be drawn. The message says what to change."""
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A trace: for each request the documents that were retrieved, by number, best first.
-
-    `in_flight` requests are being served at any time.
-    """
+    """For each request its documents by number, best first; `in_flight` requests are concurrent."""
 
     name: str
     documents: list[Document]
@@ -55,10 +49,7 @@ class Workload:
 
 
 def make_workload(name: str, seed: int, *, top_k: int | None = None, requests: int = 0) -> Workload:
-    """Draw a workload. `top_k` replaces its own number of documents a request; at least `requests` are drawn.
-
-    Raises WorkloadError for an unknown name, or for more documents a request than the workload can draw.
-    """
+    """Raises WorkloadError for an unknown name, or for more documents a request than the workload can draw."""
     if name == "mix8":
         rankings, corpus_size, in_flight = *_mixed(seed, max(requests, 1200), top_k or 5, streams=8), 8
     elif name.startswith("zipf10"):
@@ -100,7 +91,7 @@ def _unknown(name: str) -> WorkloadError:
 
 
 def document_tokens(number: int) -> int:
-    """Tokens of a synthetic document: about 200, fixed for its number."""
+    """About 200, fixed for the number."""
     return 180 + (number * 7919) % 41
 
 

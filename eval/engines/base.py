@@ -10,11 +10,11 @@ __all__ = ["AsyncEngine", "Cache", "Engine", "EngineCompletion", "EngineError", 
 
 
 class EngineError(RuntimeError):
-    """An engine is not there, or cannot do what a benchmark needs. The message says what to change."""
+    """An engine is absent, or unfit for the benchmark. The message says what to change."""
 
 
 class RequestError(RuntimeError):
-    """One request failed. The engine goes on. `status` is the HTTP status, if there was one."""
+    """One request failed; the engine goes on. `status` is the HTTP status, if any."""
 
     def __init__(self, message: str, status: int | None = None) -> None:
         super().__init__(message)
@@ -23,8 +23,7 @@ class RequestError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class EngineCompletion:
-    """What an engine reports of one served prompt. `ttft_s` (to the first token) and `total_s` (to the last) are None
-    where the engine has no clock (`sim`)."""
+    """An engine's report on a prompt. `ttft_s` and `total_s` are None without a clock (`sim`)."""
 
     ttft_s: float | None
     cached_tokens: int
@@ -34,12 +33,8 @@ class EngineCompletion:
 
 
 class Cache(Protocol):
-    """What must be known of an engine's prefix cache.
-
-    `block_size` is the cache's granularity in tokens, `capacity_tokens` what it holds (None: unlimited),
-    `kept_output_tokens` the tokens of an answer that stay in it, `partial_blocks_first` whether blocks that were not
-    filled are reused before all others. `name` is the engine's.
-    """
+    """A prefix cache. `kept_output_tokens` of an answer stay in it; `partial_blocks_first`: partly filled blocks are
+    reused before all others."""
 
     name: str
     block_size: int
@@ -49,20 +44,19 @@ class Cache(Protocol):
 
 
 class Engine(Cache, Protocol):
-    """A serving engine with a prefix cache of its own, one request at a time."""
+    """An engine that serves one request at a time."""
 
-    def generate(self, token_ids: Sequence[int]) -> EngineCompletion:
-        """Serve one prompt to the end."""
+    def generate(self, token_ids: Sequence[int]) -> EngineCompletion: ...
 
     def reset(self) -> None:
-        """Forget the prefix cache, as a fresh engine would."""
+        """Empty the prefix cache."""
 
     def close(self) -> None:
-        """Give back memory and processes. The engine is not usable afterwards."""
+        """Release memory and processes."""
 
 
 class AsyncEngine(Cache, Protocol):
-    """A serving engine with a prefix cache of its own, many requests at a time."""
+    """An engine that serves many requests at a time."""
 
     async def complete(self, token_ids: Sequence[int], output_tokens: int | None = None) -> EngineCompletion:
-        """Serve one prompt, with so many tokens as answer. Raises RequestError."""
+        """Raises RequestError."""

@@ -12,7 +12,10 @@ __all__ = ["Capacity"]
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """The size of an engine's cache: so many tokens, a share of the corpus in percent, or unlimited."""
+    """A cache size: tokens, a share of the corpus in percent, or unlimited.
+
+    Capacity.parse("5%").resolve(2_000_000)
+    """
 
     tokens: int | None = None
     percent: float | None = None
@@ -36,7 +39,7 @@ class Capacity:
         return cls(tokens=tokens)
 
     def resolve(self, corpus_tokens: int) -> int | None:
-        """In tokens; None: unlimited. Raises ValueError for a share that is less than a token."""
+        """Tokens; None: unlimited. Raises ValueError for less than a token."""
         if self.percent is None:
             return self.tokens
         tokens = int(corpus_tokens * self.percent / 100)

@@ -16,11 +16,9 @@ __all__ = ["built_prompts", "load_tokenizer", "longest_prompt", "random_model"]
 
 
 def random_model() -> Path:
-    """A model with random weights and a tokenizer trained on the documentation of the standard library.
+    """A model with random weights and a tokenizer trained on the standard library's documentation.
 
-    It is as wide as it must be for prefill to dominate the time to first token, and no wider: 14 layers x 1024 where
-    bfloat16 is fast, 8 x 512 where it is not. Raises ImportError naming the extra to install.
-    """
+    Just wide enough for prefill to dominate the time to first token. Raises ImportError naming the extra to install."""
     try:
         layers, hidden_size = (14, 1024) if has_fast_bfloat16() else (8, 512)
     except ImportError as error:
@@ -31,7 +29,7 @@ def random_model() -> Path:
 
 
 def longest_prompt(model: str | Path) -> int:
-    """Tokens that a model takes at most, a great many where it does not say. Raises as `load_tokenizer` does."""
+    """The model's limit in tokens, very large if unknown. Raises as `load_tokenizer`."""
     try:
         from transformers import AutoConfig
     except ImportError as error:
@@ -41,5 +39,5 @@ def longest_prompt(model: str | Path) -> int:
 
 
 def built_prompts(model: str | Path) -> BuiltPrompts:
-    """Prompts in the tokens of a model. Raises as `load_tokenizer` does."""
+    """Raises as `load_tokenizer`."""
     return BuiltPrompts(PromptBuilder(SYSTEM_PROMPT, tokenizer=load_tokenizer(model)))

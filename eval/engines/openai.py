@@ -31,8 +31,7 @@ _REPORTS_NO_CACHED_TOKENS = (
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A model as a server lists it: its `id`, the name or folder that it was loaded from, and the tokens that prompt
-    and answer may have together (None where the server does not say)."""
+    """A listed model: id, name or folder of its weights, context length, if known."""
 
     id: str
     root: str
@@ -40,10 +39,7 @@ class ServedModel:
 
 
 def find_model(base_url: str, name: str | None = None, *, api_key: str | None = None) -> ServedModel:
-    """The model `name` of a server, by default the first that it lists.
-
-    Raises EngineError if the server is not there or has no such model, ImportError naming the extra to install.
-    """
+    """The model `name`, by default the first listed. Raises EngineError without server or model, ImportError."""
     from ragorder.adapters.http_client import Server, ServerError
 
     try:
@@ -63,14 +59,11 @@ def find_model(base_url: str, name: str | None = None, *, api_key: str | None = 
 
 
 class OpenAIEngine:
-    """A server behind `base_url` (with or without /v1), which many requests may use at a time. Use it in `async with`.
+    """A server behind `base_url` (with or without /v1), for concurrent requests, in an `async with` block.
 
-    `block_size` and `capacity_tokens` are those of its prefix cache. Answers have `output_tokens` tokens, where the
-    server knows `ignore_eos`, and at most so many where it does not. Every request carries `salt` as its `cache_salt`,
-    which is random: `reset` draws a new one. Where blocks are evicted least recently used first, those of an old salt
-    are always older than any of the new one, so that a fresh salt finds the cache as if it were empty, and fills it as
-    if it were. `blocks` are those that the server's KV events tell of, if a subscriber listens to them.
-    """
+    Answers have `output_tokens` tokens if the server supports `ignore_eos`, else at most that. Each request carries a
+    random `cache_salt`, replaced by `reset`. Under LRU eviction blocks of an old salt are older than all of the new
+    one: a new salt is as good as an empty cache. `blocks` come from KV events."""
 
     name = "openai"
     partial_blocks_first = True
@@ -103,7 +96,7 @@ class OpenAIEngine:
         self.reset()
 
     async def __aenter__(self) -> OpenAIEngine:
-        """Raises ImportError naming the extra to install."""
+        """Raises ImportError."""
         try:
             import httpx2
         except ImportError as error:
@@ -119,25 +112,18 @@ class OpenAIEngine:
             self._client = None
 
     def reset(self) -> None:
-        """A prefix cache of its own for what follows."""
+        """Draw a new salt."""
         self.salt = secrets.token_hex(16)
 
     async def complete(self, token_ids: Sequence[int], output_tokens: int | None = None) -> EngineCompletion:
-        """Serve one prompt. `ttft_s` is the time from sending to the first chunk with a choice, as this process sees
-        it: where other requests are in flight, so is what they ask of the event loop.
-
-        A server that says nothing of cached tokens where there were none is taken at its word: see `check`.
-        Raises RequestError, which never quotes the prompt.
-        """
+        """`ttft_s` ends at the first chunk with a choice. Missing cached tokens count as none. Raises RequestError
+        without content."""
         completion, _ = await self._complete(token_ids, output_tokens)
         return completion
 
     async def check(self, token_ids: Sequence[int]) -> None:
-        """Serve a prompt of two blocks or more a few times, to learn what the server can do, and `reset`.
-
-        Raises EngineError if nothing can be measured with it: it takes no completions of token ids, does not report
-        cached tokens, caches none, or does not keep salts apart.
-        """
+        """Serve a prompt a few times, and `reset`. Raises EngineError for a server that takes no token ids, does not
+        report cached tokens, caches none, or does not separate salts."""
         try:
             await self._complete(token_ids)
         except RequestError as error:
@@ -169,7 +155,7 @@ class OpenAIEngine:
     async def _complete(
         self, token_ids: Sequence[int], output_tokens: int | None = None
     ) -> tuple[EngineCompletion, bool]:
-        """The completion, and whether the server said how many tokens were cached."""
+        """The completion, and whether cached tokens were reported."""
         body = json.dumps(
             {
                 "model": self._model,
@@ -202,7 +188,7 @@ class OpenAIEngine:
 
     @asynccontextmanager
     async def _stream(self, body: str) -> AsyncIterator[AsyncIterator[Mapping[str, Any]]]:
-        """The server-sent events of an answer. Whatever goes wrong is a RequestError."""
+        """Server-sent events. All failures are RequestErrors."""
         import httpx2
 
         assert self._client is not None, "use the engine in `async with`"
@@ -216,7 +202,7 @@ class OpenAIEngine:
 
 
 async def _lines(response: httpx2.Response) -> AsyncIterator[bytes]:
-    """httpx2 also ends a line at characters such as U+2028, which JSON may hold as they are."""
+    """httpx2 also ends a line at characters such as U+2028, which JSON may contain."""
     rest = b""
     async for piece in response.aiter_bytes():
         *lines, rest = (rest + piece).split(b"\n")

@@ -1,4 +1,4 @@
-"""Engines in this process that are kept from one trace to the next."""
+"""Engines in this process, reused from one trace to the next."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from ragorder.eval.data.trace import Trace
 from ragorder.eval.engines.base import Engine
 from ragorder.eval.engines.models import built_prompts, longest_prompt
 from ragorder.eval.engines.prompts import BuiltPrompts
+from ragorder.eval.engines.torch import TorchEngine, TorchModel, need_torch
+from ragorder.eval.engines.vllm import VLLMEngine
 
-__all__ = ["EnginePool", "EngineSize"]
+__all__ = ["EnginePool", "EngineSize", "TorchPool", "VLLMPool"]
 
 _SHORTEST_TOKENS = 2_048
 
@@ -22,7 +24,7 @@ E = TypeVar("E", bound=Engine)
 
 
 class EngineSize(NamedTuple):
-    """What engines must have in common to serve one another's traces."""
+    """What engines need in common to serve one another's traces."""
 
     model: Path
     block_size: int
@@ -33,11 +35,8 @@ class EngineSize(NamedTuple):
 
 
 class EnginePool(ABC, Generic[E]):
-    """Engines of one size at a time, with an empty cache whenever they are taken: a new one takes seconds, and nothing
-    is left in one that was reset. Use it in a `with` block.
-
-    Another size closes all that are open, since each has a pool of KV of its own in memory.
-    """
+    """Engines of one size, in a `with` block. A new engine takes seconds; a reset one is empty. Another size closes
+    all."""
 
     block_size: ClassVar[int]
     """Unless another one is given."""
@@ -58,7 +57,7 @@ class EnginePool(ABC, Generic[E]):
         """A new engine, warmed up."""
 
     def close(self) -> None:
-        """Close all engines. The pool can be used again."""
+        """The pool can be used again."""
         for engines in self._engines.values():
             for engine in engines:
                 engine.close()
@@ -74,11 +73,8 @@ class EnginePool(ABC, Generic[E]):
         block_size: int | None = None,
         output_tokens: int = 1,
     ) -> tuple[list[E], BuiltPrompts]:
-        """An engine for each policy (without prefix caching for "none"), and the prompts that they take. They are this
-        caller's until engines are taken again.
-
-        Raises ValueError if the longest prompt does not fit the capacity.
-        """
+        """An engine for each policy, and their prompts, valid until the next `take`. Raises ValueError if a prompt
+        exceeds the capacity."""
         prompts = self._prompts(model)
         size = _size(model, trace, prompts, capacity_tokens, block_size or self.block_size, output_tokens)
         if size != self._size:
@@ -101,8 +97,7 @@ class EnginePool(ABC, Generic[E]):
 def _size(
     model: Path, trace: Trace, prompts: BuiltPrompts, capacity_tokens: int | None, block_size: int, output_tokens: int
 ) -> EngineSize:
-    """What traces of about the same length have in common: their longest prompt and the room for all of them are
-    rounded up to a power of two."""
+    """Rounded up to powers of two, so that similar traces agree."""
     lengths = [
         len(prompts.token_ids(number, request, request.documents)) for number, request in enumerate(trace.requests)
     ]
@@ -123,5 +118,51 @@ def _size(
 
 
 def _power_of_two(number: int) -> int:
-    """The smallest that is not less."""
     return 1 << max(0, number - 1).bit_length()
+
+
+class VLLMPool(EnginePool[VLLMEngine]):
+    """They are closed together (see `VLLMEngine`)."""
+
+    block_size = 32
+
+    def start(self, size: EngineSize, *, prefix_caching: bool) -> VLLMEngine:
+        engine = VLLMEngine(
+            size.model,
+            block_size=size.block_size,
+            capacity_tokens=size.capacity_tokens,
+            prefix_caching=prefix_caching,
+            max_model_len=size.longest_tokens,
+            output_tokens=size.output_tokens,
+            unlimited_tokens=size.unlimited_tokens,
+        )
+        engine.warm_up()
+        return engine
+
+
+class TorchPool(EnginePool[TorchEngine]):
+    """Engines with KV of their own, `host_tokens` behind each device, and common weights. Raises ImportError."""
+
+    block_size = 16
+
+    def __init__(self, host_tokens: int = 0) -> None:
+        need_torch()
+        super().__init__()
+        self._host_tokens = host_tokens
+        self._loaded: tuple[Path, TorchModel] | None = None
+
+    def start(self, size: EngineSize, *, prefix_caching: bool) -> TorchEngine:
+        if self._loaded is None or self._loaded[0] != size.model:
+            self._loaded = size.model, TorchModel.load(size.model)
+        engine = TorchEngine(
+            self._loaded[1],
+            block_size=size.block_size,
+            capacity_tokens=size.capacity_tokens,
+            host_tokens=self._host_tokens,
+            prefix_caching=prefix_caching,
+            max_model_len=size.longest_tokens,
+            output_tokens=size.output_tokens,
+            unlimited_tokens=size.unlimited_tokens,
+        )
+        engine.warm_up()
+        return engine

@@ -1,4 +1,4 @@
-"""Turns a request into the token ids that an engine is given."""
+"""Prompts of requests as token ids."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ SYSTEM_PROMPT = (
 
 
 class PromptIds(list[int]):
-    """A prompt's token ids which know where its system prompt and each of its documents end, in tokens from the
-    beginning: for an engine whose cache is of documents. To all others they are a list."""
+    """A prompt's token ids, with the ends of its system prompt and documents for engines that cache documents."""
 
     def __init__(self, token_ids: Iterable[int], document_ends: Iterable[int] = ()) -> None:
         super().__init__(token_ids)
@@ -30,14 +29,13 @@ class PromptIds(list[int]):
 
     @classmethod
     def of(cls, prompt: Prompt) -> PromptIds:
-        """Of a prompt that was built with a tokenizer."""
         assert prompt.token_ids is not None, "the evaluation's prompt builder has a tokenizer"
         starts = [span.start for span in prompt.spans[:1]]
         return cls(prompt.token_ids, [*starts, *(span.end for span in prompt.spans)])
 
 
 class Prompts(Protocol):
-    """What the runner must know of prompts. Lengths in tokens; `number` is the request's place in the trace."""
+    """Builder of prompts. Lengths in tokens; `number` is the request's place in the trace."""
 
     prefix_tokens: int
 
@@ -47,12 +45,11 @@ class Prompts(Protocol):
         """The length of the question, without the answer."""
 
     def token_ids(self, number: int, request: TraceRequest, documents: Sequence[Document]) -> Sequence[int]:
-        """The prompt of a request with its documents in this order."""
+        """The prompt with its documents in this order."""
 
 
 class NumberedPrompts:
-    """Prompts without words, for an engine without a model: each document is a run of token ids of its own, of the
-    document's length, between a system prompt of 64 tokens and a question of 20 that no other request shares."""
+    """Prompts without a model: distinct runs of token ids. The system prompt has 64 tokens, the question 20."""
 
     prefix_tokens = 64
     question_tokens = 20
@@ -85,7 +82,7 @@ class NumberedPrompts:
 
 
 class BuiltPrompts:
-    """The prompts of the prompt `builder`, in the tokens of the served model."""
+    """Prompts of a `builder`, in the served model's tokens."""
 
     def __init__(self, builder: PromptBuilder) -> None:
         self.builder = builder

@@ -1,4 +1,4 @@
-"""A vLLM server of one's own: started on free ports, with KV events, and gone with all its processes afterwards."""
+"""A private vLLM server on free ports, with KV events, removed with all its processes."""
 
 from __future__ import annotations
 
@@ -42,19 +42,18 @@ _SHARED = "/dev/shm/"  # noqa: S108
 
 
 class Process(Protocol):
-    """A server as it runs: the first process of a session of its own, as `subprocess.Popen` has it."""
+    """The first process of a session of its own, like `subprocess.Popen`."""
 
     @property
     def pid(self) -> int: ...
 
     def poll(self) -> int | None:
-        """None while it runs."""
+        """None: running."""
 
     def wait(self, timeout: float | None = None) -> int:
-        """Until it has ended. Raises subprocess.TimeoutExpired."""
+        """Raises subprocess.TimeoutExpired."""
 
-    def terminate(self) -> None:
-        """SIGTERM."""
+    def terminate(self) -> None: ...
 
 
 Launch = Callable[[Sequence[str], Mapping[str, str], Path], Process]
@@ -62,7 +61,6 @@ Launch = Callable[[Sequence[str], Mapping[str, str], Path], Process]
 
 
 def launch_process(options: Sequence[str], environment: Mapping[str, str], log: Path) -> Process:
-    """A process of its own, from the first import on."""
     with log.open("ab") as file:
         return subprocess.Popen(  # noqa: S603
             [sys.executable, "-m", API_SERVER, *options],
@@ -75,18 +73,13 @@ def launch_process(options: Sequence[str], environment: Mapping[str, str], log: 
 
 
 class VLLMServer:
-    """`python -m vllm.entrypoints.openai.api_server` on 127.0.0.1, serving `model` under the name "served".
+    """`python -m vllm.entrypoints.openai.api_server` on 127.0.0.1, serving `model` as "served".
 
-    The pool holds `blocks` blocks of `block_size` tokens. `base_url` is the server's root; `events_endpoint`,
-    `replay_endpoint` and `events_topic` say where its KV events are. A stopped server starts again on the same ports.
-    Development routes (`/reset_prefix_cache`) are on: this is for measurements and tests, not for serving. Its log,
-    sockets and whatever else it writes for the time being lie in a temporary folder of their own until it is stopped.
+        with VLLMServer(model, blocks=2048) as server: ...
 
-    `dtype` None is bfloat16 where that is fast, else float32. `kv_transfer_config` is vLLM's option of that name,
-    `environment` what the server finds beside this process's own variables, and `launch` how it comes to run.
-
-    Raises EngineError, with the end of the server's log, if it does not come up.
-    """
+    A stopped server starts again on the same ports. Development routes (`/reset_prefix_cache`) are on. `dtype` None is
+    bfloat16 where that is fast, else float32; `environment` is added to this process's variables. Raises EngineError,
+    with the end of the server's log, if it does not start."""
 
     model_name = "served"
     events_topic = _TOPIC
@@ -155,7 +148,7 @@ class VLLMServer:
         self.stop()
 
     def start(self, timeout_s: float = 240) -> None:
-        """Start the server and wait until it answers. A process that is told to end (SIGTERM) then ends it, too."""
+        """Returns once it answers. SIGTERM to this process ends it, too."""
         end_on_sigterm()
         self._folder.take()
         self._process = self._launch(self._options, self._environment, self._log)
@@ -172,19 +165,15 @@ class VLLMServer:
 
     @property
     def alive(self) -> bool:
-        """Whether it was started and has not ended."""
         return self._process is not None and self._process.poll() is None
 
     @property
     def pid(self) -> int | None:
-        """Of the process that leads the server's group; None: it does not run."""
+        """The leader of the server's process group; None: not running."""
         return None if self._process is None else self._process.pid
 
     def reset(self, *, host: bool = False, timeout_s: float = 30) -> None:
-        """Empty the prefix cache, and with `host` what an offloading connector keeps in host memory, too.
-
-        Raises EngineError if blocks are still in use when the time is over: a copy to another tier holds them as well.
-        """
+        """Empty the prefix cache, and with `host` a connector's. Raises EngineError if blocks stay in use."""
         url = f"{self.base_url}/reset_prefix_cache" + "?reset_external=true" * host
         deadline = time.monotonic() + timeout_s
         while True:
@@ -196,12 +185,12 @@ class VLLMServer:
             time.sleep(0.05)
 
     def stop(self, timeout_s: float = 30) -> None:
-        """End the server politely, then for good, and remove its folder."""
+        """SIGTERM, then SIGKILL; removes the folder."""
         self._end(timeout_s)
         self._folder.remove()
 
     def kill(self) -> None:
-        """SIGKILL the whole process group, as a machine that dies would; what it had in /dev/shm goes, too."""
+        """SIGKILL the process group, as a power failure would, and clear its /dev/shm."""
         self._end(None)
 
     def _end(self, polite_s: float | None) -> None:
@@ -228,14 +217,13 @@ class VLLMServer:
 
 
 def _temporary(folder: Path) -> dict[str, str]:
-    """Killed servers would leave their sockets in the system's folder. What torch has compiled is kept for others."""
+    """Sockets of killed servers would stay in the system's folder. torch's compiled code stays shared."""
     compiled = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}"
     return {"TMPDIR": str(folder), "TORCHINDUCTOR_CACHE_DIR": compiled}
 
 
 def _shared_memory(group: int) -> set[Path]:
-    """The files in /dev/shm that the processes of a group have mapped or named after themselves, and leave there if
-    they are killed."""
+    """Files in /dev/shm that a group's processes mapped or named, and leave behind if killed."""
     found: set[Path] = set()
     for process in Path("/proc").glob("[0-9]*"):
         # Others come and go meanwhile, and may belong to another process.
@@ -248,7 +236,7 @@ def _shared_memory(group: int) -> set[Path]:
 
 
 def _free_ports(count: int) -> list[int]:
-    """Ports without a listener now; taken together, so that they differ."""
+    """Distinct ports without a listener."""
     sockets = [socket.socket() for _ in range(count)]
     try:
         for each in sockets:

@@ -1,4 +1,4 @@
-"""A simulated engine: automatic prefix caching, accurate to the block."""
+"""A simulated engine: automatic prefix caching, exact to the block."""
 
 from __future__ import annotations
 
@@ -19,18 +19,14 @@ _BlockHash = int
 class SimEngine:
     """vLLM's block pool without a model: chained block hashes, reference counts, a free queue in order of use.
 
-    A finished request frees its blocks tail first; the block that holds the last prompt token is always recomputed.
-    `generate` keeps `in_flight` requests holding their blocks, `admit` and `finish` leave that to the caller; each
-    answers with `output_tokens` unless it is told otherwise. The full blocks of a prompt count as cached from the
-    moment it is admitted. A request that finds no free block finishes older ones first. Without `prefix_caching`
-    nothing is reused.
+        SimEngine(100_000, block_size=16).generate(token_ids).cached_tokens
 
-    `like` says in what order blocks are reused. "lru": the block that was freed first, filled or not; a block that is
-    computed again while another one holds it is of no use to others. "vllm-0.32": as vLLM 0.32 does it, to the block.
-    Blocks that were not filled come before all others, and a block that is computed again stays beside the first one,
-    which it replaces once that is evicted. `capacity_tokens` leaves out vLLM's null block, which holds no tokens.
+    A finished request frees its blocks tail first; the block of the last prompt token is always recomputed. `generate`
+    keeps `in_flight` requests running. Full blocks of a prompt are cached from its admission. A request without free
+    blocks finishes older ones first.
 
-    Raises ValueError for another `like`.
+    `like` is the order of reuse: "lru", or "vllm-0.32": partly filled blocks first, and a recomputed block replaces the
+    first copy once that is evicted. `capacity_tokens` excludes vLLM's null block. Raises ValueError for another `like`.
     """
 
     name = "sim"
@@ -75,16 +71,15 @@ class SimEngine:
 
     @property
     def free_blocks(self) -> int | None:
-        """How many blocks no request holds. None: there is no end of them."""
+        """None: unlimited."""
         return None if self._unused is None else self._unused + len(self._free)
 
     @property
     def cached_blocks(self) -> int:
-        """How many blocks a later prompt would find, held by a request or not."""
+        """Blocks that a later prompt could reuse."""
         return len(self._block_of)
 
     def block_hashes(self, token_ids: Sequence[int]) -> list[_BlockHash]:
-        """The chained hashes of the full blocks of a token sequence."""
         packed = array("q", token_ids)
         data = packed.tobytes()
         size = self.block_size * packed.itemsize
@@ -96,7 +91,7 @@ class SimEngine:
         return hashes
 
     def cached_tokens(self, token_ids: Sequence[int]) -> int:
-        """How many leading tokens of a prompt, in whole blocks, are cached now."""
+        """Leading tokens of a prompt, in whole blocks, that are cached."""
         held = 0
         for block_hash in self.block_hashes(token_ids):
             if block_hash not in self._block_of:
@@ -105,13 +100,13 @@ class SimEngine:
         return held
 
     def generate(self, token_ids: Sequence[int], *, answer: Sequence[int] | None = None) -> EngineCompletion:
-        """Serve one prompt; `answer` as for `admit`."""
+        """`answer` as in `admit`."""
         while len(self._running) >= self.in_flight:
             self._finish_oldest()
         return self.admit(token_ids, answer=answer)[0]
 
     def has_room(self, token_ids: Sequence[int], output_tokens: int | None = None) -> bool:
-        """Whether a prompt and its answer would be admitted without finishing another request."""
+        """Whether a prompt and its answer fit without finishing another request."""
         available = self.free_blocks
         if not self.prefix_caching or available is None:
             return True
@@ -124,11 +119,7 @@ class SimEngine:
     def admit(
         self, token_ids: Sequence[int], output_tokens: int | None = None, *, answer: Sequence[int] | None = None
     ) -> tuple[EngineCompletion, int]:
-        """Start a request that will answer with so many tokens: what it finds cached, and a handle for `finish`.
-
-        An answer is part of no later prompt, unless `answer` tells its tokens: those that stay in the cache, which are
-        all but the last. A request that is aborted has an answer as long as it was by then.
-        """
+        """The cached tokens, and a handle for `finish`. All but the last token of an `answer` stay in the cache."""
         self._answered += 1
         handle = self._answered
         if not self.prefix_caching:
@@ -142,7 +133,7 @@ class SimEngine:
         return EngineCompletion(None, len(hits) * self.block_size, len(token_ids)), handle
 
     def finish(self, handle: int) -> None:
-        """The request has answered: free its blocks. Nothing happens if it was finished before."""
+        """Free the request's blocks, once."""
         for block in reversed(self._running.pop(handle, ())):
             self._references[block] -= 1
             if self._references[block]:
@@ -153,7 +144,7 @@ class SimEngine:
                 self._free[block] = None
 
     def _forget(self, block: int) -> None:
-        """A block that others cannot use is as good as one that was never used, and like it taken first."""
+        """A block of no use to others is taken first, like one never used."""
         del self._references[block]
         if self._unused is not None:
             self._unused += 1

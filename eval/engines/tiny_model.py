@@ -1,7 +1,4 @@
-"""A random-weight Qwen2 and its tokenizer, for timing an engine where no weights can be downloaded.
-
-Time to first token and cache hits depend on shapes and tokens, not on what the weights know.
-"""
+"""A random-weight Qwen2 and its tokenizer, for timing an engine where no weights can be downloaded."""
 
 from __future__ import annotations
 
@@ -38,13 +35,8 @@ def make_model(
 ) -> Path:
     """Write a bf16 Qwen2 with random weights, and a byte-level BPE tokenizer trained on `texts`, and return `folder`.
 
-    The same arguments give the same files. A folder that already holds the model of these arguments is left alone;
-    one that holds another model made here is replaced. `vocab_size` counts tokens: few texts train fewer of them,
-    but the embedding keeps its size.
-
-    Raises ValueError for sizes that make no model, FileExistsError for a folder that holds anything else, and
-    ImportError where torch, transformers or tokenizers are missing.
-    """
+    Deterministic. An equal model in the folder is kept, another one made here is replaced. Raises ValueError for
+    impossible sizes, FileExistsError for foreign files in the folder, ImportError."""
     heads, kv_heads, head_dim = _heads(hidden_size)
     if layers < 1:
         raise ValueError(f"layers is {layers}; a model needs 1 or more")
@@ -81,7 +73,7 @@ def make_model(
 
 
 def _heads(hidden_size: int) -> tuple[int, int, int]:
-    """Attention heads, key-value heads and the size of a head."""
+    """Attention heads, key-value heads, head size."""
     head_dim = 128 if hidden_size % 128 == 0 and hidden_size >= 1024 else 64
     if hidden_size < 64 or hidden_size % head_dim:
         raise ValueError(f"hidden_size is {hidden_size}; use a multiple of 64, 64 or more")
@@ -106,7 +98,7 @@ def _fingerprint_of(folder: Path) -> object:
 
 
 def _put_in_place(made: Path, folder: Path, fingerprint: object) -> None:
-    """Rename `made` to `folder`. A folder with a model that another process made meanwhile is as good."""
+    """Rename `made` to `folder`, unless another process was faster."""
     if folder.exists():
         old = made.with_name(made.name + ".old")
         os.replace(folder, old)

@@ -38,16 +38,14 @@ def need_torch() -> None:
 
 @dataclass(frozen=True, slots=True)
 class TorchModel:
-    """A model and its tokenizer (None: answers have no text), which several engines serve in turn."""
+    """A model and its tokenizer (None: answers without text), shared by engines in turn."""
 
     model: Any
     tokenizer: Any = None
 
     @classmethod
     def load(cls, model: str | Path) -> TorchModel:
-        """From its folder or its name on the Hub: on a GPU if there is one, in bfloat16 where that is fast and in
-        float32 where it is not. Raises ImportError naming the extra to install, ValueError if there is no such model.
-        """
+        """From a folder or the Hub. Raises ImportError, ValueError for an unknown model."""
         need_torch()
         from ragorder.kernels.engine import EngineSettings
         from ragorder.kernels.engine.loading import load_model, load_tokenizer
@@ -68,27 +66,18 @@ class TorchModel:
 
     @property
     def vocabulary(self) -> int:
-        """How many tokens there are."""
         return int(self.model.config.get_text_config().vocab_size)
 
 
 class TorchEngine:
-    """One embedded engine with KV of its own, one request at a time. Several live side by side and take turns, on one
-    model as well; those are closed together.
+    """One embedded engine with its own KV, one request at a time; several share a model, and are closed together.
 
-    What it caches are documents: a prompt (`PromptIds`) says where they end, and a hit ends where one of them does,
-    whatever the `block_size`, in which the pool is given out. A prompt that says nothing is cut into chunks. The blocks
-    behind the last document, with question and answer, are free as soon as the request has ended. So it finds a few
-    tokens more than an orderer predicts, which counts whole blocks.
+    Documents are cached: hits end with a document (`PromptIds`), whatever the `block_size`, so that it finds a few
+    tokens more than predicted. Question and answer are freed with the request.
 
-    `capacity_tokens` is what the device holds, rounded down to whole blocks; None asks for `unlimited_tokens` (the
-    caller sees to it that this is enough) and is reported as None. Documents that leave it go on to `host_tokens`, and
-    from there to `disk_bytes` in the folder `disk_path`. The host keeps its copy of what comes back, so that both hold
-    as much as the larger one at least, and `capacity_tokens` reports that. What goes first is said by `policy`; least
-    recently used is what orderers assume.
-
-    `served` are the engine's own completions since the last `reset`.
-    """
+    `capacity_tokens` is the device's, in whole blocks; None reserves `unlimited_tokens`. Evicted documents go to
+    `host_tokens`, then to `disk_bytes` in `disk_path`. The reported `capacity_tokens` is the larger of device and host,
+    which may hold the same. Orderers assume `policy` "lru". `served`: completions since the last `reset`."""
 
     name = "torch"
     partial_blocks_first = True
@@ -108,11 +97,7 @@ class TorchEngine:
         output_tokens: int = 1,
         unlimited_tokens: int = 65536,
     ) -> None:
-        """Load the model, if it is not, and set up the pools.
-
-        Raises ValueError for a pool without a block, for no output tokens and for a model that cannot be served
-        exactly or not be loaded, ImportError naming the extra to install.
-        """
+        """Raises ValueError for a pool without a block, no output tokens or an unsupported model, ImportError."""
         pool_tokens = unlimited_tokens if capacity_tokens is None else capacity_tokens
         if block_size < 1 or pool_tokens < block_size:
             raise ValueError(f"a pool of {pool_tokens} tokens has no block of {block_size} tokens: raise the capacity")
@@ -146,13 +131,12 @@ class TorchEngine:
 
     @property
     def engine(self) -> TieredEngine:
-        """The engine itself. Raises RuntimeError once closed."""
+        """Raises RuntimeError once closed."""
         if self._engine is None:
             raise RuntimeError("this engine is closed")
         return self._engine
 
     def request(self, token_ids: Sequence[int], output_tokens: int | None = None) -> Request:
-        """A prompt as the engine takes it, to be answered with so many tokens."""
         from ragorder.kernels.engine import Request
 
         ends = token_ids.document_ends if isinstance(token_ids, PromptIds) else ()
@@ -162,16 +146,12 @@ class TorchEngine:
         return Request(list(token_ids), ends, sampling, salt)
 
     def generate(self, token_ids: Sequence[int]) -> EngineCompletion:
-        """Serve one prompt. `ttft_s` is the wall time from this call to the end of the step that gave the first token.
-
-        Raises ValueError for a prompt that is empty or does not fit, EngineError for one that was not answered, and
-        RuntimeError once closed.
-        """
+        """Raises ValueError for an empty or too long prompt, EngineError if unanswered, RuntimeError once closed."""
         *_, last = self.engine.stream(self.request(token_ids))
         return self.completion(last.completion)
 
     def completion(self, served: Completion | None) -> EngineCompletion:
-        """What the benchmarks know of a request that the engine has ended. Raises EngineError if it gave no token."""
+        """Raises EngineError for an answer without a token."""
         assert served is not None, "the last update of a request has its completion"
         if served.ttft_s is None or served.finish_reason in ("abort", "error"):
             raise EngineError(f"the engine ended a request without an answer ({served.error or served.finish_reason})")
@@ -180,7 +160,7 @@ class TorchEngine:
 
     @contextmanager
     def answering(self, output_tokens: int) -> Iterator[None]:
-        """A block in which prompts are answered, with at most so many tokens, until the model ends its answer."""
+        """A block in which answers have at most so many tokens, and end where the model ends them."""
         kept = self._sampling
         self._sampling = replace(kept, max_tokens=output_tokens, ignore_eos=False)
         try:
@@ -189,12 +169,12 @@ class TorchEngine:
             self._sampling = kept
 
     def reset(self) -> None:
-        """Forget all documents, in all tiers."""
+        """Empty all tiers."""
         self.engine.clear_cache()
         self.served = []
 
     def warm_up(self) -> None:
-        """Serve random prompts of several lengths, so that later ones are timed without first-call costs, and reset."""
+        """Serve random prompts of several lengths, and reset, to time later ones without first-call costs."""
         draw = random.Random(0)
         longest = min(self.engine.max_model_len, self.engine.device_tokens) - self._sampling.max_tokens
         for tokens in sorted({min(tokens, longest) for tokens in _WARM_UP_TOKENS}):
@@ -202,7 +182,6 @@ class TorchEngine:
         self.reset()
 
     def close(self) -> None:
-        """Give back the pools. Closing twice is fine."""
         if self._engine is not None:
             self._engine.close()
             self._engine = None
@@ -211,7 +190,6 @@ class TorchEngine:
 
 @contextmanager
 def _no_progress_bar() -> Iterator[None]:
-    """transformers draws a bar on standard error while it loads."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()

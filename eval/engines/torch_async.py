@@ -19,8 +19,7 @@ _Answer = asyncio.Future[EngineCompletion]
 
 
 class AsyncTorchEngine:
-    """A `TorchEngine` that many requests use at a time. They join between its steps, which run in a thread while any
-    request is unfinished, so that the event loop goes on."""
+    """A `TorchEngine` for concurrent requests, which join between steps. Steps run in a thread."""
 
     def __init__(self, engine: TorchEngine) -> None:
         self.name = engine.name
@@ -34,8 +33,8 @@ class AsyncTorchEngine:
         self._stepping: asyncio.Task[None] | None = None
 
     async def complete(self, token_ids: Sequence[int], output_tokens: int | None = None) -> EngineCompletion:
-        """Serve one prompt. `ttft_s` runs from this call, so that waiting for the step that is under way counts.
-        Raises RequestError for a prompt that the engine refuses, EngineError if a step fails."""
+        """`ttft_s` includes the wait for the current step. Raises RequestError for a refused prompt, EngineError for a
+        failed step."""
         answer: _Answer = asyncio.get_running_loop().create_future()
         self._arrived.append((token_ids, output_tokens, time.perf_counter(), answer))
         if self._stepping is None:

@@ -1,4 +1,4 @@
-"""vLLM in this process: the real engine, one request at a time."""
+"""vLLM in this process, one request at a time."""
 
 from __future__ import annotations
 
@@ -29,15 +29,11 @@ _WARM_UP_TOKENS = (16, 64, 256, 1024)
 
 
 class VLLMEngine:
-    """One vLLM with a KV pool of its own, in this process. Several live side by side and take turns.
+    """One vLLM with its own KV pool; several take turns, and are closed together: closing one destroys the process
+    groups that all share.
 
-    `capacity_tokens` is what the pool holds, rounded down to whole blocks. None asks for a pool of `unlimited_tokens`
-    (the caller sees to it that this is enough) and is reported as None. A prompt and its `output_tokens` must fit
-    both `max_model_len` and the pool. Output is greedy and runs past end-of-sequence tokens, so that every answer has
-    `output_tokens` tokens; but see `answering`.
-
-    Closing one takes the process groups of all others away, which vLLM has once for the process: close them together.
-    """
+    `capacity_tokens` is the pool, in whole blocks; None reserves `unlimited_tokens`. Output is greedy, and ignores
+    end-of-sequence tokens except in `answering`."""
 
     name = "vllm"
     partial_blocks_first = True
@@ -55,14 +51,8 @@ class VLLMEngine:
         dtype: str | None = None,
         gpu_memory_utilization: float | None = None,
     ) -> None:
-        """Load the model and set up the pool, which takes seconds.
-
-        `dtype` None is bfloat16, or float32 on a CPU without fast bfloat16. `gpu_memory_utilization` is the share of
-        a GPU's memory that vLLM wants to find free; lower it for several engines on one GPU.
-
-        Raises ValueError for a pool without a block, for no output tokens and for a block that a CPU cannot serve,
-        and ImportError where vLLM is missing.
-        """
+        """`dtype` None is bfloat16 where that is fast, else float32. `gpu_memory_utilization` is the share of a GPU's
+        memory to find free. Raises ValueError for an impossible pool or block, ImportError."""
         pool_tokens = unlimited_tokens if capacity_tokens is None else capacity_tokens
         if block_size < 1 or pool_tokens < block_size:
             raise ValueError(f"a pool of {pool_tokens} tokens has no block of {block_size} tokens: raise the capacity")
@@ -106,10 +96,7 @@ class VLLMEngine:
         self._vocabulary = int(self._engine.model_config.get_vocab_size())
 
     def generate(self, token_ids: Sequence[int]) -> EngineCompletion:
-        """Serve one prompt. `ttft_s` is the wall time from this call to the step that gave the first token.
-
-        Raises ValueError for a prompt that is empty or does not fit, and RuntimeError once closed.
-        """
+        """Raises ValueError for an empty or too long prompt, RuntimeError once closed."""
         engine = self._open()
         room = self._longest - self._output_tokens
         if not 1 <= len(token_ids) <= room:
@@ -130,7 +117,7 @@ class VLLMEngine:
 
     @contextmanager
     def answering(self, output_tokens: int) -> Iterator[None]:
-        """A block in which prompts are answered, with at most so many tokens, until the model ends its answer."""
+        """A block in which answers end where the model ends them, or after so many tokens."""
         kept = self._sampling, self._output_tokens, self.kept_output_tokens
         self._sampling = type(self._sampling)(max_tokens=output_tokens, temperature=0.0)
         self._output_tokens, self.kept_output_tokens = output_tokens, output_tokens - 1
@@ -140,12 +127,12 @@ class VLLMEngine:
             self._sampling, self._output_tokens, self.kept_output_tokens = kept
 
     def reset(self) -> None:
-        """Forget the prefix cache. Raises RuntimeError where vLLM says that blocks are still in use."""
+        """Raises RuntimeError if blocks are in use."""
         if not self._open().reset_prefix_cache():
             raise RuntimeError("vLLM did not reset its prefix cache: blocks are still in use")
 
     def warm_up(self) -> None:
-        """Serve random prompts of several lengths, so that later ones are timed without first-call costs, and reset."""
+        """Serve random prompts of several lengths, and reset, to time later ones without first-call costs."""
         draw = random.Random(0)
         room = self._longest - self._output_tokens
         for tokens in sorted({min(tokens, room) for tokens in _WARM_UP_TOKENS}):
@@ -153,7 +140,6 @@ class VLLMEngine:
         self.reset()
 
     def close(self) -> None:
-        """Give back the pool and the weights. Closing twice is fine."""
         if self._engine is None:
             return
         self._engine.engine_core.shutdown()
@@ -167,7 +153,7 @@ class VLLMEngine:
 
 
 def _import_vllm(*, local: bool) -> tuple[Any, bool]:
-    """The vllm module, quiet and in-process, and whether it runs on a CPU. vLLM reads the environment on import."""
+    """The module, quiet and in-process, and whether it runs on a CPU. vLLM reads the environment on import."""
     _set_environment()
     if local:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -184,7 +170,7 @@ def _import_vllm(*, local: bool) -> tuple[Any, bool]:
 
 
 def _set_environment() -> None:
-    """In this process, and quiet. vLLM and torch read these variables once."""
+    """vLLM and torch read these variables once."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     if os.environ["VLLM_LOGGING_LEVEL"] == "ERROR":
@@ -206,8 +192,8 @@ def _start(vllm: Any, arguments: dict[str, Any]) -> Any:
 
 @contextmanager
 def _hidden(name: str) -> Iterator[None]:
-    """Leave a module out of `sys.modules`: vLLM asks everything in every module for its `vars()`, and llvmlite (which
-    bm25s brings along) has an object there that answers with a function."""
+    """Hide a module from vLLM, which calls `vars()` on every attribute of every module, which llvmlite does not
+    support."""
     module = sys.modules.pop(name, None)
     try:
         yield
@@ -217,7 +203,7 @@ def _hidden(name: str) -> Iterator[None]:
 
 
 def has_fast_bfloat16() -> bool:
-    """Whether this machine computes in bfloat16 (a GPU, or a CPU with instructions for it). Needs torch."""
+    """On a GPU, or a CPU with instructions for it. Needs torch."""
     _set_environment()
     import torch
 

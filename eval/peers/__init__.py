@@ -1,4 +1,4 @@
-"""Other projects' ordering, compared with ours: each in a process and an environment of its own."""
+"""Other projects' ordering, each in a process and an environment of its own."""
 
 from ragorder.eval.peers.environment import PEERS, Peer, PeerError, prepare_peer
 from ragorder.eval.peers.policy import PeerPolicy, make_peer

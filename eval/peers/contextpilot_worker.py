@@ -1,7 +1,5 @@
-"""The far end of the line: runs in ContextPilot's environment, knows nothing of ragorder, and orders.
-
-JSON lines in and out. What ContextPilot prints goes nowhere: file descriptor 1 is closed to it.
-"""
+"""Worker in ContextPilot's environment, without ragorder: JSON lines in and out. File descriptor 1 is closed to
+ContextPilot's own output."""
 
 from __future__ import annotations
 
@@ -14,7 +12,6 @@ from typing import Any
 
 
 def main() -> None:
-    """Answer until the input ends."""
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 

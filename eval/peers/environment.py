@@ -1,4 +1,4 @@
-"""A virtual environment for each peer, made when it is first needed and kept in the cache folder."""
+"""Virtual environments of peers, made on first use in the cache folder."""
 
 from __future__ import annotations
 
@@ -19,13 +19,12 @@ _INSTALL_S = 600.0
 
 
 class PeerError(RuntimeError):
-    """A peer is not to be had on this machine, or broke down. The message says in one line why."""
+    """A peer is not available on this machine, or failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Another project's ordering: the requirement that pip installs without its dependencies, and those of these that
-    ordering needs."""
+    """A requirement, installed without its dependencies, and those of these that ordering needs."""
 
     name: str
     requirement: str
@@ -43,10 +42,7 @@ PEERS = {
 
 
 def prepare_peer(name: str, *, folder: Path | None = None, timeout_s: float = _INSTALL_S) -> Path:
-    """The Python of a peer's environment, installed from the package index if it is not there yet.
-
-    Raises PeerError, after which nothing is left in `folder` (by default below the cache folder).
-    """
+    """The Python of a peer's environment, installed if necessary. Raises PeerError, and leaves nothing in `folder`."""
     peer = PEERS[name]
     folder = cache_folder() / "peers" if folder is None else folder
     place = folder / peer.folder_name

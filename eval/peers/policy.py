@@ -1,4 +1,4 @@
-"""A peer as a policy among ours."""
+"""A peer as a policy."""
 
 from __future__ import annotations
 
@@ -24,10 +24,7 @@ def _close() -> None:
 
 
 def make_peer(name: str) -> PeerPolicy:
-    """A peer's policy for one run. Its process is started once and serves all runs, each with an index of its own.
-
-    Raises PeerError where the peer cannot be installed or started.
-    """
+    """A policy for one run. One process serves all. Raises PeerError if the peer cannot be installed or started."""
     worker = _workers.get(name)
     if worker is None or not worker.alive:
         script = Path(__file__).with_name(f"{name}_worker.py")
@@ -36,12 +33,10 @@ def make_peer(name: str) -> PeerPolicy:
 
 
 class PeerPolicy:
-    """Orders as the peer does. Where it raises, or answers with other documents than it was given, the documents stay
-    in retrieval order: `fallbacks` counts both, `first_error` says what the first was.
+    """Orders as the peer does; retrieval order if it raises or returns other documents: `fallbacks` counts both,
+    `first_error` is the first message.
 
-    `clock_ns` is the CPU time that the peer took to order, without what it takes to talk to it. Ordering raises
-    PeerError if the peer's process is dead.
-    """
+    `clock_ns` is the peer's own CPU time. Raises PeerError if its process is dead."""
 
     def __init__(self, worker: Worker) -> None:
         self.fallbacks = 0
@@ -58,13 +53,13 @@ class PeerPolicy:
     def order(
         self, documents: list[Document], *, waiting: Sequence[list[Document]] = (), suffix_tokens: int | None = None
     ) -> Ordering[Document]:
-        """One request on its own: the peer cannot be told who waits."""
+        """Without the waiting requests."""
         return next(self.order_batch([documents]))
 
     def order_batch(
         self, requests: Sequence[list[Document]], *, suffix_tokens: int | None = None, max_wait: int | None = None
     ) -> Iterator[Ordering[Document]]:
-        """All requests at once, in the order in which the peer wants them served: it knows of no bound on waiting."""
+        """All requests, in the peer's order of serving, without a bound on waiting."""
         numbered = [[self._number(document) for document in documents] for documents in requests]
         answer = self._worker.order(self._run, numbered)
         self._spent_ns += int(answer.get("ns", 0))
@@ -92,7 +87,7 @@ class PeerPolicy:
 
 
 def _permutation(given: Sequence[int], order: Sequence[int] | None) -> list[int] | None:
-    """The ranks of the documents in the order that was answered; None if they are not the same documents."""
+    """The ranks of the returned documents; None if they are not the same documents."""
     if order is None or sorted(order) != sorted(given):
         return None
     ranks: dict[int, list[int]] = {}

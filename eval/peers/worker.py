@@ -1,4 +1,4 @@
-"""Our end of the line to a peer's process."""
+"""The process of a peer."""
 
 from __future__ import annotations
 
@@ -20,11 +20,10 @@ _KEPT_VARIABLES = ("PATH", "HOME", "TMPDIR", "LANG", "LC_ALL")
 
 
 class Worker:
-    """A process that orders in a peer's environment, for several runs that know nothing of each other. Documents are
-    numbers there: it never sees a word of them, nor of our environment variables.
+    """A process in a peer's environment, for several independent runs. Documents are numbers there; it has none of our
+    environment variables.
 
-    Raises PeerError if it does not start; after a call that was not answered in `timeout_s` seconds it is dead.
-    """
+    Raises PeerError if it does not start; a call without an answer within `timeout_s` kills it."""
 
     def __init__(self, python: Path, script: Path, *, timeout_s: float = 60.0) -> None:
         self._timeout_s = timeout_s
@@ -56,22 +55,20 @@ class Worker:
         return self._process.poll() is None
 
     def new_run(self) -> int:
-        """A run with an index of its own."""
+        """A run with its own index."""
         with self._lock:
             self._runs += 1
             return self._runs
 
     def order(self, run: int, requests: Sequence[Sequence[int]]) -> Mapping[str, Any]:
-        """The `orders` of the requests, the `indices` of the requests that they belong to, and the CPU time that it
-        took in `ns`; or what went wrong as `error`. Raises PeerError once the process is dead."""
+        """The `orders`, the request `indices`, and the CPU time `ns`; or `error`. Raises PeerError once dead."""
         with self._lock:
             ended = [self._ended.popleft() for _ in range(len(self._ended))]
             call = {"run": run, "requests": requests, "ended": ended}
             return self._exchange(call, self._timeout_s)
 
     def end(self, run: int) -> None:
-        """Forget a run, at the next call. A finalizer may call this at any time, also while a call is under way: it
-        takes no lock."""
+        """Forget a run at the next call. Takes no lock: a finalizer may call it at any time."""
         self._ended.append(run)
 
     def close(self) -> None:
@@ -93,7 +90,7 @@ class Worker:
         stdin.flush()
 
     def _exchange(self, call: Mapping[str, Any] | None, timeout_s: float) -> Mapping[str, Any]:
-        """Killing a process that hangs ends our wait, whether we were writing or reading."""
+        """Killing a process that hangs ends the wait in either direction."""
         stdout = self._process.stdout
         assert stdout is not None
         watchdog = Timer(timeout_s, self._process.kill)

@@ -1,4 +1,4 @@
-"""Replay of a log of past requests: savings by ordering, without an engine and without any document text."""
+"""Replay of a log of past requests on a simulated cache."""
 
 from ragorder.eval.replay.jobs import ReplayError
 from ragorder.eval.replay.log import Log, LogBuilder, LogError

@@ -1,8 +1,7 @@
-"""The simulated engine for prompts of whole documents: exact to the block, at a cost by the document.
+"""The simulated engine for prompts of whole documents.
 
-`SimEngine` hashes and moves every block. Here a document after one particular sequence of documents is one entry, which
-counts its blocks: they are used together, and given up tail first. Both give the same cached tokens.
-"""
+`SimEngine` hashes and moves each block. Here one entry is a document after one path of documents, and counts its
+blocks. Both give the same cached tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ __all__ = ["PathEngine", "PathPrompt", "UnlimitedPathEngine", "make_engine"]
 
 
 class PathPrompt(NamedTuple):
-    """The system prompt of a scope, documents by number, and at least one token of which no other prompt has any."""
+    """The system prompt of a scope, documents by number, and at least one token that no other prompt has."""
 
     scope: int
     documents: Sequence[int]
@@ -24,11 +23,8 @@ class PathPrompt(NamedTuple):
 
 
 class _Node:
-    """A document after one particular sequence of documents, of whose `blocks` the first `held` are in the cache,
-    in use by `references` running requests. A KV block belongs to the node in which its last token lies.
-
-    Without `siblings` it is what one request alone used: its question and answer.
-    """
+    """A document after one path, of whose `blocks` the first `held` are cached; `references` running requests use it. A
+    KV block belongs to the node of its last token. Without `siblings` it is a request's own: question and answer."""
 
     __slots__ = ("blocks", "children", "held", "key", "references", "siblings")
 
@@ -42,12 +38,9 @@ class _Node:
 
 
 class PathEngine:
-    """vLLM's block pool, as `SimEngine` has it, with `capacity_tokens` for prompts made of documents.
+    """vLLM's block pool as in `SimEngine`, for prompts made of documents.
 
-    `document_tokens` and `prefix_tokens` are the lengths of documents and of the scopes' system prompts, by number.
-    That every prompt ends with a token of its own makes the entries whole: the last block, which is always recomputed,
-    is then never one of a document.
-    """
+    A prompt ends with a token of its own: the last block, which is always recomputed, is never one of a document."""
 
     name = "sim"
     partial_blocks_first = False
@@ -74,7 +67,6 @@ class PathEngine:
         self._answered = 0
 
     def has_room(self, prompt: PathPrompt, output_tokens: int | None = None) -> bool:
-        """Whether a prompt and its answer would be admitted without finishing another request."""
         needed = self._blocks(prompt, output_tokens)
         available = self._unused + self._free_blocks
         if needed <= available:
@@ -84,7 +76,7 @@ class PathEngine:
         return needed - sum(node.held for node in path) <= available - free
 
     def admit(self, prompt: PathPrompt, output_tokens: int | None = None) -> tuple[EngineCompletion, int]:
-        """Start a request that will answer with so many tokens: what it finds cached, and a handle for `finish`."""
+        """The cached tokens of a request, and a handle for `finish`."""
         self._answered += 1
         handle = self._answered
         path, documents = self._hits(prompt)
@@ -100,7 +92,7 @@ class PathEngine:
         return EngineCompletion(None, hits * self.block_size, self._prompt_tokens(prompt)), handle
 
     def finish(self, handle: int) -> None:
-        """The request has answered: free its blocks. Nothing happens if it was finished before."""
+        """Free the request's blocks, once."""
         path, own = self._running.pop(handle, ([], 0))
         if own:
             self._free[_Node(0, None, own, own)] = None
@@ -116,13 +108,11 @@ class PathEngine:
         return self._prefix_tokens[prompt.scope] + documents_tokens + prompt.suffix_tokens
 
     def _blocks(self, prompt: PathPrompt, output_tokens: int | None) -> int:
-        """How many blocks a prompt and its answer take."""
         answer = self.kept_output_tokens if output_tokens is None else output_tokens
         return -(-(self._prompt_tokens(prompt) + answer) // self.block_size)
 
     def _hits(self, prompt: PathPrompt) -> tuple[list[_Node], int]:
-        """The prompt's nodes in the cache, of which the last one may be held in part, and how many documents they are
-        and were passed over because they have no tokens."""
+        """The prompt's cached nodes, the last one perhaps in part, and their number with empty documents."""
         node = self._roots.get(prompt.scope)
         if node is None:
             return [], 0
@@ -141,10 +131,7 @@ class PathEngine:
         return path, passed
 
     def _fill(self, prompt: PathPrompt, path: list[_Node], passed: int, taken: int) -> int:
-        """Lay the blocks taken out along the prompt, as far as they reach; how many are left for question and answer.
-
-        `path` grows by the nodes that were not there.
-        """
+        """Assign blocks along the prompt, and extend `path` by new nodes; the number left for question and answer."""
         size, lengths = self.block_size, self._document_tokens
         end = self._prefix_tokens[prompt.scope]
         if not path:
@@ -169,7 +156,7 @@ class PathEngine:
         return taken
 
     def _take(self, blocks: int) -> int:
-        """Take so many blocks, unused ones first, then the least recently freed; how many there were."""
+        """Take blocks, unused ones first, then the least recently freed; their number."""
         taken = min(self._unused, blocks)
         self._unused -= taken
         while taken < blocks:
@@ -196,7 +183,7 @@ class PathEngine:
 
 
 class UnlimitedPathEngine:
-    """The same without bound: nothing is ever given up, so that it is enough to know which paths there were."""
+    """The same without evictions: a set of paths."""
 
     name = "sim"
     partial_blocks_first = False
@@ -221,7 +208,6 @@ class UnlimitedPathEngine:
         return True
 
     def admit(self, prompt: PathPrompt, output_tokens: int | None = None) -> tuple[EngineCompletion, int]:
-        """What a request finds cached; there is nothing to finish."""
         children, width, lengths = self._children, self._width, self._document_tokens
         end, cached_end = self._prefix_tokens[prompt.scope], 0
         edge = len(lengths) + prompt.scope
@@ -243,7 +229,7 @@ class UnlimitedPathEngine:
         return EngineCompletion(None, cached_end // self.block_size * self.block_size, end + prompt.suffix_tokens), 0
 
     def finish(self, handle: int) -> None:
-        """Nothing is held back."""
+        """Without effect."""
 
 
 def make_engine(
@@ -254,7 +240,7 @@ def make_engine(
     capacity_tokens: int | None,
     output_tokens: int,
 ) -> PathEngine | UnlimitedPathEngine:
-    """A fresh engine; `capacity_tokens` None: unlimited."""
+    """`capacity_tokens` None: unlimited."""
     lengths = document_tokens, prefix_tokens
     if capacity_tokens is None:
         return UnlimitedPathEngine(*lengths, block_size=block_size, output_tokens=output_tokens)

@@ -1,4 +1,4 @@
-"""Policies and capacities are independent of each other: they are run one after another, or in several processes."""
+"""Jobs of a replay, one for each policy and capacity, in one or several processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _POLL_S = 0.1
 
 
 class ReplayError(RuntimeError):
-    """A replay cannot be run or finished. The message says what to change."""
+    """A replay cannot be run or finished."""
 
 
 class ReplayJob(NamedTuple):
@@ -32,10 +32,8 @@ class ReplayJob(NamedTuple):
 def run_jobs(
     log: Log, jobs: Sequence[ReplayJob], setup: Setup, advance: Advance, processes: int = 1
 ) -> list[PolicyFigures]:
-    """The figures of each job, in their order. `advance` is called as `replay_run` does, for all of them.
-
-    Several processes are started afresh (spawned), each with a copy of the log. Raises ReplayError if one of them dies.
-    """
+    """The figures of the jobs, in their order. Several processes are spawned, each with a copy of the log. Raises
+    ReplayError if one of them dies."""
     processes = min(processes, len(jobs))
     if processes <= 1:
         return [replay_run(log, *job, setup, advance) for job in jobs]
@@ -55,7 +53,6 @@ def run_jobs(
 
 
 def _watch(futures: Sequence[Future[PolicyFigures]], told: Any, advance: Advance) -> None:
-    """Until all have ended, or one has failed."""
     passed_on = 0
     pending = set(futures)
     while pending:
@@ -68,14 +65,14 @@ def _watch(futures: Sequence[Future[PolicyFigures]], told: Any, advance: Advance
 
 
 class _StoppedError(Exception):
-    """The replay was cancelled."""
+    pass
 
 
 _shared: tuple[Log, Setup, Any, Any]
 
 
 def _begin(*shared: Any) -> None:
-    """What a process needs for all its jobs. An interrupt is the parent's to handle."""
+    """Initialise a process, in which interrupts are ignored: the parent handles them."""
     global _shared
     _shared = shared
     signal.signal(signal.SIGINT, signal.SIG_IGN)

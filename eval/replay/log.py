@@ -1,4 +1,4 @@
-"""A log of requests in columns of numbers: who asked when, and which documents of which lengths were retrieved."""
+"""Logs of requests in columns of numbers."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ __all__ = ["Log", "LogBuilder", "LogError", "RecordedArrivals"]
 
 
 class LogError(ValueError):
-    """A log cannot be used. The message says where and what to change, and quotes nothing of the log."""
+    """A log cannot be used. The message quotes nothing of it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Log:
-    """Requests in order of time, one row each. Lengths are in tokens.
+    """Requests in order of time, one row each, with lengths in tokens.
 
-    Documents and scopes are known by number. A scope is a tenant with a system prompt of one length (`prefix_tokens`):
-    scopes share nothing, so that the same id in two scopes, or with another length, is another document. The documents
-    of a request are `documents[starts[row]:starts[row + 1]]`, best first; `at_s` counts from the first request.
-    """
+    Documents and scopes are numbers. A scope is a tenant with a system prompt of one length (`prefix_tokens`). An id in
+    another scope, or with another length, is another document. The documents of a request are
+    `documents[starts[row]:starts[row + 1]]`, best first; `at_s` counts from the first request."""
 
     name: str
     at_s: array[float]
@@ -43,7 +42,6 @@ class Log:
         return len(self.at_s)
 
     def ranking(self, row: int) -> list[int]:
-        """The documents of a request, best first."""
         return self.documents[self.starts[row] : self.starts[row + 1]].tolist()
 
     def prompt_tokens(self, row: int) -> int:
@@ -62,12 +60,11 @@ class Log:
 
     @property
     def output_tokens_mean(self) -> int:
-        """What is known of an answer's length before it is there."""
         return round(sum(self.output_tokens) / len(self)) if len(self) else 0
 
 
 class RecordedArrivals(Sequence[Arrival]):
-    """The arrivals of a log, made as they are asked for."""
+    """The arrivals of a log."""
 
     def __init__(self, log: Log) -> None:
         self._log = log
@@ -80,7 +77,7 @@ class RecordedArrivals(Sequence[Arrival]):
 
 
 class LogBuilder:
-    """Makes a log of requests that are added one by one, in any order of time."""
+    """A log of requests that are added in any order of time."""
 
     def __init__(self) -> None:
         self._times = array("d")
@@ -109,7 +106,7 @@ class LogBuilder:
         suffix_tokens: int,
         output_tokens: int,
     ) -> None:
-        """A request at this time, with its documents' ids and lengths, best first."""
+        """Ids and lengths are best first."""
         scope = self._scopes.get((tenant, prefix_tokens))
         if scope is None:
             scope = self._scopes[tenant, prefix_tokens] = len(self._scopes)
@@ -131,7 +128,7 @@ class LogBuilder:
         self._output_tokens.append(output_tokens)
 
     def build(self, name: str, passed_over: Mapping[str, int] | None = None) -> Log:
-        """The log, in order of time; what came at the same time stays in the order in which it was added."""
+        """The log in order of time; requests of one time in order of addition."""
         times, starts = self._times, self._starts
         first = min(times, default=0.0)
         out_of_order = sum(after < before for before, after in pairwise(times))
@@ -164,7 +161,7 @@ class LogBuilder:
         )
 
     def _version(self, scope: int, id: Hashable, length: int) -> int:
-        """A document whose length is another than when its id was first seen: its content changed."""
+        """A document whose id was seen with another length: its content changed."""
         version = (scope, id, length)
         number = self._versions.get(version)
         if number is None:

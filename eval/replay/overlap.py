@@ -1,4 +1,4 @@
-"""Overlap of requests: the most that any order of their documents could reuse, and why."""
+"""Overlap of requests: a bound on what any order of documents could reuse."""
 
 from __future__ import annotations
 
@@ -19,19 +19,15 @@ _COMPARISONS = 10_000_000
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """What requests share with earlier ones of their scope. Shares are between 0 and 1, those of tokens of all prompt
-    tokens.
+    """Shares, from 0 to 1, of what requests have in common with earlier ones of their scope; token shares are of all
+    prompt tokens.
 
-    `first_seen_ratio`: tokens of documents that no earlier request had, and of system prompts that were not there yet.
-    `suffix_ratio`: tokens behind the documents. `bound_ratio`: what is left, in whole blocks: no order and no cache can
-    reuse more.
+    `first_seen_ratio`: documents and system prompts of no earlier request. `suffix_ratio`: tokens behind the documents.
+    `bound_ratio`: the rest, in whole blocks: no order can reuse more.
 
-    But a cached prefix comes from one earlier prompt. Compared with the earlier request that is most like it:
-    `sharing_two_ratio` of the requests have two documents or more in common with it, `jaccard_mean` is the mean
-    similarity of the two sets, and `one_prompt_ratio` what the documents in common and the system prompt are of all
-    prompt tokens, in whole blocks: a bound as well, and the tighter one. `compared_requests`, spread evenly, were
-    compared; `exact` says that these were all, and with all before them. Otherwise these three are estimates.
-    """
+    Compared with the one most similar earlier prompt: `sharing_two_ratio` of the requests share two documents or more,
+    and `one_prompt_ratio` are the tokens in common, in whole blocks: a tighter bound. `compared_requests`, spread
+    evenly, were compared; with `exact` all with all."""
 
     prompt_tokens: int
     bound_tokens: int
@@ -46,8 +42,7 @@ class Overlap:
 
 
 def measure_overlap(log: Log, block_size: int, advance: Advance = lambda: None) -> Overlap:
-    """What the requests of a log have in common, by documents alone. `advance` is called after each of the
-    `compared_requests(log)`."""
+    """`advance` is called after each of the `compared_requests(log)`."""
     prompt_tokens, bound_tokens, suffix_tokens, seen_tokens = _bound(log, block_size)
     rows = _compared(log)
     nearest = _Nearest(log, block_size, len(rows))
@@ -75,7 +70,6 @@ def measure_overlap(log: Log, block_size: int, advance: Advance = lambda: None) 
 
 
 def compared_requests(log: Log) -> int:
-    """How many requests are compared with those before them."""
     return len(_compared(log))
 
 
@@ -84,7 +78,7 @@ def _compared(log: Log) -> range:
 
 
 def _bound(log: Log, block_size: int) -> tuple[int, int, int, int]:
-    """Tokens of all prompts; of what was there before, in whole blocks; behind the documents; and there before."""
+    """Tokens of all prompts; seen before, in whole blocks; behind the documents; seen before."""
     lengths = log.document_tokens
     seen_documents, seen_scopes = bytearray(len(lengths)), bytearray(len(log.prefix_tokens))
     prompt_tokens = bound_tokens = seen_tokens = 0
@@ -103,7 +97,7 @@ def _bound(log: Log, block_size: int) -> tuple[int, int, int, int]:
 
 
 class _Nearest:
-    """Finds the earlier request with most in common, among the latest ones that had one of the documents."""
+    """The most similar earlier request, among the latest with one of the documents."""
 
     def __init__(self, log: Log, block_size: int, compared: int) -> None:
         self._log = log
@@ -129,8 +123,8 @@ class _Nearest:
         self._depth = len(log) if self.exact else max(16, _COMPARISONS // (compared * max(self._sizes)))
 
     def of(self, row: int) -> tuple[int, float, int]:
-        """The most documents in common with one earlier request, the largest Jaccard similarity with one, and the most
-        tokens in common with one, with the system prompt and in whole blocks."""
+        """The most documents in common with one earlier request, the largest Jaccard similarity, and the most tokens in
+        common, with the system prompt and in whole blocks."""
         log, sizes = self._log, self._sizes
         common: Counter[int] = Counter()
         tokens: Counter[int] = Counter()
@@ -149,7 +143,6 @@ class _Nearest:
         return max(common.values(), default=0), similarity, most // self._block_size * self._block_size
 
     def _earlier(self, document: int, row: int) -> array[int]:
-        """The latest earlier requests that had a document."""
         start = self._starts[document]
         end = bisect_left(self._rows, row, start, self._starts[document + 1])
         return self._rows[max(start, end - self._depth) : end]

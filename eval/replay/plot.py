@@ -1,4 +1,4 @@
-"""A replay's report as a picture."""
+"""Picture of a replay's report."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _WIDTH, _HEIGHT, _DPI = 12.0, 6.0, 100
 
 
 def need_matplotlib() -> Any:
-    """The module that draws to files, without a screen. Raises ImportError naming the extra to install."""
+    """The module, drawing to files. Raises ImportError naming the extra to install."""
     try:
         from matplotlib.backends import backend_agg
     except ImportError as error:
@@ -34,15 +34,12 @@ def need_matplotlib() -> Any:
 
 
 def plot_report(report: ReplayReport, file: str | Path | IO[bytes]) -> None:
-    """Write the picture of a report as PNG. Raises ImportError naming the extra to install, OSError."""
+    """Write the picture as PNG. Raises ImportError, OSError."""
     draw_report(report).savefig(file, format="png")
 
 
 def draw_report(report: ReplayReport) -> Figure:
-    """A figure of 1,200 x 600 pixels: the cached ratio by capacity, and along the log at one of them.
-
-    Raises ImportError naming the extra to install.
-    """
+    """A figure of 1,200 x 600 pixels: cached ratio by capacity, and along the log at one. Raises ImportError."""
     need_matplotlib()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -108,7 +105,6 @@ def _style(policy: str) -> dict[str, Any]:
 
 
 def _size(report: ReplayReport, capacity: CapacityInfo) -> str:
-    """In tokens, and as a share of the working set."""
     tokens = capacity.tokens
     if tokens is None:
         return "unlimited"

@@ -1,9 +1,6 @@
 """Logs of requests: JSON lines, read strictly.
 
-A line is {"time", "tenant", "documents", "tokens", "prefix_tokens", "suffix_tokens", "prompt_tokens", "output_tokens"};
-only time and documents are required (`LogLine`). Other fields, of a line or of a document, are skipped, and counted in
-`Log.passed_over`.
-"""
+Only time and documents are required. Fields that `LogLine` does not have are counted in `Log.passed_over`."""
 
 from __future__ import annotations
 
@@ -49,8 +46,6 @@ def _seconds(time: float | str) -> float:
 
 
 class LogDocument(BaseModel):
-    """A document with its length."""
-
     model_config = ConfigDict(strict=True, extra="allow")
 
     id: str | int
@@ -60,14 +55,9 @@ class LogDocument(BaseModel):
 class LogLine(BaseModel):
     """A request.
 
-    `time`: seconds from any origin, or ISO 8601 (UTC where no offset is given). Lines may be out of order.
-    `tenant`: tenants never share blocks.
-    `documents`: best first. The same id with another length is another document.
-    `tokens`: lengths in the prompt, headers included: one for each document, or one number for all.
-    `prefix_tokens`, `suffix_tokens`: lengths of the prompt before and behind the documents (question and template).
-    `prompt_tokens`: length of the whole prompt, in place of `suffix_tokens`.
-    `output_tokens`: length of the answer.
-    """
+    `time`: seconds from any origin, or ISO 8601 (UTC without an offset). `tenant`: tenants share no blocks.
+    `documents`: best first; the same id with another length is another document. `tokens`: lengths with headers, one
+    for each document or one for all. `prompt_tokens`: in place of `suffix_tokens`."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -103,11 +93,9 @@ def read_log(
     limit: int | None = None,
     progress: Progress | None = None,
 ) -> Log:
-    """The requests of a log: a path, or an open binary file. Only the first `top_k` documents of each, and only the
-    first `limit` requests.
+    """The first `limit` requests of a log, each with its first `top_k` documents.
 
-    Raises LogError naming file, line and what to change; it quotes nothing of the line.
-    """
+    Raises LogError naming file, line and what to change; it quotes nothing of the line."""
     lines = JSONLines(source, error=LogError, example=_EXAMPLE, max_line_bytes=_MAX_LINE_BYTES, progress=progress)
     reader = _Reader(lengths or DefaultLengths(), top_k)
     for number, line in lines.read(LogLine):
@@ -123,8 +111,6 @@ def read_log(
 
 
 class _Reader:
-    """Adds lines to a builder, with the default lengths."""
-
     def __init__(self, lengths: DefaultLengths, top_k: int | None) -> None:
         self.builder = LogBuilder()
         self.passed_over: dict[str, int] = {}
@@ -161,7 +147,6 @@ class _Reader:
         )
 
     def _documents(self, line: LogLine) -> tuple[list[Hashable], Sequence[int]]:
-        """Ids and lengths."""
         tokens, documents = line.tokens, line.documents
         if isinstance(tokens, list):
             if len(tokens) != len(documents):
@@ -188,7 +173,7 @@ class _Reader:
         return ids, lengths
 
     def _pass_over(self, name: str) -> None:
-        """A log of another kind may have a field of its own in every line: only so many are kept apart."""
+        """Only so many names are kept: each line of a foreign log may have one of its own."""
         name = printable(name)[:_MAX_NAME_LENGTH]
         if name in self.passed_over or len(self.passed_over) < _MAX_NAMES:
             self.passed_over[name] = self.passed_over.get(name, 0) + 1

@@ -1,4 +1,4 @@
-"""Report of a replay: figures by policy and capacity, savings, and a summary."""
+"""Report of a replay: figures, savings and a summary."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ _ANSWERS: dict[Verdict, str] = {"helps": "Yes", "helps a little": "A little", "n
 
 @dataclass(frozen=True, slots=True)
 class LogInfo:
-    """What was in a log. Documents and tokens count for each scope of their own; `longest_tokens` is the longest prompt
-    with its answer."""
+    """Facts about a log. Documents and tokens count for each scope; `longest_tokens` is a prompt with its answer."""
 
     name: str
     requests: int
@@ -43,8 +42,7 @@ class LogInfo:
 
 @dataclass(frozen=True, slots=True)
 class CapacityInfo:
-    """The size of a cache: as written in the option ("5%"), and in tokens (None: unlimited). `asked`: chosen by the
-    user, not by the sweep."""
+    """A cache size: as in the option ("5%"), and in tokens (None: unlimited). `asked`: not from the sweep."""
 
     name: str
     tokens: int | None
@@ -53,9 +51,8 @@ class CapacityInfo:
 
 @dataclass(frozen=True, slots=True)
 class Saving:
-    """What a policy saves against retrieval order at one capacity: prefill tokens (those that the cache does not spare)
-    of the whole log, as a share of retrieval order's prefill, and for 1,000 requests; with a prefill rate also seconds
-    of prefill. Negative where it costs. `says` is the verdict in a sentence."""
+    """The saving of a policy against retrieval order at one capacity: prefill tokens of the whole log, their share of
+    retrieval order's prefill, tokens for 1,000 requests, and seconds with a prefill rate. Negative for a loss."""
 
     policy: str
     capacity: str
@@ -72,10 +69,8 @@ class Saving:
 class ReplayReport:
     """Cached ratio by policy and capacity, the saving, and the reasons.
 
-    `left_out` names the capacities of the sweep that hold less than the longest prompt, `prefill_tokens_per_s` is the
-    engine's speed, where it is known, `timed` whether requests came at their recorded times, and `seconds` what serving
-    them took here.
-    """
+    `left_out` are capacities of the sweep below the longest prompt, `timed` whether requests came at recorded times,
+    and `seconds` the duration of the replay."""
 
     log: LogInfo
     overlap: Overlap
@@ -90,18 +85,17 @@ class ReplayReport:
 
     @property
     def policies(self) -> list[str]:
-        """In the order in which they were asked for, retrieval first."""
+        """In the given order, retrieval first."""
         return list(dict.fromkeys(figures.policy for figures in self.figures))
 
     @property
     def compared_policy(self) -> str | None:
-        """Whose saving it is: the default's ("auto"), or the last one's; None: there is retrieval order only."""
+        """The policy of the savings: "auto", or the last one; None: retrieval order only."""
         others = [policy for policy in self.policies if policy != RETRIEVAL]
         return "auto" if "auto" in others else others[-1] if others else None
 
     @property
     def notes(self) -> list[str]:
-        """What a reader must know to read the figures right."""
         log, notes = self.log, []
         if log.out_of_order:
             notes.append(f"lines earlier than the line before them: {log.out_of_order:,}; sorted by time")
@@ -125,7 +119,6 @@ class ReplayReport:
 
     @property
     def requests_per_s(self) -> float:
-        """Requests replayed a second, all policies and capacities together."""
         return self.log.requests * len(self.figures) / self.seconds if self.seconds else 0.0
 
     def at(self, policy: str, capacity: CapacityInfo) -> PolicyFigures:
@@ -137,19 +130,18 @@ class ReplayReport:
 
     @property
     def focus(self) -> CapacityInfo:
-        """The capacity that matters most: the smallest that was asked for, or the middle of the sweep."""
+        """The smallest given capacity, or the middle of the sweep."""
         asked = [capacity for capacity in self.capacities if capacity.asked]
         return asked[0] if asked else self.capacities[(len(self.capacities) - 1) // 2]
 
     @property
     def savings(self) -> list[Saving]:
-        """What `compared_policy` saves, capacity by capacity."""
         policy = self.compared_policy
         return [self._saving(policy, capacity) for capacity in self.capacities] if policy else []
 
     @property
     def answer(self) -> str:
-        """Whether ordering would help, in a sentence: at the capacities that were asked for, or else over the sweep."""
+        """Whether ordering would help, at the given capacities or else over the sweep."""
         savings, policy = self.savings, self.compared_policy
         if policy is None:
             return "Only retrieval order was replayed: there is nothing to compare it with."
@@ -166,7 +158,7 @@ class ReplayReport:
         return f"{yes}: {policy} saves {span} % of the prefill tokens at {where} capacities."
 
     def as_json(self) -> dict[str, Any]:
-        """Everything, as JSON values, with the environment that it was made in."""
+        """JSON values, with the environment."""
         return {
             "schema": _SCHEMA,
             "environment": describe_environment(),
@@ -213,7 +205,7 @@ class ReplayReport:
         )
 
     def _verdict(self, share: float, per_request: float) -> tuple[Verdict, str]:
-        """A block more or less a request is what a shifted block boundary makes, whatever the order."""
+        """A shifted block boundary makes a block more or less a request, whatever the order."""
         if abs(per_request) < self.block_size:
             return "not worth it", "within what a block boundary explains; not worth it"
         if share < 0:
@@ -228,7 +220,7 @@ def _ends(values: Sequence[float]) -> list[float]:
 
 
 def _field(name: str, count: int) -> str:
-    """The field, in how many lines it stood, and which one may have been meant."""
+    """The field, its number of lines, and the field that may have been meant."""
     near = get_close_matches(name, FIELDS, n=1, cutoff=0.8)
     meant = f"; was {near[0]} meant?" if near else ""
     return f"{name} ({count:,} line{'s' * (count != 1)}{meant})"

@@ -23,7 +23,7 @@ REPLAY_POLICIES = (RETRIEVAL, *(name for name in ORDERERS if name != "queue"))
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """The engine: its block size, and how fast it is, if requests come at their recorded times (None: in turn)."""
+    """The engine: block size, and speed if requests come at recorded times."""
 
     block_size: int = 16
     service_times: ServiceTimes | None = None
@@ -31,9 +31,9 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class PolicyFigures:
-    """What one policy did at one capacity (None: unlimited). `tenths` are the cached ratios of the log's tenths (fewer
-    if it has fewer requests), `in_flight_mean` counts the requests sent and not yet answered when one was sent, itself
-    included, and `fallbacks` those that an internal error of the orderer left in retrieval order."""
+    """Figures of one policy at one capacity (None: unlimited). `tenths`: cached ratios of the log's tenths.
+    `in_flight_mean`: unanswered requests at each sending, that one included. `fallbacks`: requests left in retrieval
+    order by an internal error."""
 
     policy: str
     capacity_tokens: int | None
@@ -52,8 +52,7 @@ class _Sent(NamedTuple):
 
 
 class _Client:
-    """Sends the requests of a log under one policy, and adds up what came back. Without an orderer the documents stay
-    in retrieval order."""
+    """The requests of a log under one policy (without an orderer: retrieval order), and their sums."""
 
     def __init__(self, log: Log, orderer: Orderer | None) -> None:
         self.in_flight = 0
@@ -99,14 +98,14 @@ class _Client:
 
 
 def steps(log: Log) -> int:
-    """How often `replay_run` calls `advance`."""
+    """The number of calls of `advance` by `replay_run`."""
     return min(_STEPS, len(log))
 
 
 def replay_run(
     log: Log, policy: str, capacity_tokens: int | None, setup: Setup, advance: Advance = lambda: None
 ) -> PolicyFigures:
-    """Serve the whole log. `advance` is called after each hundredth of it."""
+    """Serve the log. `advance` is called after each hundredth of it."""
     engine = make_engine(
         log.document_tokens,
         log.prefix_tokens,
@@ -140,4 +139,4 @@ def replay_run(
 
 
 def _no_group(document: int) -> None:
-    """A log knows no groups of documents."""
+    return None

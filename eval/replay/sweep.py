@@ -1,12 +1,12 @@
-"""A log replayed under every policy at every capacity."""
+"""A log replayed under each policy at each capacity."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import isfinite
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO
 
 from ragorder.eval.data.names import choices
 from ragorder.eval.engines.capacity import Capacity
@@ -18,9 +18,7 @@ from ragorder.eval.replay.report import CapacityInfo, LogInfo, ReplayReport
 from ragorder.eval.replay.runs import REPLAY_POLICIES, RETRIEVAL, Setup, steps
 from ragorder.eval.running.load import ServiceTimes
 from ragorder.eval.running.policies import PolicyError
-
-if TYPE_CHECKING:
-    from ragorder.eval.running.progress import Progress
+from ragorder.eval.running.progress import Progress, silent
 
 __all__ = ["DEFAULT_POLICIES", "SWEEP", "replay"]
 
@@ -41,21 +39,16 @@ def replay(
     processes: int = 1,
     progress: Progress | None = None,
 ) -> ReplayReport:
-    """What the prefix cache would have saved for the requests of a log, by policy and by capacity.
+    """What the prefix cache would have saved for the requests of a log.
 
-    `log` comes from `read_log` (which knows how long prompts are) or `LogBuilder`, or is a path. `policies` are names
-    of `REPLAY_POLICIES`; retrieval order, the baseline, is always among them. `capacities` are tokens, shares of the
-    log's working set ("5%") or "unlimited"; `sweep` adds those of its own that hold the longest prompt.
+        replay("log.jsonl.gz", policies=["auto"], capacities=["10k", "5%"])
 
-    Requests are served one at a time. With a rate, they come at their recorded times to an engine that prefills one
-    after another and decodes side by side (`ServiceTimes`), so that those in flight hold their blocks.
+    Retrieval order is always among the `policies`. `capacities` are tokens, shares of the log's working set or
+    "unlimited"; `sweep` adds those that hold the longest prompt. With a rate requests come at their recorded times
+    (`ServiceTimes`), else one at a time. Several `processes` are spawned: a script needs its `if __name__ ==
+    "__main__":`.
 
-    The orderers' other settings are those of the environment, as everywhere (RAGORDER_KEEP_FIRST=1).
-
-    Several `processes` are started afresh: a script that asks for them needs its `if __name__ == "__main__":`.
-
-    Raises LogError, PolicyError, ReplayError, and ValueError for what else cannot be run.
-    """
+    Raises LogError, PolicyError, ReplayError, and ValueError for what else cannot be run."""
     policies = list(dict.fromkeys([RETRIEVAL, *policies]))
     for policy in policies:
         if policy not in REPLAY_POLICIES:
@@ -70,7 +63,7 @@ def replay(
         raise ValueError("the log has no requests")
     sizes, left_out = _resolve(log, asked, sweep)
     jobs = [ReplayJob(policy, size.tokens) for size in sizes for policy in policies]
-    announce = progress or _silent
+    announce = progress or silent
     overlap = measure_overlap(log, block_size, announce("comparing requests", compared_requests(log)))
     advance = announce(f"replaying {len(jobs)} times {len(log):,} requests", len(jobs) * steps(log))
     started = time.monotonic()
@@ -89,10 +82,6 @@ def replay(
     )
 
 
-def _silent(description: str, steps: int) -> Callable[[], None]:
-    return lambda: None
-
-
 def _service_times(prefill: float | None, decode: float | None) -> ServiceTimes | None:
     rates = {"prefill_tokens_per_s": prefill, "decode_tokens_per_s": decode}
     given = {name: rate for name, rate in rates.items() if rate is not None}
@@ -102,7 +91,7 @@ def _service_times(prefill: float | None, decode: float | None) -> ServiceTimes 
 
 
 def _resolve(log: Log, asked: Sequence[Capacity], sweep: Sequence[Capacity]) -> tuple[list[CapacityInfo], list[str]]:
-    """Capacities from small to large, each size once, and the names of those that were left out. Raises ValueError."""
+    """Distinct capacities from small to large, and the names of those left out. Raises ValueError."""
     working_set_tokens, longest_tokens = log.working_set_tokens, log.longest_tokens
     by_tokens: dict[int | None, CapacityInfo] = {}
     left_out = []

@@ -13,7 +13,6 @@ __all__ = [
     "axis_words",
     "cell_words",
     "change_words",
-    "figure",
     "format_number",
     "interval_words",
     "policy_words",
@@ -62,9 +61,6 @@ def format_number(value: float | None, decimals: int = 1) -> str:
     if value is None or not math.isfinite(value):
         return "–"
     return f"{value:,.{decimals}f}".replace("-", "−")
-
-
-figure = format_number  # the former name
 
 
 def signed(value: float, decimals: int = 1) -> str:

@@ -134,11 +134,11 @@ def _server(bench: Bench, stack: ExitStack, pool: EnginePool[Any] | None) -> Ser
 
         return Servers(bench, stack).serve
     if bench.engine == "vllm":
-        from ragorder.eval.engines.vllm_pool import VLLMPool
+        from ragorder.eval.engines.pool import VLLMPool
 
         return partial(serve_on_vllm, bench, pool or stack.enter_context(VLLMPool()))
     if bench.engine == "torch":
-        from ragorder.eval.engines.torch_pool import TorchPool
+        from ragorder.eval.engines.pool import TorchPool
 
         return partial(serve_on_torch, bench, pool or stack.enter_context(TorchPool(bench.host_tokens or 0)))
     return partial(serve_on_sim, bench)

@@ -75,7 +75,7 @@ class Experiment(ABC):
     """Whether all policies of a cell are measured in one job, which takes turns."""
     planned: ClassVar[bool] = False
     """Whether `--dry-run` shows the plan of each suite."""
-    rehearses: ClassVar[bool] = False
+    supports_dry_run: ClassVar[bool] = False
     """Whether `--dry-run` goes all the way, without a model."""
     missing_by_cell: ClassVar[bool] = False
     """Whether the report names cells, and not policies, of what is missing."""

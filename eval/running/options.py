@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from ragorder.eval.engines.sim import Like
-from ragorder.eval.running.specs import EventsAddress
+from ragorder.eval.running.specs import ENGINES, EventsAddress
 from ragorder.eval.running.suite import Suite
 
-__all__ = ["ENGINES", "SIM_LIKE", "HarnessError", "Options"]
+__all__ = ["SIM_LIKE", "HarnessError", "Options"]
 
-ENGINES = ("sim", "vllm", "torch", "openai")
 DEFAULT_SEEDS = (0, 1, 2)
 
 # Whatever else may differ between the invocations that write to one folder.

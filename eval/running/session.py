@@ -126,7 +126,7 @@ class _Session:
             jobs = _jobs(experiment, suites, missing)
             for each in missing:
                 self._miss(each)
-            if jobs and (experiment.rehearses or not self._options.dry_run):
+            if jobs and (experiment.supports_dry_run or not self._options.dry_run):
                 self._measure(experiment, jobs)
         return self._outcome
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
+
+from pydantic import ConfigDict, Field, SkipValidation
+from pydantic.dataclasses import dataclass
 
 from ragorder.eval.data.arrivals import Arrivals
 from ragorder.eval.data.corpora import Corpus
@@ -15,8 +17,9 @@ from ragorder.eval.engines.capacity import Capacity
 from ragorder.eval.engines.sim import Like
 from ragorder.eval.running.load import Load, ServiceTimes
 
-__all__ = ["DEFAULT_POLICIES", "Bench", "BenchError", "EventsAddress"]
+__all__ = ["DEFAULT_POLICIES", "ENGINES", "Bench", "BenchError", "EventsAddress"]
 
+ENGINES = ("sim", "vllm", "torch", "openai")
 DEFAULT_POLICIES = ("retrieval", "greedy", "best", "auto")
 
 
@@ -32,43 +35,89 @@ class EventsAddress(NamedTuple):
     topic: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, config=ConfigDict(extra="forbid", arbitrary_types_allowed=True))
 class Bench:
-    """What to measure.
+    """A benchmark: requests, policies, an engine and its load.
 
-    `workloads` are synthetic ones or "pydocs"; `corpora` folders or loaded corpora. `settings` go to policies that are
-    orderers. Engine "openai" takes one of `base_urls` for all policies, or one each, or starts a vLLM; policy "events"
-    needs `events`. None in `capacity` and `block_size`: the engine's own; in `output_tokens`: the arrivals', or the
-    engine's. `time_builds` also builds prompts as text; `timelines` samples the cache. With `concurrency` or `arrivals`
-    the engine is under `Load`.
+        Bench(["zipf10"], policies=["retrieval", "auto"], capacity=Capacity(100_000), limit=500)
+
+    `workloads` are names of synthetic workloads or "pydocs", `corpora` folders, "pydocs" or loaded corpora. `settings`
+    are those of the policies that are orderers. `like`: the order of eviction of the simulated engine. `time_builds`:
+    prompts are built as text, too. `timelines`: the runs record how the cache filled. Without `base_urls` engine
+    "openai" starts a vLLM server.
     """
 
     workloads: Sequence[str] = ()
-    corpora: Sequence[str | Corpus] = ()
-    order: str = "data"
-    retriever: Retriever | None = None
+    corpora: SkipValidation[Sequence[str | Corpus]] = ()
+    order: Literal["data", "random"] = Field(default="data", description="Order of the questions.")
+    retriever: SkipValidation[Retriever | None] = None
     policies: Sequence[str] = DEFAULT_POLICIES
-    engine: str = "sim"
+    engine: str = Field(
+        default="sim",
+        description="sim: a simulated cache; vllm, torch: vLLM or ragorder's embedded engine in this process; openai: "
+        "an OpenAI-compatible server.",
+        json_schema_extra={"enum": list(ENGINES)},
+    )
     like: Like = "lru"
-    model: Path | None = None
-    base_urls: Sequence[str] = ()
-    events: EventsAddress | None = None
-    served_model: str | None = None
-    api_key: str | None = field(default=None, repr=False)
-    top_k: int | None = None
-    capacity: Capacity | None = None
-    block_size: int | None = None
-    host_tokens: int | None = None
-    output_tokens: int | None = None
-    waiting: int = 0
-    batch: bool = False
-    max_wait: int | None = None
-    concurrency: int | None = None
-    arrivals: Arrivals | None = None
-    service_times: ServiceTimes = field(default_factory=ServiceTimes)
+    model: Path | None = Field(
+        default=None,
+        description="vllm, torch: the model's folder [default: random weights, made on the spot]. openai: folder or "
+        "Hub name of the served model, for its tokenizer [default: the one that the server names].",
+    )
+    base_urls: Sequence[str] = Field(
+        default=(),
+        description="openai: the server, such as http://127.0.0.1:8000/v1. The policies take turns on it, each with a "
+        "cache of its own (cache_salt). Repeated once for each policy: a server for each, all at the same time; none: "
+        "a vLLM server is started for the benchmark.",
+    )
+    events: SkipValidation[EventsAddress | None] = None
+    served_model: str | None = Field(
+        default=None, description="The model's id on the server; none: the first one listed."
+    )
+    api_key: str | None = Field(default=None, repr=False)
+    top_k: int | None = Field(
+        default=None, ge=1, description="Documents a request; none: the workload's own; 5 for a corpus."
+    )
+    capacity: SkipValidation[Capacity | None] = Field(
+        default=None,
+        description="The engine's cache: tokens (10k is 10,000), a share of the corpus (5%), or unlimited; none: "
+        "100000; openai: the server's /metrics.",
+    )
+    block_size: int | None = Field(
+        default=None,
+        ge=1,
+        description="Tokens in one KV block; none: 16 for sim and torch, 32 for vllm; openai: the server's /metrics.",
+    )
+    host_tokens: int | None = Field(
+        default=None,
+        ge=0,
+        description="torch: host memory for documents evicted from the device, in tokens; none: 0.",
+    )
+    output_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="Tokens an answer; none: as the arrivals say, else 32 for sim, 1 for vllm, torch and openai.",
+    )
+    waiting: int = Field(default=0, ge=0, description="The next N requests are already waiting when one is ordered.")
+    batch: bool = Field(default=False, description="Plan the whole run at once, reordering requests as well.")
+    max_wait: int | None = Field(
+        default=None,
+        ge=0,
+        description="With --batch: a request is served at most this many places late; none: any number.",
+    )
+    concurrency: int | None = Field(
+        default=None, ge=1, description="Keep N requests in flight; with --arrivals at most N."
+    )
+    arrivals: SkipValidation[Arrivals | None] = None
+    service_times: SkipValidation[ServiceTimes] = Field(default_factory=ServiceTimes)
     seeds: Sequence[int] = (0,)
-    limit: int | None = None
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    limit: int | None = Field(
+        default=None,
+        ge=1,
+        description="Only the first N requests; a synthetic workload is extended to N; none: all, or the length of the "
+        "trace of --arrivals.",
+    )
+    settings: SkipValidation[Mapping[str, Any]] = Field(default_factory=dict)
     time_builds: bool = False
     timelines: bool = False
 
@@ -78,12 +127,12 @@ class Bench:
 
     @property
     def requests(self) -> int | None:
-        """The number wanted; None: all."""
+        """Number of requests; None: all."""
         return self.limit or (self.arrivals.count if self.arrivals else None)
 
     @property
     def answer_tokens(self) -> int | None:
-        """The expected length of an answer."""
+        """The expected length of an answer: as set, or the mean of the arrivals."""
         return self.output_tokens or (self.arrivals.output_tokens_mean if self.arrivals else None)
 
     def load(self, trace: Trace, seed: int) -> Load:

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ragorder.cli.options import Command, api_key, option, section
+from ragorder.cli.options import Command, Duration, api_key, events_address, kv_events, option, section
 
 if TYPE_CHECKING:
     from ragorder.adapters.doctor import Finding, PromptSample
@@ -32,38 +32,14 @@ _MARKS = {"good": ("✓", "green"), "warning": ("!", "yellow"), "bad": ("✗", "
     option(
         "--timeout",
         "timeout_s",
-        type=click.FloatRange(min=0, min_open=True),
-        default=30.0,
+        type=Duration(above=True),
+        default="30s",
         show_default=True,
-        metavar="SECONDS",
+        metavar="TIME",
         help="Longest time for one request.",
     ),
 )
-@section(
-    "KV events",
-    option(
-        "--events-endpoint",
-        metavar="ENDPOINT",
-        envvar="RAGORDER_EVENTS_ENDPOINT",
-        show_envvar=True,
-        help="Where the server publishes KV events, such as tcp://HOST:5557.",
-    ),
-    option(
-        "--replay-endpoint",
-        metavar="ENDPOINT",
-        envvar="RAGORDER_REPLAY_ENDPOINT",
-        show_envvar=True,
-        help="Where it replays them, such as tcp://HOST:5657.",
-    ),
-    option(
-        "--events-topic",
-        metavar="TOPIC",
-        envvar="RAGORDER_EVENTS_TOPIC",
-        show_envvar=True,
-        default="",
-        help="Their topic. [default: any]",
-    ),
-)
+@section("KV events", kv_events(environment=True))
 @section(
     "Prompts",
     option(
@@ -90,7 +66,7 @@ def doctor(
     api_key: str | None,
     events_endpoint: str | None,
     replay_endpoint: str | None,
-    events_topic: str,
+    events_topic: str | None,
     prompts: tuple[Path, ...],
     document_marker: str | None,
     timeout_s: float,
@@ -108,10 +84,9 @@ def doctor(
         raise click.UsageError("--prompt is given twice, with prompts of different requests, or not at all")
     if document_marker and not prompts:
         raise click.UsageError("--document-marker requires two --prompt")
-    if replay_endpoint and not events_endpoint:
-        raise click.UsageError("--replay-endpoint requires --events-endpoint")
     samples = [_read(path) for path in prompts]
-    events = Events(events_endpoint, replay_endpoint, events_topic) if events_endpoint else None
+    address = events_address(events_endpoint, replay_endpoint, events_topic)
+    events = None if address is None else Events(*address)
     try:
         with Console(stderr=True).status("Examining the server"):
             findings = examine(

@@ -17,7 +17,6 @@ from ragorder.counts import parse_count
 if TYPE_CHECKING:
     from click import Choice as ClickChoice
     from click import ParamType
-    from pydantic import BaseModel
     from pydantic.fields import FieldInfo
 
     _Choice = ClickChoice[str]
@@ -37,11 +36,15 @@ __all__ = [
     "CommandGroup",
     "Count",
     "Decorator",
+    "Duration",
     "ParamType",
     "Rate",
     "Size",
     "api_key",
     "build",
+    "events_address",
+    "given",
+    "kv_events",
     "option",
     "options_from",
     "section",
@@ -49,12 +52,13 @@ __all__ = [
     "together",
 ]
 
-M = TypeVar("M", bound="BaseModel")
+M = TypeVar("M")
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _SPELLED = {unit.lower(): size for unit, size in _UNITS.items()}
+_SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _UNSET = "; none: "
 
 
@@ -118,6 +122,31 @@ class Size(ParamType[int]):
         if self._least is not None and size < self._least:
             self.fail(f"{value} is less than {self._least} bytes", param, ctx)
         return size
+
+
+class Duration(ParamType[float]):
+    """Seconds: 90, 90s, 5m, 1.5h or 250ms; a plain number is in `unit`."""
+
+    name = "duration"
+
+    def __init__(self, least: float = 0.0, *, above: bool = False, unit: str = "s") -> None:
+        self._least = least
+        self._above = above
+        self._unit = unit
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        if not isinstance(value, str):
+            return float(value)
+        found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?|\.[0-9]+) ?([a-z]*)", value.strip())
+        unit = _SECONDS.get(found[2] or self._unit) if found else None
+        if found is None or unit is None:
+            self.fail(f"{value!r} is no duration: write 90, 90s, 5m, 1h or 250ms", param, ctx)
+        seconds = float(found[1]) * unit
+        if seconds < self._least or (self._above and seconds == self._least):
+            self.fail(
+                f"{value} is too short: give {'more than' if self._above else 'at least'} {self._least:g}s", param, ctx
+            )
+        return seconds
 
 
 class Rate(click.FloatRange):
@@ -193,6 +222,29 @@ def api_key(*variables: str) -> Decorator:
     )
 
 
+def kv_events(*, environment: bool = False) -> Decorator:
+    """--events-endpoint, --replay-endpoint and --events-topic; see `events_address`."""
+
+    def address(flag: str, metavar: str, help: str) -> Decorator:
+        variable = f"RAGORDER_{flag[2:].replace('-', '_').upper()}" if environment else None
+        return option(flag, metavar=metavar, envvar=variable, show_envvar=environment, help=help)
+
+    return together(
+        address("--events-endpoint", "ENDPOINT", "Where the server publishes KV events, such as tcp://HOST:5557."),
+        address("--replay-endpoint", "ENDPOINT", "Where it replays them, such as tcp://HOST:5657."),
+        address("--events-topic", "TOPIC", "Their topic. [default: any]"),
+    )
+
+
+def events_address(
+    endpoint: str | None, replay_endpoint: str | None, topic: str | None
+) -> tuple[str, str | None, str] | None:
+    """The three options together. Raises click.UsageError if only the first is missing."""
+    if not endpoint and (replay_endpoint or topic):
+        raise click.UsageError("--replay-endpoint and --events-topic require --events-endpoint")
+    return (endpoint, replay_endpoint, topic or "") if endpoint else None
+
+
 def together(*options: Decorator) -> Decorator:
     """Several options as one decorator."""
 
@@ -223,33 +275,51 @@ def _params(command: Callable[..., Any]) -> list[Any]:
     return params
 
 
-def options_from(model: type[BaseModel], *names: str, **changes: Mapping[str, Any]) -> Decorator:
-    """An option for each named field of a model, with the field's type, bounds, choices, help and environment variable.
+def options_from(model: type[Any], /, *names: str, **changes: Mapping[str, Any]) -> Decorator:
+    """An option for each named field of a pydantic model or dataclass, with the field's type, bounds, choices, help and
+    environment variable.
 
     An option that is not given is None, so that the model applies its own default. The help shows that default: the
     field's, TEXT for a description that ends in "; none: TEXT.", or the text `default` in `changes`, which holds
-    attributes of click's option by field. Choices come from a Literal or from "enum" in `json_schema_extra`.
+    attributes of click's option by field, and another spelling as `flag`. Choices come from a Literal or from "enum" in
+    `json_schema_extra`. A sequence is a repeatable option, and a field that ends in `_s` a duration, spelt without it.
     """
     return together(*(_option_of(model, name, **changes.get(name, {})) for name in names))
 
 
+def given(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that were given: neither None nor an empty repeatable one."""
+    return {name: value for name, value in options.items() if value is not None and value != ()}
+
+
+def _fields_of(model: type[Any]) -> Mapping[str, FieldInfo]:
+    fields: Mapping[str, FieldInfo] = getattr(model, "__pydantic_fields__", {})
+    return fields
+
+
 def _option_of(
-    model: type[BaseModel], name: str, *, default: str | None = None, help: str | None = None, **attributes: Any
+    model: type[Any],
+    name: str,
+    *,
+    flag: str | None = None,
+    default: str | None = None,
+    help: str | None = None,
+    **attributes: Any,
 ) -> Decorator:
-    field = model.model_fields[name]
+    field = _fields_of(model)[name]
     text, _, unset = (field.description or "").removesuffix(".").partition(_UNSET)
     kind, metavar = _type_of(name, field)
     facts = []
-    if prefix := model.model_config.get("env_prefix"):
+    if prefix := getattr(model, "model_config", {}).get("env_prefix"):
         facts.append(f"env var: {prefix}{name.upper()}")
     if shown := default or unset or _shown(name, field):
         facts.append(f"default: {shown}")
     extra = f" [{'; '.join(facts)}]" if facts else ""
-    given = {"metavar": metavar, "type": kind, "required": field.is_required()} | attributes
-    flags = spelling(name)
+    settled = {"metavar": metavar, "type": kind, "required": field.is_required()} | attributes
+    flags = flag or spelling(name)
     if kind is bool:
         flags = f"{flags}/{flags.replace('--', '--no-', 1)}"
-    return option(flags, name, default=None, help=f"{help or text}.{extra}".replace("..", "."), **given)
+    return option(flags, name, default=None, help=f"{help or text}.{extra}".replace("..", "."), **settled)
 
 
 def _type_of(name: str, field: FieldInfo) -> tuple[Any, str | None]:
@@ -261,8 +331,9 @@ def _type_of(name: str, field: FieldInfo) -> tuple[Any, str | None]:
     if choices:
         return Choice(choices), None
     kinds = [each for each in get_args(annotation) if each is not NoneType] or [annotation]
-    least, most = (
-        next((getattr(bound, end) for bound in field.metadata if hasattr(bound, end)), None) for end in ("ge", "le")
+    least, above, most = (
+        next((getattr(bound, end) for bound in field.metadata if hasattr(bound, end)), None)
+        for end in ("ge", "gt", "le")
     )
     if kinds == [bool]:
         return bool, None
@@ -273,7 +344,9 @@ def _type_of(name: str, field: FieldInfo) -> tuple[Any, str | None]:
         optional = NoneType in get_args(annotation) and field.default is not None
         return Count(least, most, ("unlimited", "none") if optional else ()), "TOKENS" if "tokens" in name else "N"
     if kinds == [float]:
-        return click.FloatRange(least, most), "X"
+        if name.endswith("_s"):
+            return Duration(least or above or 0.0, above=above is not None), "TIME"
+        return click.FloatRange(least if above is None else above, most, min_open=above is not None), "X"
     if kinds == [Path]:
         return click.Path(path_type=Path, file_okay=False), "FOLDER"
     return str, "TEXT"
@@ -288,25 +361,25 @@ def _shown(name: str, field: FieldInfo) -> str:
     if name.endswith("_bytes"):
         size, unit = max((size, unit) for unit, size in _UNITS.items() if default % size == 0)
         return f"{default // size}{unit}"
-    return str(default)
+    return f"{default:g}s" if name.endswith("_s") else str(default)
 
 
 def spelling(name: str) -> str:
-    return "--" + name.replace("_", "-")
+    return "--" + name.removesuffix("_s").replace("_", "-")
 
 
 def build(model: type[M], options: Mapping[str, Any]) -> M:
-    """The model of the options that are not None. Raises click.UsageError in the words of the options."""
+    """The model of the options that were given. Raises click.UsageError in the words of the options."""
     try:
-        return model(**{name: value for name, value in options.items() if value is not None})
+        return model(**given(options))
     except ValidationError as error:
         problems = error.errors(include_url=False, include_context=False)
         raise click.UsageError("; ".join(_in_options(each["loc"], each["msg"], model) for each in problems)) from None
 
 
-def _in_options(location: tuple[int | str, ...], message: str, model: type[BaseModel]) -> str:
+def _in_options(location: tuple[int | str, ...], message: str, model: type[Any]) -> str:
     def option_of(found: re.Match[str]) -> str:
-        return spelling(found[0]) if found[0] in model.model_fields else found[0]
+        return spelling(found[0]) if found[0] in _fields_of(model) else found[0]
 
     # Fields of one word are ordinary words, too.
     message = re.sub(r"\b[a-z]+(?:_[a-z]+)+\b", option_of, message.removeprefix("Value error, "))

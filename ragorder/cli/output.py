@@ -10,7 +10,7 @@ from typing import IO, TYPE_CHECKING, Any, Protocol
 
 import click
 
-from ragorder.cli.options import option
+from ragorder.cli.options import Duration, option
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -41,9 +41,9 @@ def watch_options(command: Callable[..., Any]) -> Callable[..., Any]:
     watch = option(
         "--watch",
         "interval_s",
-        type=click.FloatRange(min=0.1),
-        metavar="SECONDS",
-        help="Repeat every so many seconds, until interrupted.",
+        type=Duration(0.1),
+        metavar="TIME",
+        help="Repeat at this interval, until interrupted.",
     )
     as_json = option(
         "--json", "as_json", is_flag=True, help="Write the figures as JSON; with --watch a line each time."

@@ -6,13 +6,14 @@ import logging
 import re
 import socket
 from contextlib import ExitStack
+from math import ceil
 from typing import Any
 
 import click
 
-from ragorder.cli.options import Command, build
+from ragorder.cli.options import Command, build, given
 from ragorder.cli.serve_engine import ENGINE_OPTIONS, Backend, check_engine, embedded
-from ragorder.cli.serve_options import check_keys, serve_options
+from ragorder.cli.serve_options import ServeLimits, check_keys, serve_options
 from ragorder.orderer import Orderer
 from ragorder.prompt import PromptBuilder
 from ragorder.settings import Settings
@@ -31,7 +32,6 @@ def serve(
     upstream: str | None,
     engine: str | None,
     host: str,
-    port: int,
     api_key: str | None,
     upstream_api_key: str | None,
     template: str | None,
@@ -41,17 +41,7 @@ def serve(
     tokenizer: str | None,
     shadow: bool,
     tiers: bool,
-    max_in_flight: int | None,
-    reorder_window: int | None,
-    max_waiting: int | None,
     allow_host: tuple[str, ...],
-    body_limit: int,
-    bodies_limit: int,
-    connect_timeout: float,
-    read_timeout: float,
-    client_timeout: float,
-    max_connections: int,
-    grace: int,
     **options: Any,
 ) -> None:
     """Order documents in front of an OpenAI-compatible server.
@@ -68,6 +58,7 @@ def serve(
     in host memory and on disk (see `ragorder tiers stats`).
     """
     engine_settings = {name: options.pop(name) for name in ENGINE_OPTIONS}
+    limits = build(ServeLimits, {name: options.pop(name) for name in ServeLimits.model_fields})
     in_process = check_engine(context) == "torch"
     try:
         from ragorder.adapters.http_server.server import address_of, is_loopback, run_server
@@ -86,8 +77,8 @@ def serve(
         raise click.UsageError(
             "--allow-host cannot be combined with --api-key: requests with the key are accepted for any host"
         )
-    queue = _given(reorder_window=reorder_window, max_waiting=max_waiting)
-    if max_in_flight is None and (stray := [name for name in queue if name != "max_waiting" or not in_process]):
+    queue = given({"reorder_window": limits.reorder_window, "max_waiting": limits.max_waiting})
+    if limits.max_in_flight is None and (stray := [name for name in queue if name != "max_waiting" or not in_process]):
         raise click.UsageError(f"--{stray[0].replace('_', '-')} requires --max-in-flight")
     settings = build(Settings, options)
     loaded = None if tokenizer is None else _load(tokenizer)
@@ -100,15 +91,21 @@ def serve(
     if number_by_place and found is not None and not found.shows_id:
         raise click.UsageError("--number-by-place: --template has no {id} to replace")
     metrics = Metrics()
-    admission = None if max_in_flight is None else AdmissionQueue(max_in_flight, registry=metrics.registry, **queue)
+    admission = None
+    if limits.max_in_flight is not None:
+        admission = AdmissionQueue(limits.max_in_flight, registry=metrics.registry, **queue)
     with ExitStack() as until_served:
         # An address that is not available is an error before a model is loaded.
-        listening = until_served.enter_context(_listen(host, port))
+        listening = until_served.enter_context(_listen(host, limits.port))
         try:
             if in_process:
                 backend = until_served.enter_context(
                     embedded(
-                        engine_settings, settings, metrics.registry, max_waiting=max_waiting, body_limit=body_limit
+                        engine_settings,
+                        settings,
+                        metrics.registry,
+                        max_waiting=limits.max_waiting,
+                        body_limit=limits.body_limit,
                     )
                 )
             else:
@@ -124,9 +121,9 @@ def serve(
                 on_passed=metrics.passed,
                 api_key=api_key,
                 hosts=THIS_MACHINE.union(allow_host, [host]) if is_loopback(host) or allow_host else None,
-                body_limit=body_limit,
-                bodies_limit=bodies_limit,
-                timeouts=Timeouts(connect_timeout, read_timeout, client_timeout),
+                body_limit=limits.body_limit,
+                bodies_limit=limits.bodies_limit,
+                timeouts=Timeouts(limits.connect_timeout_s, limits.read_timeout_s, limits.client_timeout_s),
                 admission=admission,
                 routes=stats_routes(metrics, admission),
                 **backend.options,
@@ -140,9 +137,9 @@ def serve(
         run_server(
             backend.wrap(app),
             listening,
-            grace_s=grace,
-            client_s=client_timeout,
-            connections=max_connections,
+            grace_s=ceil(limits.grace_s),
+            client_s=limits.client_timeout_s,
+            connections=limits.max_connections,
             probes=PROBES,
             on_started=lambda url: click.echo(f"Serving on {url}/v1", err=True),
         )
@@ -157,13 +154,9 @@ def _listen(host: str, port: int) -> socket.socket:
         raise click.ClickException(f"{host} port {port}: {error.strerror}: give another --host or --port") from None
 
 
-def _given(**options: Any) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if value is not None}
-
-
 def _builder(tokenizer: Any, **templates: str | None) -> PromptBuilder:
     try:
-        return PromptBuilder("", tokenizer=tokenizer, **_given(**templates))
+        return PromptBuilder("", tokenizer=tokenizer, **given(templates))
     except ValueError as error:
         raise click.UsageError(re.sub(r"^(\w+)_template", r"--\1-template", str(error))) from None
 
@@ -200,10 +193,10 @@ def _settings_of_server(settings: Settings, upstream: str, api_key: str | None) 
     return settings.model_copy(update={name: getattr(cache, name) for name in unknown}), "from the server's /metrics"
 
 
-def _announce(url: str, settings: Settings, given: Settings, source: str, *, shadow: bool) -> None:
+def _announce(url: str, settings: Settings, asked: Settings, source: str, *, shadow: bool) -> None:
 
     def origin(name: str) -> str:
-        return "given" if name in given.model_fields_set else source
+        return "given" if name in asked.model_fields_set else source
 
     capacity = settings.capacity_tokens
     tokens = "unlimited tokens" if capacity is None else f"{capacity:,} tokens"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from ragorder.cli.options import build, option, options_from, spelling, together
+from ragorder.cli.options import build, given, option, options_from, spelling, together
 from ragorder.kernels.engine_settings import EngineSettings
 
 if TYPE_CHECKING:
@@ -60,13 +60,13 @@ engine_options = together(
         device={"metavar": "NAME"},
     ),
 )
-_UPSTREAM_OPTIONS: tuple[str, ...] = ("upstream", "upstream_api_key", "tokenizer", "tiers", "connect_timeout")
+_UPSTREAM_OPTIONS: tuple[str, ...] = ("upstream", "upstream_api_key", "tokenizer", "tiers", "connect_timeout_s")
 
 
 def check_engine(context: click.Context) -> str:
     """The engine to run, "upstream" or "torch". Raises click.UsageError for contradictory options."""
     params = context.params
-    given = {name for name in params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE}
+    named = {name for name in params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE}
     engine: str | None = params["engine"]
     if engine is None and params["upstream"] is not None:
         engine = "upstream"
@@ -75,7 +75,7 @@ def check_engine(context: click.Context) -> str:
     needed, other, foreign = "model", "upstream", _UPSTREAM_OPTIONS
     if engine == "upstream":
         needed, other, foreign = "upstream", "torch", ENGINE_OPTIONS
-    if misplaced := [name for name in foreign if name in given]:
+    if misplaced := [name for name in foreign if name in named]:
         raise click.UsageError(f"{spelling(misplaced[0])} requires --engine {other}, not {engine}")
     if params[needed] is None:
         raise click.UsageError(f"--engine {engine} needs {spelling(needed)}")
@@ -133,17 +133,17 @@ def _load(options: Mapping[str, Any], settings: Settings) -> TieredEngine:
     from ragorder.kernels.engine import TieredEngine
     from ragorder.kernels.engine.loading import may_be_on_hub
 
-    given = {name: value for name, value in options.items() if value is not None}
-    model = given.pop("model")
+    options = given(options)
+    model = options.pop("model")
     if model != _RANDOM and not Path(model).is_dir() and may_be_on_hub(model):
         click.echo(f"There is no folder {model}: it is looked for on the Hugging Face Hub.", err=True)
     if "block_size" in settings.model_fields_set:
-        given["block_size"] = settings.block_size
+        options["block_size"] = settings.block_size
     try:
         if model == _RANDOM:
             model, dtype = _random_model()
-            given.setdefault("dtype", dtype)
-        return TieredEngine.load(model, build(EngineSettings, given))
+            options.setdefault("dtype", dtype)
+        return TieredEngine.load(model, build(EngineSettings, options))
     except ImportError as error:
         raise click.ClickException(_missing(error)) from None
     except (OSError, ValueError, RuntimeError, MemoryError) as error:

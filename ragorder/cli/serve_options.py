@@ -9,16 +9,70 @@ from typing import Any
 
 import click
 from click.core import ParameterSource
+from pydantic import BaseModel, ConfigDict, Field
 
-from ragorder.cli.options import Choice, Count, ParamType, Size, option, options_from, section, spelling, together
+from ragorder.cli.options import Choice, ParamType, Size, option, options_from, section, spelling, together
 from ragorder.cli.serve_engine import engine_options
 from ragorder.settings import Settings
 
-__all__ = ["check_keys", "serve_options"]
+__all__ = ["ServeLimits", "check_keys", "serve_options"]
 
 _KEYS = ("api_key", "upstream_api_key")
-_SECONDS = click.FloatRange(min=0, min_open=True)
+_MEBIBYTES = {"type": Size(1, unit=1 << 20), "metavar": "SIZE"}
 _ESCAPES = {"n": "\n", "t": "\t", "\\": "\\"}
+
+
+class ServeLimits(BaseModel):
+    """Port, limits and times of the proxy."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    port: int = Field(default=8100, ge=0, le=65535, description="Port to listen on; 0: a free one.")
+    max_in_flight: int | None = Field(
+        default=None,
+        ge=1,
+        description="Send at most N requests at a time to the server; the waiting request with the largest cached "
+        "share is next; none: all at once.",
+    )
+    reorder_window: int | None = Field(
+        default=None,
+        ge=0,
+        description="With --max-in-flight: no request is overtaken by more than N later ones; none: 32.",
+    )
+    max_waiting: int | None = Field(
+        default=None,
+        ge=0,
+        description="With --max-in-flight or --engine torch: the number of requests that may wait; the next one is "
+        "answered with 503; none: 1000.",
+    )
+    connect_timeout_s: float = Field(
+        default=10.0, gt=0, description="Longest time until the server accepts a connection."
+    )
+    read_timeout_s: float = Field(
+        default=600.0, gt=0, description="Longest time from one byte of an answer to the next."
+    )
+    client_timeout_s: float = Field(
+        default=30.0,
+        gt=0,
+        description="Longest time for a client to send its headers, to send 256 KiB of a body, and to read a piece of "
+        "the answer.",
+    )
+    body_limit: int = Field(default=32 << 20, ge=1, description="Longest body of a request; a plain number is in MiB.")
+    bodies_limit: int = Field(
+        default=256 << 20,
+        ge=1,
+        description="Memory for the bodies of all requests together; a request that exceeds it is answered with 503.",
+    )
+    max_connections: int = Field(
+        default=1024,
+        ge=1,
+        description="Most client connections at a time; a new one replaces an idle one.",
+    )
+    grace_s: float = Field(
+        default=30.0,
+        ge=0,
+        description="Time for requests in flight to end when the proxy is stopped (SIGTERM, SIGINT).",
+    )
 
 
 class _Text(ParamType[str]):
@@ -64,41 +118,8 @@ serve_options = together(
             help="The server is a vLLM with ragorder tiers: send it the document boundaries (with --tokenizer) and a "
             "digest of the tenant. Other servers may refuse such requests.",
         ),
-        option(
-            "--max-in-flight",
-            type=Count(1),
-            metavar="N",
-            help="Send at most N requests at a time to the server; the waiting request with the largest cached "
-            "share is next. [default: all at once]",
-        ),
-        option(
-            "--reorder-window",
-            type=Count(0),
-            metavar="N",
-            help="With --max-in-flight: no request is overtaken by more than N later ones. [default: 32]",
-        ),
-        option(
-            "--max-waiting",
-            type=Count(0),
-            metavar="N",
-            help="With --max-in-flight or --engine torch: the number of requests that may wait; the next one is "
-            "answered with 503. [default: 1000]",
-        ),
-        option(
-            "--connect-timeout",
-            type=_SECONDS,
-            default=10.0,
-            show_default=True,
-            metavar="SECONDS",
-            help="Longest time until the server accepts a connection.",
-        ),
-        option(
-            "--read-timeout",
-            type=_SECONDS,
-            default=600.0,
-            show_default=True,
-            metavar="SECONDS",
-            help="Longest time from one byte of an answer to the next.",
+        options_from(
+            ServeLimits, "max_in_flight", "reorder_window", "max_waiting", "connect_timeout_s", "read_timeout_s"
         ),
     ),
     section(
@@ -159,14 +180,7 @@ serve_options = together(
     section(
         "Clients",
         option("--host", default="127.0.0.1", show_default=True, metavar="ADDRESS", help="Address to listen on."),
-        option(
-            "--port",
-            type=click.IntRange(0, 65535),
-            default=8100,
-            show_default=True,
-            metavar="N",
-            help="Port to listen on; 0: a free one.",
-        ),
+        options_from(ServeLimits, "port"),
         option(
             "--api-key",
             metavar="KEY",
@@ -182,46 +196,15 @@ serve_options = together(
             help="Without --api-key: another host name under which the proxy may be called, and whose web pages may "
             "call it. Repeatable. [default: on a loopback --host this machine's names only, otherwise all]",
         ),
-        option(
-            "--body-limit",
-            type=Size(1, unit=1 << 20),
-            default="32MiB",
-            show_default=True,
-            metavar="SIZE",
-            help="Longest body of a request; a plain number is in MiB.",
-        ),
-        option(
-            "--bodies-limit",
-            type=Size(1, unit=1 << 20),
-            default="256MiB",
-            show_default=True,
-            metavar="SIZE",
-            help="Memory for the bodies of all requests together; a request that exceeds it is answered with 503.",
-        ),
-        option(
-            "--client-timeout",
-            type=_SECONDS,
-            default=30.0,
-            show_default=True,
-            metavar="SECONDS",
-            help="Longest time for a client to send its headers, to send 256 KiB of a body, and to read a piece of "
-            "the answer.",
-        ),
-        option(
-            "--max-connections",
-            type=Count(1),
-            default=1024,
-            show_default=True,
-            metavar="N",
-            help="Most client connections at a time; a new one replaces an idle one.",
-        ),
-        option(
-            "--grace",
-            type=click.IntRange(min=0),
-            default=30,
-            show_default=True,
-            metavar="SECONDS",
-            help="Time for requests in flight to end when the proxy is stopped (SIGTERM, SIGINT).",
+        options_from(
+            ServeLimits,
+            "body_limit",
+            "bodies_limit",
+            "client_timeout_s",
+            "max_connections",
+            "grace_s",
+            body_limit=_MEBIBYTES | {"default": "32MiB"},
+            bodies_limit=_MEBIBYTES | {"default": "256MiB"},
         ),
     ),
 )

@@ -743,7 +743,7 @@ class TestBench:
         assert batches[1]["cached_tokens"] < batches[2]["cached_tokens"]
 
     def test_a_wait_without_a_batch_to_bench(self) -> None:
-        assert "--max-wait requires --batch" in refusal("bench", "--max-wait", "3")
+        assert "--max-wait requires --batch" in refusal("bench", "--no-batch", "--max-wait", "3")
 
     def test_block_size_is_the_caches_granularity(self) -> None:
         fine, coarse = (bench("--policy", "auto", "--limit", "50", "--block-size", size)[0] for size in ("1", "256"))

@@ -15,7 +15,11 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from ragorder import Settings
 from ragorder.adapters.vllm_tiers import TierSettings
 from ragorder.cli import main
-from ragorder.cli.options import Choice, Command, Count, Rate, Size, build, option, options_from, section
+from ragorder.cli.options import Choice, Command, Count, Duration, Rate, Size, build, option, options_from, section
+from ragorder.cli.serve_options import ServeLimits
+from ragorder.eval.experiments.quality.specs import AnswererSpec, QuestionsSpec
+from ragorder.eval.replay import DefaultLengths
+from ragorder.eval.running.specs import Bench
 from ragorder.kernels.engine_settings import EngineSettings
 
 
@@ -68,7 +72,7 @@ class TestOptionsFromAModel:
         assert baked("--heat", "180", "--no-fan")["given"] == ["fan", "heat"]
 
     def test_values_have_the_fields_types(self) -> None:
-        options = ["--heat", "200", "--mode", "bottom", "--no-fan", "--timer-s", "1.5", "--tray-bytes", "2KiB"]
+        options = ["--heat", "200", "--mode", "bottom", "--no-fan", "--timer", "1500ms", "--tray-bytes", "2KiB"]
         values = baked(*options, "--spice", "pepper", "--recipe-path", "there", "--plates", "1k")
         expected = {"heat": 200, "mode": "bottom", "fan": False, "timer_s": 1.5, "tray_bytes": 2048, "spice": "pepper"}
         assert {**expected, "recipe_path": "there", "plates": 1000}.items() <= values.items()
@@ -79,7 +83,7 @@ class TestOptionsFromAModel:
             "--heat N Degrees. [default: 180]",
             "--mode [top|bottom] Which element heats. [default: top]",
             "--fan / --no-fan Use the fan. [default: yes]",
-            "Seconds. [default: no timer]",
+            "--timer TIME Seconds. [default: no timer]",
             "--tray-bytes SIZE Size of the tray. [default: 1GiB]",
             "--spice [salt|pepper] Spice. [default: salt]",
             "--recipe-path FOLDER Folder of recipes.",
@@ -103,8 +107,9 @@ class TestOptionsFromAModel:
             (["--heat", "warm"], "'--heat': 'warm' is no whole number"),
             (["--mode", "botom"], "Did you mean 'bottom'?"),
             (["--spice", "peper"], "'peper' is not one of 'salt', 'pepper'. Did you mean 'pepper'?"),
-            (["--timer-s", "1", "--tray-bytes", "1"], "--timer-s and --tray-bytes exclude each other"),
-            (["--timer-s", "-1"], "--timer-s"),
+            (["--timer", "1", "--tray-bytes", "1"], "--timer and --tray-bytes exclude each other"),
+            (["--timer", "-1"], "--timer"),
+            (["--timer", "0s"], "0s is too short: give more than 0s"),
         ],
     )
     def test_errors_name_the_option(self, arguments: list[str], said: str) -> None:
@@ -136,6 +141,20 @@ class TestTypes:
         with pytest.raises(click.BadParameter):
             kind.convert(text, None, None)
 
+    @pytest.mark.parametrize(
+        ("text", "seconds"), [("90", 90.0), ("90s", 90.0), ("1.5m", 90.0), ("1 h", 3600.0), ("250ms", 0.25)]
+    )
+    def test_a_duration(self, text: str, seconds: float) -> None:
+        assert Duration().convert(text, None, None) == pytest.approx(seconds)
+
+    def test_a_plain_duration_is_in_its_own_unit(self) -> None:
+        assert Duration(unit="ms").convert("60", None, None) == pytest.approx(0.06)
+
+    @pytest.mark.parametrize("text", ["", "x", "5y", "-1", "1.2.3s", "nan"])
+    def test_no_duration(self, text: str) -> None:
+        with pytest.raises(click.BadParameter):
+            Duration().convert(text, None, None)
+
     def test_a_choice_that_is_near_none_gets_the_choices_alone(self) -> None:
         with pytest.raises(click.BadParameter) as caught:
             Choice(["auto", "best"]).convert("zzz", None, None)
@@ -163,14 +182,19 @@ class TestHelpOfEveryCommand:
             (("order",), Settings, ("capacity_tokens", "search", "keep_groups")),
             (("serve",), Settings, ("capacity_tokens", "block_size", "keep_first")),
             (("serve",), EngineSettings, ("device_tokens", "disk_path", "max_requests")),
+            (("serve",), ServeLimits, tuple(ServeLimits.model_fields)),
             (("tiers", "config"), TierSettings, tuple(TierSettings.model_fields)),
+            (("bench",), Bench, ("order", "engine", "model", "block_size", "output_tokens", "max_wait")),
+            (("eval", "quality"), QuestionsSpec, ("data", "evidence", "document_words", "retriever")),
+            (("eval", "quality"), AnswererSpec, ("engine", "base_url", "capacity_tokens", "concurrency")),
+            (("replay",), DefaultLengths, tuple(DefaultLengths.model_fields)),
         ],
         ids=str,
     )
-    def test_is_that_of_the_model(self, path: tuple[str, ...], model: type[BaseModel], names: tuple[str, ...]) -> None:
+    def test_is_that_of_the_model(self, path: tuple[str, ...], model: type[Any], names: tuple[str, ...]) -> None:
         said = " ".join(CliRunner().invoke(main, [*path, "--help"], terminal_width=80).output.split())
         for name in names:
-            description = model.model_fields[name].description
+            description = model.__pydantic_fields__[name].description
             assert description is not None
             assert description.removesuffix(".").partition("; none: ")[0] in said
 

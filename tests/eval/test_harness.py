@@ -689,14 +689,14 @@ class TestCells:
         return {line["policy"]: sum(line["rows"]["cached_tokens"]) for line in found}
 
     def test_guards_hold_orderers_back(self, tmp_path: Path) -> None:
-        found = self.lines(tmp_path, 'guards = "max_displacement=1"')
+        found = self.result_lines(tmp_path, 'guards = "max_displacement=1"')
         assert max(found[1]["rows"]["displacement"]) <= 1
-        held = self.lines(tmp_path / "all", 'guards = "max_displacement=0"')[1]
+        held = self.result_lines(tmp_path / "all", 'guards = "max_displacement=0"')[1]
         assert sum(held["rows"]["moved_share"]) == 0
 
     def test_residency_none_promises_what_is_gone(self, tmp_path: Path) -> None:
         stale, mirrored = (
-            self.lines(tmp_path / residency, f'capacity_tokens = 4_000\nresidency = "{residency}"')[1]
+            self.result_lines(tmp_path / residency, f'capacity_tokens = 4_000\nresidency = "{residency}"')[1]
             for residency in ("none", "lru")
         )
         wrong = [
@@ -706,8 +706,8 @@ class TestCells:
         assert wrong[0] > wrong[1] == 0
 
     def test_a_batch_is_kept_in_the_traces_order_and_has_no_warmup(self, tmp_path: Path) -> None:
-        one = self.lines(tmp_path / "one", "waiting = 0")
-        batch = self.lines(tmp_path / "batch", "batch = true")
+        one = self.result_lines(tmp_path / "one", "waiting = 0")
+        batch = self.result_lines(tmp_path / "batch", "batch = true")
         assert [line["warmup"] for line in batch] == [0, 0]
         assert batch[1]["rows"]["prompt_tokens"] == one[1]["rows"]["prompt_tokens"]
         assert self.cached(batch)["auto"] > self.cached(one)["auto"]

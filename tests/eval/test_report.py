@@ -745,6 +745,27 @@ class TestReportOnAnyResult:
         text = page.read_text("utf-8")
         assert text.index('id="headline"') < text.index("<svg") < text.index('id="bench-mine"')
 
+    def test_of_pipelines_is_about_the_time(self, tmp_path: Path) -> None:
+        run = {"workload": "mix8", "policy": "auto", "engine": "openai", "seed": 0, "requests": 20, "failures": 0}
+        run |= {"concurrency": 1, "retrieval_delay_ms": 50.0, "exposed_ms": 10.0, "prompt_tokens": 100}
+        run |= {
+            "cached_tokens": 50,
+            "right": 0,
+            "warmups": 20,
+            "refused": 0,
+            "speculations": 0,
+            "wasted_prompt_tokens": 0,
+        }
+        runs = [
+            run | {"pipeline": pipeline, "seed": seed, "ttft_ms": {"p50": ms + seed, "p95": ms, "mean": ms}}
+            for pipeline, ms in (("none", 100.0), ("warmup", 80.0))
+            for seed in (0, 1, 2)
+        ]
+        path = tmp_path / "pipelines.json"
+        path.write_text(json.dumps({"schema": 1, "environment": {}, "runs": runs}))
+        text = " ".join(reported(path).split())
+        assert re.search(r"warmup changes auto's median time to the first token by −19\.\d\W%", text), text
+
     def test_of_a_benchmark_says_nothing_of_the_papers(self, benched: Path) -> None:
         text = reported(benched, "--markdown", "-")
         assert "paper" not in text

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
+import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
@@ -17,8 +21,39 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "note
 def commands(text: str) -> list[list[str]]:
     """The `ragorder …` commands of a page's code blocks, continued lines joined, comments left out."""
     blocks = "\n".join(re.findall(r"```[a-z]*\n(.*?)```", text, re.DOTALL)).replace("\\\n", " ")
-    found = re.findall(r"^(?:\w+=\S+ +)*ragorder ([^\n#|]*)", blocks, re.MULTILINE)
+    found = re.findall(r"(?:^|&&) *(?:\w+=\S+ +)*ragorder ([^\n#|&]*)", blocks, re.MULTILINE)
     return [each.split() for each in found]
+
+
+def code(path: Path) -> Iterator[str]:
+    """The Python of a page, a notebook or an example."""
+    text = path.read_text("utf-8")
+    if path.suffix == ".py":
+        yield text
+    elif path.suffix == ".ipynb":
+        yield from ("".join(cell["source"]) for cell in json.loads(text)["cells"] if cell["cell_type"] == "code")
+    else:
+        yield from re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+
+
+SHOWN = [*PAGES, *sorted((ROOT / "notebooks").glob("*.ipynb")), *sorted((ROOT / "examples").glob("*.py"))]
+
+
+@pytest.mark.parametrize("path", SHOWN, ids=lambda path: path.name)
+def test_names_that_are_imported_from_ragorder_exist(path: Path) -> None:
+    imports = re.compile(r"^ *from (ragorder[\w.]*) import (\([^)]*\)|[^\n]*)", re.MULTILINE)
+    for module, names in (found.groups() for text in code(path) for found in imports.finditer(text)):
+        (statement,) = ast.parse(f"from {module} import {names}").body
+        assert isinstance(statement, ast.ImportFrom)
+        try:
+            there = importlib.import_module(module)
+        except ImportError as error:
+            if (error.name or "").startswith("ragorder"):
+                raise
+            pytest.skip(f"{module} needs {error.name}")
+        for name in statement.names:
+            if not hasattr(there, name.name):
+                importlib.import_module(f"{module}.{name.name}")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

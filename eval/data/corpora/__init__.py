@@ -1,4 +1,4 @@
-"""Corpora: documents, questions and what a retriever found for them."""
+"""Corpora: documents, questions and rankings."""
 
 from ragorder.eval.data.corpora.base import Corpus, CorpusError, CorpusQuestion
 from ragorder.eval.data.corpora.folder import load_folder

@@ -1,4 +1,4 @@
-"""A corpus with questions and, for each question, the documents that a retriever ranked."""
+"""A corpus with questions and their retrieved documents."""
 
 from __future__ import annotations
 
@@ -16,15 +16,13 @@ class CorpusError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class CorpusQuestion:
-    """A question that was, or could be, asked of the corpus."""
-
     id: str
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """`rankings[i]` are the positions in `documents` of the documents retrieved for `questions[i]`, best first."""
+    """`rankings[i]` are positions in `documents`, those retrieved for `questions[i]`, best first."""
 
     name: str
     documents: Sequence[Document]

@@ -1,4 +1,4 @@
-"""A corpus kept in a folder as JSON lines, plain or gzipped."""
+"""A corpus in a folder of JSON lines, plain or gzipped."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class QuestionLine(CorpusLine):
 
 
 class ChunkLine(CorpusLine):
-    """A part of a document: `start` and `end` in characters of its text."""
+    """A part of a document, in characters of its text."""
 
     cid: str | int
     doc: Id
@@ -58,8 +58,6 @@ N = TypeVar("N", DocumentLine, QuestionLine, RankingLine)
 
 @dataclass(frozen=True, slots=True)
 class _Located(Generic[L]):
-    """A line and where it is."""
-
     fields: L
     number: int
     error: Callable[[str], Exception]
@@ -67,22 +65,18 @@ class _Located(Generic[L]):
 
 @dataclass(frozen=True, slots=True)
 class _Chunks:
-    """The documents to retrieve, and the position of each chunk id in them."""
+    """The documents to retrieve, and their positions by chunk id."""
 
     documents: Sequence[Document]
     positions: Mapping[str | int, int]
 
 
 def load_folder(folder: Path, *, retriever: Retriever | None = None, top_k: int = 20) -> Corpus:
-    """The corpus in `folder`, its questions in file order, with at most `top_k` documents per question.
+    """The corpus in `folder`, its questions in file order, with at most `top_k` documents a question.
 
-    Files, each `.jsonl` or `.jsonl.gz`: `documents` (id, text, perhaps title), `questions` (id, question), optionally
-    `chunks` (cid, doc, start, end in characters of the document's text, tokens) and `run_*` (id of a question, chunks:
-    chunk ids best first). Without `chunks` each document is one chunk whose id is the document's. Without a retriever
-    the folder's run gives the rankings.
-
-    Raises CorpusError naming file and line for anything that cannot be read, ValueError for `top_k` < 1.
-    """
+    Files, each `.jsonl` or `.jsonl.gz`: `documents`, `questions`, optionally `chunks` (else each document is one chunk)
+    and `run_*` (else a retriever ranks); docs/corpora.md has their fields. Raises CorpusError naming file and line,
+    ValueError for `top_k` < 1."""
     if top_k < 1:
         raise ValueError(f"top_k must be at least 1, got {top_k}")
     if not folder.is_dir():

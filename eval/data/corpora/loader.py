@@ -1,4 +1,4 @@
-"""The corpora of the suites, each loaded once."""
+"""Corpora of the suites, each loaded once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["CorpusLoader", "corpora_in"]
 
 
 def corpora_in(folder: Path) -> list[str]:
-    """The names of the corpora in a folder: of its folders that hold documents."""
+    """The names of the folders with documents."""
     return sorted({path.parent.name for kind in ("", ".gz") for path in folder.glob(f"*/documents.jsonl{kind}")})
 
 
@@ -23,7 +23,7 @@ class CorpusLoader:
         self._loaded: dict[str, Corpus | str] = {}
 
     def take(self, name: str) -> Corpus | str:
-        """The corpus, or why it cannot be had. Raises CorpusError for one that is there and cannot be read."""
+        """The corpus, or the reason for its absence. Raises CorpusError for one that cannot be read."""
         if name not in self._loaded:
             self._loaded[name] = self._load(name)
         return self._loaded[name]

@@ -1,4 +1,4 @@
-"""A corpus that every machine has: the documentation of the installed Python's standard library."""
+"""A corpus on every machine: the documentation of Python's standard library."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """Something documented: a module (`name` is empty), a class, a function or a method; `owner` is its class."""
+    """A module (`name` is empty), class, function, or method (`owner` is its class)."""
 
     module: str
     name: str
@@ -52,19 +52,16 @@ class _Entry:
 
     @property
     def spoken(self) -> str:
-        """As one says it: a method by its class, anything else by its module."""
         return self.name if "." in self.name else self.title
 
 
 def load_pydocs(*, retriever: Retriever | None = None, top_k: int = 20, cache: Path | None = None) -> Corpus:
     """The standard library's docstrings with signatures, and about 600 questions in sessions of 6 to 10 on one topic.
 
-    The modules are read from their source files, never imported. Documents are chunks of about 150 to 300 tokens;
-    question ids are "session-12/3". Retrieval is by BM25 unless another retriever is given. The same installation
-    gives the same corpus. `cache` is a folder in which the corpus with its rankings is kept for the next call.
+    Modules are read from source, not imported. Documents have 150 to 300 tokens. BM25 retrieves by default. `cache` is
+    a folder for the result. The same installation gives the same corpus.
 
-    Raises CorpusError where the standard library's sources are not installed, ValueError for `top_k` < 1.
-    """
+    Raises CorpusError without the standard library's sources, ValueError for `top_k` < 1."""
     if top_k < 1:
         raise ValueError(f"top_k must be at least 1, got {top_k}")
     retriever = BM25Retriever() if retriever is None else retriever
@@ -167,7 +164,7 @@ def _parameters(node: _Function) -> list[str]:
 
 
 def _chunks(module: str, entries: Iterable[_Entry]) -> Iterator[Document]:
-    """Packs neighbouring entries; a long one is cut at its paragraphs."""
+    """Neighbouring entries packed; a long one is cut at its paragraphs."""
     counts: dict[str, int] = {}
     batch: list[tuple[_Entry, str]] = []
     size = 0
@@ -194,7 +191,7 @@ def _chunks(module: str, entries: Iterable[_Entry]) -> Iterator[Document]:
 
 
 def _pieces(text: str) -> list[str]:
-    """Cuts at blank lines, and where a paragraph is too long by itself, at line ends."""
+    """Text cut at blank lines; a long paragraph at line ends."""
     pieces = [""]
     for paragraph in re.split(r"\n\s*\n", text):
         separator = "\n\n"
@@ -207,7 +204,7 @@ def _pieces(text: str) -> list[str]:
 
 
 def _sessions(entries: Sequence[_Entry]) -> Iterator[list[_Entry]]:
-    """Runs of neighbouring entries: a class with its methods where it has enough of them, else what stands together."""
+    """Runs of neighbouring entries: a class with its methods if it has enough, else neighbours."""
     groups: list[list[_Entry]] = []
     for entry in entries:
         if not entry.name:
@@ -250,7 +247,7 @@ def _ask_how(entry: _Entry, before: _Entry | None) -> list[str]:
 
 
 def _ask_task(entry: _Entry, before: _Entry | None) -> list[str]:
-    """From a first sentence in the imperative, as in "Return the size of a file."."""
+    """From an imperative sentence: "Return the size of a file."."""
     verb, _, rest = _sentences(entry.text)[0].partition(" ")
     if not _VERB.fullmatch(verb) or not 2 <= len(rest.split()) <= 18 or rest.count("(") != rest.count(")"):
         return []

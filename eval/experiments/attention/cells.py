@@ -1,4 +1,4 @@
-"""A cell of a suite about the attention kernel: the shape of one problem."""
+"""A cell of a suite about attention: the shape of one problem."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ragorder.eval.running.cells import SuiteCell
 __all__ = ["TOLERANCE", "AttentionCell"]
 
 TOLERANCE = {"fp32": 1e-5, "fp16": 2e-3, "bf16": 1.6e-2}
-"""The greatest error of a number, above 1 relative to it."""
+"""Greatest error of a number, above 1 relative to it."""
 
 
 def _heads(value: str) -> str:
@@ -23,8 +23,8 @@ def _heads(value: str) -> str:
 
 
 class AttentionCell(SuiteCell):
-    """What one cell may say: `batch` requests, each of `query` new tokens behind `context` cached ones; `heads` are
-    query heads and KV heads ("32/8"). Without `timed` results are checked, which needs no GPU."""
+    """`batch` requests, each of `query` new tokens behind `context` cached ones; `heads`: "32/8" (query/KV). Without
+    `timed`, results are checked only."""
 
     batch: int = Field(1, ge=1)
     query: int = Field(ge=1)
@@ -42,7 +42,6 @@ class AttentionCell(SuiteCell):
 
     @property
     def shape(self) -> dict[str, Any]:
-        """Fields of `AttentionShape`."""
         heads, kv_heads = map(int, self.heads.split("/"))
         names = ("batch", "query", "context", "head_dim", "dtype", "block_size")
         return {**{name: getattr(self, name) for name in names}, "heads": heads, "kv_heads": kv_heads}

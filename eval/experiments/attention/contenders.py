@@ -27,7 +27,7 @@ Contender = Callable[[AttentionProblem], Compute]
 
 
 class MissingError(RuntimeError):
-    """A contender is not available, or not for this problem. The message says why."""
+    """Not available, or not for this problem."""
 
 
 def _triton(splits: int | None) -> Contender:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -35,6 +35,7 @@ class Attention(Experiment):
         "flex + mask",
     )
     unit = "shapes"
+    one_job = True
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -56,9 +57,6 @@ class Attention(Experiment):
 
     def missing(self, suite: Suite, cell: AttentionCell, policy: str, reason: str) -> Missing | None:
         return Missing(suite.name, {}, policy, reason)
-
-    def together(self, suite: Suite, policies: Sequence[str]) -> Iterable[tuple[str, ...]]:
-        return [tuple(policies)] if policies else []
 
     def steps(self, job: Job) -> int:
         return 1

@@ -23,8 +23,7 @@ _WARM_UP = 5
 def measure(
     shape: AttentionShape, names: Sequence[str], *, device: torch.device, repeats: int, seed: int
 ) -> Iterator[tuple[str, tuple[float, list[float]] | MissingError]]:
-    """Each contender's greatest error and its times in ms, or why there are none. On a CPU, with `repeats` 0, and of a
-    wrong result there are no times."""
+    """Each contender's greatest error and times in ms, none on a CPU or for a wrong result; or why it is missing."""
     problem = make_problem(shape, device, seed)
     wanted = reference(problem)
     for name in names:
@@ -42,7 +41,6 @@ def measure(
 
 
 def splits_of(shape: AttentionShape, device: torch.device) -> int:
-    """Into how many parts the table splits the keys; 1 without a GPU."""
     if device.type != "cuda":
         return 1
     family = architecture(torch.cuda.get_device_capability(device))
@@ -55,7 +53,7 @@ def splits_of(shape: AttentionShape, device: torch.device) -> int:
 
 
 def reference(problem: AttentionProblem) -> Tensor:
-    """softmax(q k / sqrt(d)) v in double precision, (tokens, query heads, D), without any code of the product."""
+    """softmax(q k / sqrt(d)) v in double precision, (tokens, query heads, D)."""
     shape = problem.shape
     q = problem.queries().unflatten(1, (shape.kv_heads, -1))
     k, v = problem.gather()
@@ -73,7 +71,7 @@ def _error(found: Tensor, wanted: Tensor) -> float:
 
 
 def _time(compute: Compute, device: torch.device, repeats: int) -> list[float]:
-    """Milliseconds on the device, each from a cold L2."""
+    # Each from a cold L2.
     flush = _flush(device)
     for _ in range(_WARM_UP):
         compute()
@@ -89,6 +87,6 @@ def _time(compute: Compute, device: torch.device, repeats: int) -> list[float]:
 
 @lru_cache
 def _flush(device: torch.device) -> Tensor:
-    """Four times the L2 is surely more than it holds."""
+    # Four times the L2 is surely more than it holds.
     size = max(4 * torch.cuda.get_device_properties(device).L2_cache_size, 1 << 28)
     return torch.empty(size, dtype=torch.int8, device=device)

@@ -14,8 +14,7 @@ __all__ = ["AttentionRecord"]
 
 
 class AttentionRecord(Record):
-    """One contender on one problem. `facts`: its error against the reference, the FLOPs that the mask leaves, the bytes
-    that must be moved, the splits of the keys. Column `ms` has its times: none without a GPU, or of a wrong result."""
+    """One contender on one problem. Column `ms` is empty without a GPU, or for a wrong result."""
 
     called: ClassVar[str] = "a measurement of attention"
     is_run: ClassVar[bool] = False
@@ -34,7 +33,6 @@ class AttentionRecord(Record):
 
     @property
     def setting(self) -> AttentionCell:
-        """The cell with its defaults."""
         return AttentionCell.model_validate(self.cell)
 
     @property

@@ -11,7 +11,7 @@ from ragorder.eval.report.canvas import LINE, Picture, draw, label_ends, style
 from ragorder.eval.report.groups import Group, group_runs
 from ragorder.eval.report.part import Part
 from ragorder.eval.report.tables import Entry, Table
-from ragorder.eval.report.words import figure
+from ragorder.eval.report.words import format_number
 from ragorder.eval.running.reading import Results
 from ragorder.eval.running.suite import Suite
 
@@ -63,17 +63,17 @@ def _times(group: _Group, line: AttentionRecord) -> list[str]:
     if ms is None:
         return ["not timed", "", "", ""]
     speed = _speed(group, line)
-    relative = "" if speed is None else f"{figure(speed, 2)} ×"
+    relative = "" if speed is None else f"{format_number(speed, 2)} ×"
     return [
-        figure(ms, 3),
-        figure(line.facts["flops"] / ms / 1e9, 0),
-        figure(line.facts["bytes"] / ms / 1e6, 0),
+        format_number(ms, 3),
+        format_number(line.facts["flops"] / ms / 1e9, 0),
+        format_number(line.facts["bytes"] / ms / 1e6, 0),
         relative,
     ]
 
 
 def _speed(group: _Group, line: AttentionRecord) -> float | None:
-    """How many times as fast as the fastest other contender; both variants of the kernel count as one."""
+    # Both variants of the kernel count as one contender.
     others = [
         other.median_ms
         for other in group.runs()
@@ -85,8 +85,7 @@ def _speed(group: _Group, line: AttentionRecord) -> float | None:
 
 
 def _pictures(groups: Sequence[_Group]) -> list[Picture]:
-    """By new tokens, how many times as fast as the fastest other the kernel is: a line for each number of cached
-    tokens, the mean of all other parameters."""
+    """The kernel's speed-up by new tokens, a line for each number of cached ones, means of all other parameters."""
     found: dict[int, dict[int, list[float]]] = {}
     for group in groups:
         for line in group.runs("triton"):
@@ -115,7 +114,7 @@ def _pictures(groups: Sequence[_Group]) -> list[Picture]:
         label_ends(axes, ends)
 
     alt = "; ".join(
-        f"{context:,} cached: {', '.join(f'{figure(speed, 2)} at {query:,}' for query, speed in points)}"
+        f"{context:,} cached: {', '.join(f'{format_number(speed, 2)} at {query:,}' for query, speed in points)}"
         for context, points in means.items()
     )
     return [

@@ -16,7 +16,7 @@ _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """Requests that are all alike: `query` new tokens behind `context` cached ones."""
+    """Equal requests, each of `query` new tokens behind `context` cached ones."""
 
     batch: int
     query: int
@@ -29,7 +29,7 @@ class AttentionShape:
 
     @property
     def flops(self) -> int:
-        """Of both products, where the causal mask leaves them."""
+        """Those that the causal mask leaves."""
         pairs = self.query * self.context + self.query * (self.query + 1) // 2
         return 4 * self.head_dim * self.heads * self.batch * pairs
 
@@ -54,8 +54,7 @@ class AttentionProblem:
     batch: PackedBatch
 
     def gather(self) -> tuple[Tensor, Tensor]:
-        """Keys and values in one piece, (batch, KV heads, context + query, D), in one copy: those of the new tokens are
-        in the cache already, as in an engine."""
+        """Keys and values in one piece, (batch, KV heads, context + query, D), by one copy."""
         key, value = (
             cache[self.batch.block_tables.long()]
             .flatten(1, 2)[:, : self.shape.context + self.shape.query]

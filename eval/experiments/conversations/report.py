@@ -9,7 +9,7 @@ from ragorder.eval.report.groups import group_runs
 from ragorder.eval.report.metrics import CACHED
 from ragorder.eval.report.part import Part
 from ragorder.eval.report.tables import Entry, Table
-from ragorder.eval.report.words import figure
+from ragorder.eval.report.words import format_number
 from ragorder.eval.running.reading import Results
 from ragorder.eval.running.suite import Suite
 
@@ -23,6 +23,6 @@ def make_part(suite: Suite, results: Results) -> Part:
         predicted = np.nansum(group.values("ragorder", "predicted_tokens"))
         if tokens:
             cached = group.value("ragorder", CACHED)
-            row = [figure(tokens, 0), figure(cached), figure(100 * predicted / tokens)]
+            row = [format_number(tokens, 0), format_number(cached), format_number(100 * predicted / tokens)]
             table.rows.append([Entry(group.label or suite.title), *map(Entry, row)])
     return Part([table] if table.rows else [])

@@ -1,4 +1,4 @@
-"""A cell of a suite about the embedded engine: a prompt by what of it is cached, or a workload by size of the cache."""
+"""A cell of a suite about the embedded engine."""
 
 from __future__ import annotations
 
@@ -51,8 +51,7 @@ _List = Field(strict=False)
 
 @dataclass(frozen=True, slots=True)
 class CacheSetup:
-    """Documents in this `order`, in a cache by this replacement `policy` with this `host` behind the device. Without a
-    policy nothing is cached."""
+    """Without a `policy` of replacement nothing is cached."""
 
     order: str = "retrieval"
     policy: str | None = None
@@ -67,14 +66,11 @@ class CacheSetup:
 
 
 class EmbeddedCell(SuiteCell):
-    """What one cell may say. `shape` is that of a model with random weights; those of 7B need a GPU. With one of the
-    `threads`, CPU time is a measure of time on a busy machine.
+    """`shape` is a model's, with random weights.
 
-    cached, overhead, tiers: the time to the first token of a prompt of so many `documents`, by how many of them are
-    cached; with nothing cached, against plain transformers; by where all of them are cached. `repeats` times a seed.
-    serving: the times of a `workload` without a cache, with the `device` alone, and with each size of `host` memory
-    behind it by each `replacement` policy, documents in each `order`. Sizes: "4GiB", or a share of the working set
-    ("5%"); the device holds the longest prompt in any case.
+    cached, overhead, tiers: a prompt of `documents`, by how many of them are cached; against transformers; by the tier
+    that holds all of them. serving: a `workload` without a cache, with the `device`, and with each `host` memory behind
+    it by each `replacement` policy, in each `order`. Sizes: "4GiB", or a share of the working set ("5%").
     """
 
     measure: Literal["cached", "overhead", "tiers", "serving"]
@@ -117,7 +113,7 @@ class EmbeddedCell(SuiteCell):
 
     @property
     def setups(self) -> Mapping[str, CacheSetup]:
-        """By name: no cache; the device alone by LRU, as prefix caching does it; the device and each host."""
+        """By name. The device alone has LRU, as prefix caching does."""
         alone = [CacheSetup(order, "lru") for order in self.order]
         behind = [
             CacheSetup(order, policy, host) for order in self.order for host in self.host for policy in self.replacement
@@ -126,7 +122,7 @@ class EmbeddedCell(SuiteCell):
 
     @property
     def arms(self) -> tuple[str, ...]:
-        """What is compared: the policies of the suite that this cell has."""
+        """The suite's policies in this cell."""
         if self.measure == "serving":
             return tuple(self.setups)
         if self.measure == "overhead":

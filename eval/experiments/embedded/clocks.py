@@ -13,8 +13,7 @@ T = TypeVar("T")
 
 
 def timed(call: Callable[[], T]) -> tuple[T, float, float]:
-    """A call's result, its wall time, and the CPU time of all threads of this process, in ms. CPU time is the better
-    measure on a busy machine; on a GPU it says nothing."""
+    """A call's result, wall time and CPU time of this process in ms."""
     import torch
 
     if torch.cuda.is_available():
@@ -26,8 +25,7 @@ def timed(call: Callable[[], T]) -> tuple[T, float, float]:
 
 @contextmanager
 def threads(number: int) -> Iterator[None]:
-    """torch's number of threads in the block. With more than one, CPU time is no measure of time: waiting threads count
-    as busy."""
+    """Threads of torch. With more than one, CPU time is no measure: waiting threads count as busy."""
     import torch
 
     before = torch.get_num_threads()

@@ -1,7 +1,6 @@
-"""Time to the first token of one prompt of several documents, by what of it is cached and where.
+"""Time to the first token of one prompt, by its cached documents.
 
-Arms take turns on the same prompts, in another order each time. If the engine found anything else cached than was
-meant, nothing is measured.
+Arms take turns on the same prompts, each time in another order.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _Serve = Callable[[str, PromptIds, random.Random], tuple[float, float, _TierToke
 def measure_prefill(
     cell: EmbeddedCell, model: TorchModel, seed: int, advance: Callable[[], None]
 ) -> dict[str, dict[str, list[float]]]:
-    """The columns of each arm. Raises EngineError if the engine cached something else than was meant."""
+    """Columns of each arm. Raises EngineError if other tokens were cached than intended."""
     layout, rng = cell.layout, random.Random(seed)
     start = {"cached": _serve_cached, "overhead": _serve_overhead, "tiers": _serve_tiers}[cell.measure]
     rows: dict[str, dict[str, list[float]]] = {
@@ -136,7 +135,7 @@ def _timed(engine: TorchEngine, prompt: PromptIds, expected: _TierTokens) -> tup
 
 
 def plain_transformers(model: Any) -> Any:
-    """Another model of the same weights, with transformers' SDPA attention."""
+    """The same weights in another model, with SDPA."""
     shared = {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())}
     plain = copy.deepcopy(model, shared)
     plain.set_attn_implementation("sdpa")

@@ -18,7 +18,7 @@ __all__ = ["Layout", "RandomPrompts", "ask_again", "draw_prompt"]
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A prompt's parts and their tokens: system prompt, `documents` of one length, question."""
+    """A prompt's parts and their tokens."""
 
     documents: int = 5
     document_tokens: int = 200
@@ -52,8 +52,7 @@ def ask_again(prompt: PromptIds, layout: Layout, documents: int, vocabulary: int
 
 
 class RandomPrompts:
-    """Prompts of a trace (see `Prompts`): random tokens of its own for each document, in its length, between a system
-    prompt of 64 tokens and a question of 20 that depends on the request's place in the trace."""
+    """Prompts of a trace: each document's own random tokens, and a question for each request's place."""
 
     prefix_tokens = 64
     question_tokens = 20

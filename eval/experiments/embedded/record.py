@@ -16,7 +16,7 @@ _SERVED = ("prompt_tokens", "hits", "retrieved")
 
 
 class EmbeddedRecord(Record):
-    """One arm of a cell: times by two clocks and cached tokens by tier, for each repetition or request."""
+    """One arm: times and cached tokens of each repetition or request."""
 
     called: ClassVar[str] = "a measurement of the embedded engine"
 
@@ -33,7 +33,6 @@ class EmbeddedRecord(Record):
 
     @property
     def setting(self) -> EmbeddedCell:
-        """The cell with its defaults."""
         return EmbeddedCell.model_validate(self.cell)
 
     @property

@@ -15,7 +15,7 @@ from ragorder.eval.report.groups import Group, group_runs
 from ragorder.eval.report.part import Part
 from ragorder.eval.report.statistics import StatisticsError
 from ragorder.eval.report.tables import Entry, Table
-from ragorder.eval.report.words import figure
+from ragorder.eval.report.words import format_number
 from ragorder.eval.running.measures import percentile
 from ragorder.eval.running.reading import Results
 from ragorder.eval.running.suite import Suite
@@ -66,7 +66,7 @@ def _prefill(group: _Group) -> Table:
     for arm in group.policies:
         lines = group.runs(arm)
         tokens = {sum(row) for line in lines for row in zip(*(line.figures(tier) for tier in TIERS), strict=True)}
-        row = [Entry(_arm(arm, cell)), Entry(", ".join(figure(each, 0) for each in sorted(tokens)))]
+        row = [Entry(_arm(arm, cell)), Entry(", ".join(format_number(each, 0) for each in sorted(tokens)))]
         verdicts: list[str] = []
         for clock in clocks:
             middle, low, high = map(_ms, median(_values(lines, clock)))
@@ -74,7 +74,7 @@ def _prefill(group: _Group) -> Table:
             row += [Entry(middle, f"[{low}, {high}]"), _ratio(speedup)]
             verdicts += [speedup.met] if speedup is not None and speedup.met else []
         least = required(cell, arm)
-        bound = "" if least is None else f"{figure(least, 2)} × or more"
+        bound = "" if least is None else f"{format_number(least, 2)} × or more"
         table.rows.append([*row, Entry(" / ".join(dict.fromkeys(verdicts)) or "–", bound)])
     table.note = (
         f"{cell.documents} documents of {cell.document_tokens} tokens behind {cell.system_tokens}, a question of "
@@ -93,8 +93,8 @@ def _serving(group: _Group) -> Table:
         times, prompt_tokens = _values(lines, "wall_ms"), sum(_values(lines, "prompt_tokens"))
         shares = [(sum(_values(lines, "hits")), sum(_values(lines, "retrieved")))]
         shares += [(sum(_values(lines, tier)), prompt_tokens) for tier in ("device", "host")]
-        row = [Entry(arm), *(Entry(figure(100 * part / max(1, whole))) for part, whole in shares)]
-        row += [Entry(figure(value)) for value in (percentile(times, 50), percentile(times, 95), fmean(times))]
+        row = [Entry(arm), *(Entry(format_number(100 * part / max(1, whole))) for part, whole in shares)]
+        row += [Entry(format_number(value)) for value in (percentile(times, 50), percentile(times, 95), fmean(times))]
         row += [_ratio(_speedup(baseline, lines, "wall_ms", statistic="mean")) for baseline in baselines.values()]
         table.rows.append(row)
     top_k = "" if cell.top_k is None else f", top {cell.top_k}"
@@ -122,7 +122,7 @@ def _values(lines: Sequence[EmbeddedRecord], name: str) -> list[float]:
 def _speedup(
     baseline: Sequence[EmbeddedRecord], lines: Sequence[EmbeddedRecord], clock: Clock, **options: Any
 ) -> Speedup | None:
-    """None where there is nothing to compare with, as after an interruption."""
+    # After an interruption there may be nothing to compare with.
     if baseline == lines:
         return None
     try:
@@ -132,13 +132,15 @@ def _speedup(
 
 
 def _ms(value: float) -> str:
-    return figure(value, 0 if value >= 100 else 1)
+    return format_number(value, 0 if value >= 100 else 1)
 
 
 def _ratio(speedup: Speedup | None) -> Entry:
     if speedup is None:
         return Entry("–")
-    return Entry(f"{figure(speedup.ratio, 2)} ×", f"[{figure(speedup.low, 2)}, {figure(speedup.high, 2)}]")
+    return Entry(
+        f"{format_number(speedup.ratio, 2)} ×", f"[{format_number(speedup.low, 2)}, {format_number(speedup.high, 2)}]"
+    )
 
 
 def _seeds(group: _Group) -> str:
@@ -146,7 +148,6 @@ def _seeds(group: _Group) -> str:
 
 
 def _picture(group: _Group) -> Picture:
-    """The times of each arm: the median with its interval, or up to the 95th percentile of a workload's requests."""
     cell = _cell(group)
     serving = cell.measure == "serving"
     rows = []

@@ -14,7 +14,6 @@ from ragorder.eval.report.statistics import PairedDifference, Statistic, compare
 __all__ = ["BASELINES", "Clock", "Speedup", "judge", "median", "required", "values_of"]
 
 BASELINES = {"cached": "0", "overhead": PLAIN, "tiers": NOTHING, "serving": NO_CACHE}
-"""The arm of each measure that the others are compared with."""
 
 Clock = Literal["wall_ms", "cpu_ms"]
 
@@ -24,8 +23,7 @@ _MOST_WORSE = 0.08
 
 @dataclass(frozen=True, slots=True)
 class Speedup:
-    """How many times shorter an arm's time is than the baseline's (below 1: longer), with its 95 % interval. `met` says
-    whether what is required holds ("": nothing is): "not decided" if the interval is not on the right side."""
+    """How many times shorter an arm's time is, with its 95 % interval; whether the goal is met ("": there is none)."""
 
     ratio: float
     low: float
@@ -34,7 +32,7 @@ class Speedup:
 
 
 def required(cell: EmbeddedCell, arm: str) -> float | None:
-    """How many times shorter than its baseline an arm must be at least; None: nothing is required."""
+    """The goal: the least speed-up of an arm."""
     if (cell.documents, cell.document_tokens) != (5, 200):
         return None
     if cell.measure == "overhead":
@@ -43,7 +41,7 @@ def required(cell: EmbeddedCell, arm: str) -> float | None:
 
 
 def values_of(lines: Sequence[EmbeddedRecord], name: str) -> list[list[float]]:
-    """A column of one arm, seed by seed, without the warm-up."""
+    """A column, seed by seed."""
     return [line.figures(name) for line in sorted(lines, key=lambda line: line.seed)]
 
 
@@ -54,7 +52,7 @@ def judge(
     *,
     statistic: Statistic = "p50",
 ) -> Speedup:
-    """Two arms, paired row by row. Raises StatisticsError if they are not of the same seeds and rows."""
+    """Paired row by row. Raises StatisticsError for different seeds or rows."""
     columns = values_of(baseline, clock), values_of(ours, clock)
     found = compare(*columns, statistic=statistic, relative=True, better="lower")
     ratio, low, high = (_shorter(value) for value in (found.difference, found.high, found.low))
@@ -81,7 +79,6 @@ def median(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def _shorter(difference: float) -> float:
-    """A relative difference of times as a ratio of speeds."""
     return 0.0 if difference == math.inf else 1 / max(1e-9, 1 + difference)
 
 

@@ -1,7 +1,6 @@
-"""A workload served with caches of several sizes: RAGCache's sweep of host memory, and the rows of RAGCache++ Table 1.
+"""A workload served with caches of several sizes (RAGCache section 7.3, RAGCache++ Table 1).
 
-One request at a time, on one engine after another (host memory for all of them would not fit), each with an empty cache
-and the same requests.
+One engine after another, as host memory for all of them would not fit.
 """
 
 from __future__ import annotations
@@ -27,10 +26,7 @@ __all__ = ["draw_trace", "serve_trace"]
 
 
 def draw_trace(name: str, seed: int, requests: int, top_k: int | None) -> Trace:
-    """Of a synthetic workload or of a stream like RAGCache's ("mmlu-like", "nq-like").
-
-    Raises WorkloadError for one that cannot be drawn so.
-    """
+    """Raises WorkloadError for an unknown workload or too large a `top_k`."""
     if name not in SKEWED:
         return trace_of_workload(make_workload(name, seed, top_k=top_k, requests=requests), requests)
     stream = skewed_stream(name, seed, top_k=top_k or 2, requests=requests)
@@ -50,7 +46,7 @@ def serve_trace(
     seed: int,
     advance: Callable[[], None],
 ) -> dict[str, list[float]]:
-    """The columns of one arm. Raises ValueError for a prompt that is longer than the model's longest."""
+    """Columns of one arm. Raises ValueError for a prompt above the model's limit."""
     prompts = RandomPrompts(model.vocabulary)
     longest = prompts.prefix_tokens + prompts.question_tokens
     longest += max(sum(document.token_count for document in request.documents) for request in trace.requests)
@@ -85,7 +81,6 @@ def _rows(engine: _ClockedEngine, run: Run) -> dict[str, list[float]]:
 
 
 def _sizes(setup: CacheSetup, device: str, trace: Trace, model: TorchModel, least: int) -> tuple[int, int]:
-    """Of device and host, in tokens."""
     working_set = stream_of_trace(trace).working_set_tokens
 
     def tokens(size: str) -> int:
@@ -98,7 +93,7 @@ def _sizes(setup: CacheSetup, device: str, trace: Trace, model: TorchModel, leas
 
 
 class _ClockedEngine(TorchEngine):
-    """Times each prompt by both clocks: with one token of answer, the time to the first token."""
+    """Times each prompt: with one token of answer, this is the time to the first."""
 
     def __init__(self, model: TorchModel, **sizes: Any) -> None:
         super().__init__(model, **sizes)

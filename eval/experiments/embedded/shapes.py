@@ -1,4 +1,4 @@
-"""Models with random weights, in the shapes of real ones: times and hits depend on shapes and tokens alone."""
+"""Models with random weights: times and hits depend on shapes and tokens alone."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ONE_THREAD = "CPU, 1 thread"
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A decoder of one of transformers' families ("qwen2", "mistral", "llama"). `large`: not without a GPU."""
+    """A decoder of one of transformers' families; `large` ones need a GPU."""
 
     name: str
     family: str
@@ -31,7 +31,6 @@ class ModelShape:
 
     @property
     def obstacle(self) -> str | None:
-        """The reason why there can be no such model here, if there is one."""
         import torch
 
         if not self.large or torch.cuda.is_available():
@@ -40,10 +39,7 @@ class ModelShape:
         return f"the shape {self.name} needs a GPU, and there is none here: take shape {small}"
 
     def make(self) -> TorchModel:
-        """The model, always with the same weights: in bfloat16 on a GPU if there is one, in float32 on a CPU.
-
-        Raises EngineError for a large one where there is no GPU.
-        """
+        """Always with the same weights. Raises EngineError for a large model without a GPU."""
         if self.obstacle:
             raise EngineError(self.obstacle)
         import torch
@@ -84,7 +80,6 @@ tokens; "small" is as wide as prefill must be to dominate on a CPU; "tiny" is fo
 
 
 def hardware() -> str:
-    """The GPU's name, or "CPU" with the number of threads."""
     import torch
 
     if torch.cuda.is_available():

@@ -194,7 +194,8 @@ def _check_pipeline(bench: Bench, pipeline: str, delay_ms: float) -> None:
     for policy in bench.policies:
         if policy not in _POLICIES:
             raise PipelineError(
-                f"policy {policy!r} has no preview, which speculation needs: choose from {', '.join(_POLICIES)}"
+                f"policy {policy!r} cannot preview its order, which speculation needs: choose from "
+                f"{', '.join(_POLICIES)}"
             )
 
 

@@ -11,7 +11,7 @@ from ragorder.eval.running.cells import SuiteCell
 __all__ = ["PIPELINE_POLICIES", "PipeliningCell"]
 
 PIPELINE_POLICIES = ("none", "warmup", "speculative")
-"""What stands as policy in a suite about pipelines: "none" is the baseline, one thing after another."""
+"""The policies of a suite of pipelines; "none" is the sequential baseline."""
 
 
 class PipeliningCell(SuiteCell):

@@ -141,7 +141,7 @@ async def _search(
     options["output_tokens"] = cell.output_tokens
     rows: _Rows
     if cell.measure == "throughput":
-        # In both modes the search takes the same: what is compared is what speculation costs.
+        # Both modes search equally long, so that only the cost of speculation is compared.
         searches = {"none": staged, "speculative": staged}
         load: dict[str, Any] = {"clients": cell.clients, "overload": cell.overload or 1.0, "segments": cell.segments}
         rows = await measure_throughput(server, builder, questions, searches, advance, **load, **options)

@@ -19,7 +19,7 @@ __all__ = ["MODES", "Asked", "ask", "closed_loop", "in_turn", "long_builder", "m
 T = TypeVar("T")
 
 MODES = {"none": (False, False), "warmup": (True, False), "speculative": (True, True)}
-"""Of each mode whether it warms up and whether it speculates."""
+"""By mode: warm-up, speculation."""
 
 _RULES = (
     "Quote the words of a document exactly, and put them in quotation marks.",

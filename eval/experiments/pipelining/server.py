@@ -24,7 +24,7 @@ _METRICS = {
     "vllm:num_requests_waiting": "waiting",
 }
 _TIMEOUT_S = 600.0
-# As in `OpenAIEngine`: ours must be gone before the server closes it.
+# As in `OpenAIEngine`: shorter than the server's, so that no request meets a closing connection.
 _KEEPALIVE_S = 3.0
 _PROBE = [0]
 _MOST_PROBES = 50
@@ -150,7 +150,7 @@ class MeasuredServer:
     async def quiet(self) -> Counters | None:
         """The counters once the server is idle. Raises EngineError for a server that stays busy or does not answer."""
         for _ in range(_MOST_PROBES):
-            # Metrics are as of the last iteration, which an abort does not make: so there must be one behind it.
+            # Metrics show the last iteration, and an abort makes none: so a request follows it.
             await self._probe()
             counters = await self.counters()
             if counters is None or not counters.at_work:

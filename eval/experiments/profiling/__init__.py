@@ -1,1 +1,1 @@
-"""Prefill times of an engine, T(cached, new): suite prefill-profile, and the measurement of `ragorder profile`."""
+"""Prefill times T(cached, new): suite prefill-profile and `ragorder profile`."""

@@ -10,8 +10,6 @@ from ragorder.eval.experiments.profiling.record import ProfileCell, ProfileRecor
 from ragorder.eval.running.experiment import Experiment, Job, Line, Missing
 
 if TYPE_CHECKING:
-    from ragorder.eval.report.part import Part
-    from ragorder.eval.running.reading import Results
     from ragorder.eval.running.suite import Suite
 
 __all__ = ["Profiling"]
@@ -54,9 +52,3 @@ class Profiling(Experiment):
             "facts": made.facts,
             "rows": ProfileRecord.rows_of(made),
         }
-
-    @classmethod
-    def report(cls, suite: Suite, results: Results) -> Part:
-        from ragorder.eval.experiments.profiling.report import profiling_part
-
-        return profiling_part(suite, results)

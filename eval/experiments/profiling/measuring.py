@@ -1,9 +1,8 @@
-"""Measurement of a server's prefill times, by cached and by new tokens: the profile of the replacement policies.
+"""A server's prefill times by cached and by new tokens.
 
-A cell of the grid is one request: a prefix of random tokens that was sent just before, and new tokens behind it. It
-counts if the server reports exactly the prefix as cached; else it is repeated. Each cell has a `cache_salt` of its own,
-so that nothing else can be cached. Cells are measured in rounds, each in another order, which spreads a slow spell over
-all of them; a cell's time is the median.
+A request has a prefix of random tokens that was sent just before, and new tokens behind it; it is repeated unless the
+server reports exactly the prefix as cached. Each pair of counts has a `cache_salt` of its own, so that nothing else can
+be cached. Rounds in changing order spread slow spells over all pairs.
 """
 
 from __future__ import annotations
@@ -54,8 +53,7 @@ _TOKEN_IDS = range(100, 256)
 
 @dataclass(frozen=True, slots=True)
 class ProfiledServer:
-    """A server that can be profiled. `engine` is its name and version, `block_size` the tokens of a block of its prefix
-    cache, `longest_tokens` the longest prompt with its answer."""
+    """A running server; `engine` is its name and version, `longest_tokens` the longest prompt with its answer."""
 
     base_url: str
     model: str
@@ -67,7 +65,7 @@ class ProfiledServer:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Every number of cached tokens with every number of new ones. `notes`: deviations from what was asked for."""
+    """All pairs of these counts. `notes`: deviations from what was asked for."""
 
     cached_tokens: tuple[int, ...]
     new_tokens: tuple[int, ...]
@@ -79,10 +77,7 @@ class Grid:
 
 
 def own_server(model: Path | None = None, *, block_size: int | None = None) -> VLLMServer:
-    """A vLLM server to be entered, with this model or random weights.
-
-    Raises ImportError naming the extra to install, OSError or ValueError for a folder without a model.
-    """
+    """A vLLM server to be entered. Raises ImportError, OSError or ValueError for a folder without a model."""
     size = block_size or _OWN_BLOCK_SIZE
     folder = model or random_model()
     longest = min(_LONGEST_TOKENS, longest_prompt(folder))
@@ -92,12 +87,8 @@ def own_server(model: Path | None = None, *, block_size: int | None = None) -> V
 def find_profiled(
     base_url: str, *, served_model: str | None = None, api_key: str | None = None, block_size: int | None = None
 ) -> ProfiledServer:
-    """The server at an address. It needs a `block_size` if it does not publish its own as vLLM does; prompts have 8,192
-    tokens at most if it publishes no limit.
-
-    Raises EngineError for a server that does not answer, has no such model or publishes no block size; ImportError
-    naming the extra to install.
-    """
+    """The server at an address, by its published limits (8,192 tokens without). Raises EngineError for a server without
+    an answer, this model or a block size."""
     found = find_model(base_url, served_model, api_key=api_key)
     capacity_tokens: int | None = None
     with Server(base_url, timeout_s=_TIMEOUT_S, api_key=api_key) as server:
@@ -121,7 +112,7 @@ def profiled_server(
     api_key: str | None = None,
     block_size: int | None = None,
 ) -> Iterator[ProfiledServer]:
-    """The server at an address, or one of its own if there is none. Raises as `find_profiled` and `own_server` do."""
+    """The server at an address, else a new one. Raises as `find_profiled` and `own_server` do."""
     if base_url is not None:
         yield find_profiled(base_url, served_model=served_model, api_key=api_key, block_size=block_size)
         return
@@ -130,11 +121,8 @@ def profiled_server(
 
 
 def plan_grid(server: ProfiledServer, cached: Iterable[int] | None = None, new: Iterable[int] | None = None) -> Grid:
-    """The grid of these numbers of tokens, the cached ones rounded down to whole blocks. Without numbers: a geometric
-    series, as far as both fit into a prompt.
-
-    Raises EngineError for a prompt that is longer than the server's limit, and for invalid counts.
-    """
+    """The grid of these counts, cached ones rounded down to whole blocks; by default geometric series that fit into a
+    prompt. Raises EngineError for invalid or too large counts."""
     size, room = server.block_size, server.longest_tokens - 1
     if room < 3 * size:
         raise EngineError(
@@ -169,11 +157,9 @@ def measure_profile(
     seed: int = 0,
     progress: Progress = silent,
 ) -> PrefillProfile:
-    """The server's profile: for each cell the median time to the first token at the client, of `repeats` requests.
-    `seed` draws the tokens and the order of the cells. The server and this machine should serve nothing else.
+    """Medians of the time to the first token at the client. The server and this machine should serve nothing else.
 
-    Raises EngineError if a request fails, cached tokens are not reported, or are not those that were sent; ImportError
-    naming the extra to install.
+    Raises EngineError if requests fail, or the reported cached tokens are missing or wrong.
     """
     return asyncio.run(_measure(server, grid, repeats, seed, progress))
 
@@ -216,7 +202,7 @@ async def _measure(server: ProfiledServer, grid: Grid, repeats: int, seed: int, 
 
 
 class _Requests:
-    """The requests of the cells; `again` counts those that failed or found something else cached."""
+    """`again` counts requests that failed or found something else cached."""
 
     def __init__(self, engine: OpenAIEngine, draw: Random) -> None:
         self.again = 0
@@ -228,7 +214,6 @@ class _Requests:
         return self._draw.choices(_TOKEN_IDS, k=count)
 
     async def ttft_s(self, cell: _CellTokens) -> float:
-        """Raises EngineError after some tries."""
         cached, new = cell
         problem = ""
         for _ in range(_TRIES):
@@ -263,7 +248,6 @@ class _Requests:
 
 
 def _engine(server: Server) -> str:
-    """Name and version, as vLLM reports them."""
     try:
         answer = server.get_json("/version")
     except ServerError:

@@ -16,8 +16,8 @@ _Counts = Annotated[tuple[Annotated[int, Field(ge=0)], ...] | None, Field(strict
 
 
 class ProfileCell(SuiteCell):
-    """What one cell may say: the numbers of `cached` and of `new` tokens (a series each if absent), how often each pair
-    of them is measured, and the blocks of a server that does not publish their size."""
+    """Numbers of `cached` and `new` tokens (by default a series each), measured in `repeats` rounds; `block_size` of a
+    server that does not publish it."""
 
     cached: _Counts = None
     new: _Counts = None
@@ -30,8 +30,7 @@ class ProfileCell(SuiteCell):
 
 
 class ProfileRecord(Record):
-    """A profile of one server: `rows` has columns `cached_tokens`, `new_tokens` and `seconds`, an entry for each pair;
-    `facts` are those of the profile."""
+    """A server's profile: a row for each pair of `cached_tokens` and `new_tokens`."""
 
     called: ClassVar[str] = "a prefill profile"
     is_run: ClassVar[bool] = False

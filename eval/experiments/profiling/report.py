@@ -9,17 +9,17 @@ from ragorder.eval.experiments.profiling.record import ProfileRecord
 from ragorder.eval.report.canvas import Picture, draw, label_ends, style
 from ragorder.eval.report.part import Part
 from ragorder.eval.report.tables import Entry, Table, Tone
-from ragorder.eval.report.words import figure
+from ragorder.eval.report.words import format_number
 from ragorder.eval.running.reading import Results
 from ragorder.eval.running.suite import Suite
 from ragorder.kernels.profile import PrefillProfile
 
-__all__ = ["doubts", "profile_table", "profiling_part"]
+__all__ = ["doubts", "make_part", "profile_table"]
 
 _WIDE_SPREAD = 0.25
 
 
-def profiling_part(suite: Suite, results: Results) -> Part:
+def make_part(suite: Suite, results: Results) -> Part:
     profiles = [line.profile for line in results.of(ProfileRecord, suite.name)]
     return Part(
         [profile_table(profile) for profile in profiles],
@@ -29,7 +29,6 @@ def profiling_part(suite: Suite, results: Results) -> Part:
 
 
 def profile_table(profile: PrefillProfile) -> Table:
-    """Milliseconds to the first token and new tokens a second: rows by cached tokens, columns by new tokens."""
     facts = profile.facts
     table = Table(
         f"{facts['model']} on {facts['engine']}: ms to the first token, new tokens a second",
@@ -50,11 +49,10 @@ def profile_table(profile: PrefillProfile) -> Table:
 
 def _entry(seconds: float, share: float, new: int) -> Entry:
     tone: Tone = "good" if 3 * share >= 2 else "doubtful" if 3 * share >= 1 else "bad"
-    return Entry(figure(1e3 * seconds), f"{figure(new / seconds, 0)}/s", tone=tone)
+    return Entry(format_number(1e3 * seconds), f"{format_number(new / seconds, 0)}/s", tone=tone)
 
 
 def doubts(facts: Mapping[str, Any]) -> Iterator[str]:
-    """What to know before a profile is used."""
     pooled, again = facts["pooled"], facts["sent_again"]
     if facts["spread_share"]["median"] > _WIDE_SPREAD:
         yield "times differ much between repeats: measure again on an idle server and machine"
@@ -79,7 +77,7 @@ def _picture(profile: PrefillProfile) -> Picture:
         axes.set_ylabel("time to the first token, ms")
         label_ends(axes, ends)
 
-    alt = "; ".join(f"{cached:,} cached: {', '.join(map(figure, ms))} ms" for cached, ms in lines)
+    alt = "; ".join(f"{cached:,} cached: {', '.join(map(format_number, ms))} ms" for cached, ms in lines)
     return draw(
         paint, title="Prefill times", alt=alt, caption=f"{profile.facts['model']} on {profile.facts['engine']}."
     )

@@ -11,7 +11,7 @@ from ragorder.eval.experiments.proxy_load.experiment import ProxyLoadRecord
 from ragorder.eval.report.canvas import Picture, draw, label_ends, style
 from ragorder.eval.report.part import Part
 from ragorder.eval.report.tables import Table
-from ragorder.eval.report.words import cell_words, figure
+from ragorder.eval.report.words import cell_words, format_number
 from ragorder.eval.running.reading import Results
 from ragorder.eval.running.record import key_of
 from ragorder.eval.running.suite import Suite
@@ -56,12 +56,12 @@ def _column(records: Sequence[ProxyLoadRecord], name: str) -> Any:
 
 
 def _quantiles(times: Any) -> str:
-    return " / ".join(figure(float(np.quantile(times, quantile)), 2) for quantile in (0.5, 0.99))
+    return " / ".join(format_number(float(np.quantile(times, quantile)), 2) for quantile in (0.5, 0.99))
 
 
 def _streams(records: Sequence[ProxyLoadRecord]) -> str:
     facts = [record.facts for record in records]
-    seconds = ", ".join(figure(each["streams_s"]) for each in facts)
+    seconds = ", ".join(format_number(each["streams_s"]) for each in facts)
     return f"{sum(each['whole'] for each in facts):,} of {sum(each['streams'] for each in facts):,}, {seconds} s"
 
 

@@ -163,11 +163,11 @@ class ServerAnswers:
             try:
                 answer = self._ask(prompt, self._forms[form])
             except RequestError as error:
-                # Another thread may have found the form that works while this request was on its way in an earlier one.
+                # Another thread may have found the form that works while this request was in flight.
                 if error.status not in (400, 422) or (self._works and form >= self._form):
                     raise
                 with self._lock:
-                    # Whatever the form, this request is refused: it is not the form's fault.
+                    # This request is refused in every form, so the form is not the cause.
                     if form + 1 == len(self._forms):
                         self._form = 0
                         raise
@@ -191,6 +191,6 @@ class ServerAnswers:
             raise RequestError("the answer is not a chat completion") from None
         if text is not None and not isinstance(text, str):
             raise RequestError("the answer has no text")
-        # Without a salt one order finds what another left in the cache: that says nothing about either.
+        # Without a salt one order finds blocks of another in the cache.
         told = "cache_salt" in form and isinstance(cached_tokens, int)
         return ModelAnswer(text or "", cached_tokens if told else None)

@@ -122,7 +122,7 @@ def _from_hub(dataset: Dataset, *, streaming: bool) -> Iterator[SourceRecord]:
     except CorpusError:
         raise
     except Exception as error:
-        # The package raises errors of many libraries, whose texts may quote addresses and tokens.
+        # Errors of the many libraries below may quote addresses and tokens.
         raise CorpusError(
             f"{where}: cannot be loaded ({type(error).__name__}): download the official file and {_FILE}"
         ) from error

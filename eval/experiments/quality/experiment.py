@@ -30,7 +30,7 @@ class Quality(Experiment):
     record = QualityRecord
     cell = QualityCell
     counted = "quality"
-    rehearses = True
+    supports_dry_run = True
     missing_by_cell = True
     checks: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "quality-verdict": ("measured", "reason", "note", "reordered", "message"),
@@ -45,7 +45,7 @@ class Quality(Experiment):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        # Cells whose questions cannot be asked: with another seed they cannot, either.
+        # Cells with questions that cannot be asked, whatever the seed.
         self._failed: set[tuple[str, QualityCell]] = set()
 
     @classmethod
@@ -92,7 +92,7 @@ class Quality(Experiment):
         except (QualityError, CorpusError) as error:
             reason = str(error)
         except ImportError as error:
-            # Without the engine or the statistics nothing can be measured; without the Hub all but this data set.
+            # Only a missing `datasets` is about this data set alone.
             if error.name != "datasets":
                 raise
             reason = str(error)
@@ -131,7 +131,7 @@ class Quality(Experiment):
 
         asked = Suite.unlisted(
             "quality",
-            "Answer quality, asked about by itself",
+            "Answer quality, measured by itself",
             source="ragorder eval quality",
             says="Whether the order of the documents changes the answers, question by question.",
             kind="quality",

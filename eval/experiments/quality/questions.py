@@ -144,7 +144,7 @@ def _ask(
 
     with _submitter(engine, concurrency) as submit:
         for question in data.questions:
-            # The oldest, not the quickest: so that no order depends on how fast the answers come.
+            # The oldest, so that no order depends on the speed of the answers.
             if len(in_flight) == concurrency:
                 finish_oldest()
             suffix_tokens = builder.suffix_tokens(question.text) + engine.kept_output_tokens

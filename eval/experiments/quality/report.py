@@ -18,7 +18,7 @@ __all__ = ["make_part", "print_quality", "quality_not_measured"]
 
 _Check = Mapping[str, Any]
 
-_NOT_COMPARED = "The answers were not compared: give the same command again, which asks nothing twice and compares."
+_NOT_COMPARED = "The answers were not compared: run the same command again: it repeats no question, and compares."
 _PAIRED = (
     "Differences in points to retrieval order, paired by question, over those that both answered. Exact match by "
     "McNemar's exact test at 5 %, F1 by the 95 % interval in brackets. Nothing is corrected for comparing several "
@@ -32,7 +32,22 @@ def make_part(suite: Suite, results: Results) -> Part:
     tables, words = _quality_tables(suite, results)
     lines = results.of(QualityRecord, suite.name)
     policies = [line.policy for line in lines]
-    return Part(tables, words, baseline=suite.baseline if suite.baseline in policies else "".join(policies[:1]))
+    baseline = suite.baseline if suite.baseline in policies else "".join(policies[:1])
+    return Part(tables, words, headline=_headline(suite, results) if lines else [], baseline=baseline)
+
+
+def _headline(suite: Suite, results: Results) -> list[str]:
+    """F1 of the default policy in each cell that measured quality."""
+    checks = [check for check in results.own_checks if check["suite"] == suite.name and not check["dry_run"]]
+    measured = [_check_key(check) for check in checks if check["name"] == "quality-verdict" and check["measured"]]
+    words = []
+    for check in checks:
+        if check["name"] == "quality-comparison" and check["policy"] == "auto" and _check_key(check) in measured:
+            low, high = check["f1_low"], check["f1_high"]
+            change = f"{signed(check['f1_difference'])} points [{signed(low)}, {signed(high)}]"
+            undecided = " (not decided: the interval covers zero)" * (low <= 0 <= high)
+            words.append(f"{cell_words(check['cell']) or suite.title}: auto changes F1 by {change}{undecided}.")
+    return words or ["Not decided: whether another order changes answers was not measured."]
 
 
 def _quality_tables(suite: Suite, results: Results) -> tuple[list[Table], list[str]]:
@@ -107,7 +122,7 @@ def _title(line: QualityRecord, *, several: bool) -> str:
 
 def _table(title: str, lines: Sequence[QualityRecord], checks: Sequence[_Check], verdict: _Check | None) -> Table:
     compared = {check["policy"]: check for check in checks if check["name"] == "quality-comparison"}
-    headings = ["order of documents", "exact match, %", "F1, %", "questions", "of these reordered, %"]
+    headings = ["order of documents", "exact\nmatch, %", "F1, %", "questions", "of these\nreordered, %"]
     table = Table(f"Answers: {title}", headings)
     for line in lines:
         row = [Entry(policy_words(line.policy))]

@@ -76,7 +76,7 @@ class AnswererSpec(BaseModel):
     model: str | Path | None = Field(
         default=None,
         description="vllm, torch: the model [default: random weights, with which quality is not measured]. openai: "
-        "the model whose tokenizer counts tokens [default: four characters a token].",
+        "the model of the tokenizer [default: four characters a token].",
     )
     base_url: str | None = Field(default=None, description="openai: the server, such as http://127.0.0.1:8000/v1.")
     served_model: str | None = Field(

@@ -9,7 +9,7 @@ from ragorder.eval.report.groups import Group, group_runs
 from ragorder.eval.report.metrics import TTFT_MEAN
 from ragorder.eval.report.part import Part
 from ragorder.eval.report.tables import Entry, Table
-from ragorder.eval.report.words import figure
+from ragorder.eval.report.words import format_number
 from ragorder.eval.running.reading import Results
 from ragorder.eval.running.suite import Suite
 
@@ -39,5 +39,5 @@ def _times_shorter(group: Group[ReorderingRecord], policy: str) -> Entry:
     if not ratios:
         return Entry("–")
     overtaking = max(int(run.facts.get("largest_overtaking", 0)) for run in ours.values())
-    spread = f" ({figure(min(ratios), 2)} to {figure(max(ratios), 2)})" if len(ratios) > 1 else ""
-    return Entry(f"{figure(fmean(ratios), 2)}{spread}", f"overtaken by {overtaking}")
+    spread = f" ({format_number(min(ratios), 2)} to {format_number(max(ratios), 2)})" if len(ratios) > 1 else ""
+    return Entry(f"{format_number(fmean(ratios), 2)}{spread}", f"overtaken by {overtaking}")

@@ -13,7 +13,7 @@ from ragorder.eval.running.cells import SuiteCell
 __all__ = ["KIB_PER_TOKEN", "ReplacementCell", "TierSize"]
 
 KIB_PER_TOKEN = 128
-"""What a token's keys and values take: those of Mistral-7B (RAGCache Table 1)."""
+"""KV size of a token of Mistral-7B (RAGCache Table 1)."""
 
 
 @dataclass(frozen=True, slots=True)

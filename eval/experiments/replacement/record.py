@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 __all__ = ["RUN", "ReplacementRecord"]
 
 RUN = 10
-"""Consecutive requests whose figures are added up before they are compared: there are thousands."""
+"""Consecutive requests that are added up before they are compared."""
 
 _COLUMNS = ("retrieved", "hits", "prefill_ms")
 _FACTS = ("working_set_tokens", "device_tokens", "host_tokens", "seen_percent")

@@ -22,11 +22,10 @@ __all__ = ["HISTORY", "HISTORY_NODES", "REPLACEMENT_POLICIES", "Simulated", "sim
 
 HISTORY = "+history"
 REPLACEMENT_POLICIES = ("none", "device", *(f"{name}{kept}" for kept in (HISTORY, "") for name in POLICIES))
-"""What may be simulated: without a cache; with the device alone, least recently used first, as plain prefix caching
-does it; each replacement policy in both tiers, with and without frequency history."""
+"""No cache; the device alone with LRU (plain prefix caching); each policy in both tiers, with and without history."""
 
 HISTORY_NODES = 65_536
-"""How many nodes a history remembers: as `ragorder.adapters.vllm_tiers` does by default."""
+"""Nodes that a history remembers, as in `ragorder.adapters.vllm_tiers`."""
 
 
 @dataclass(slots=True)

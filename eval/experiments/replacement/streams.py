@@ -16,9 +16,9 @@ from ragorder.eval.data.workloads import WorkloadError
 __all__ = ["SKEWED", "DocumentStream", "skewed_stream", "stream_of_trace"]
 
 SKEWED = {"mmlu-like": 0.6, "nq-like": 0.4}
-"""Streams with the statistics of RAGCache's, by name: which share of the requests the most popular 3 % of the documents
-have. 60 % is what the paper says of MMLU (section 3.2); of Natural Questions it has a curve and no number, and 40 % is
-ours."""
+"""Streams with RAGCache's statistics: the share of the requests that the most popular 3 % of the documents have.
+
+60 % is the paper's for MMLU (section 3.2); for Natural Questions it shows only a curve, and 40 % is our choice."""
 
 _DOCUMENTS = 10_000
 _POPULAR = 0.03
@@ -96,7 +96,7 @@ def skewed_stream(name: str, seed: int, *, top_k: int, requests: int) -> Documen
     for _ in range(requests):
         first = draw(rng)
         if top_k > 1 and first not in neighbours:
-            # Whoever comes first: a document's neighbours are its own.
+            # The same neighbours, whichever request draws the document first.
             own = random.Random(f"{name} {seed} {first}")
             found: dict[int, None] = {}
             while len(found) < _NEIGHBOURS:

@@ -88,7 +88,7 @@ class TwoTiers:
         self._parents: list[int | None] = []
         self._sizes: list[int] = []
         self._behind: list[list[int]] = []
-        # What the device knows of the nodes that it holds, or held until this moment.
+        # Statistics of the nodes on the device, and of one that is just leaving it.
         self._on_device: dict[int, TierNode] = {}
 
     def path(self, documents: Sequence[int], tokens: Sequence[int]) -> list[int]:

@@ -42,11 +42,11 @@ class Engines:
 
     def _open_pool(self) -> EnginePool[Any] | None:
         if self._options.engine == "vllm":
-            from ragorder.eval.engines.vllm_pool import VLLMPool
+            from ragorder.eval.engines.pool import VLLMPool
 
             return self._stack.enter_context(VLLMPool())
         if self._options.engine == "torch":
-            from ragorder.eval.engines.torch_pool import TorchPool
+            from ragorder.eval.engines.pool import TorchPool
 
             return self._stack.enter_context(TorchPool())
         return None
@@ -71,7 +71,7 @@ class Engines:
             served_model=options.served_model,
             api_key=options.api_key,
             top_k=cell.top_k,
-            # What a server holds is its own to say.
+            # A server reports its own cache.
             capacity=None if live else cell.capacity,
             block_size=None if live else cell.block_size,
             output_tokens=cell.output_tokens,

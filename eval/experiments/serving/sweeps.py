@@ -13,7 +13,7 @@ from ragorder.eval.running.suite import Suite
 
 __all__ = ["panels_of", "position_pictures", "sweep_pictures", "value_on_axis"]
 
-# Parameters whose values have no order: nothing lies between them, so no line does.
+# Parameters without an order, and so without a line between their values.
 _UNORDERED = ("guards", "residency", "order", "corpus", "batch", "policy")
 _APART = 0.09
 

@@ -20,7 +20,7 @@ _RECORDED = {
 
 
 Lines = Mapping[str, tuple[str, Group, str]]
-"""Lines by name: what each looks like (as which policy), and whose it is: of a policy in a group."""
+"""By name: the policy that gives a line its looks, its group, and its own policy."""
 
 
 def timelines(label: str, lines: Lines) -> list[Picture]:

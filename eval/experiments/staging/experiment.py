@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -32,14 +32,12 @@ class Staging(Experiment):
         *(f"HNSW {ef_search}" for ef_search in (64, 256)),
     )
     unit = "searches"
+    one_job = True
 
     def obstacle(self, suite: Suite, cell: StagingCell, policy: str) -> str | None:
         if find_spec("faiss") is None:
             return "searches in stages need faiss: pip install 'ragorder[retrieval]'"
         return super().obstacle(suite, cell, policy)
-
-    def together(self, suite: Suite, policies: Sequence[str]) -> Iterable[tuple[str, ...]]:
-        return [tuple(policies)] if policies else []
 
     def requests(self, suite: Suite, cell: StagingCell) -> int:
         return min(cell.queries, self.options.limit or cell.queries)

@@ -1,4 +1,4 @@
-"""The time that stages add to a search, and the stage at which its result is final."""
+"""Time added by stages, and the stage at which results are final."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ Vectors = NDArray[np.float32]
 
 
 class _SearchPair(NamedTuple):
-    """An index, and a search in stages over it."""
-
     name: str
     index: Any
     staged: StagedSearch
@@ -27,8 +25,8 @@ class _SearchPair(NamedTuple):
 def time_stages(
     plain: Callable[[Vectors, int], object], staged: StagedSearch, queries: Vectors, k: int
 ) -> tuple[int, dict[str, list[float]]]:
-    """The number of stages, and for each query the CPU time of this thread without stages and what stages add, in ms.
-    Both searches take turns, one query at a time, on one thread of FAISS."""
+    """The number of stages, and columns of CPU time in ms: of each query without stages, and added by them. FAISS has
+    one thread."""
     import faiss
 
     threads = faiss.omp_get_max_threads()
@@ -55,7 +53,7 @@ def time_stages(
 
 
 def final_shares(staged: StagedSearch, queries: Vectors, depths: Sequence[int]) -> dict[int, list[float]]:
-    """For each k the share of queries, stage by stage, whose top k was the last stage's from then on, in this order."""
+    """For each k the share of queries, stage by stage, whose ordered top k no longer changes."""
     found = [stage.ids for stage in staged.search(queries, max(depths))]
     final = {}
     for k in depths:
@@ -69,7 +67,7 @@ def final_shares(staged: StagedSearch, queries: Vectors, depths: Sequence[int]) 
 
 
 def clustered(count: int, dimensions: int, *, clusters: int, seed: int) -> Vectors:
-    """Vectors of length 1 around random centres, which are the same for all seeds."""
+    """Vectors of length 1 around centres that are the same for all seeds."""
     centres = np.random.default_rng(0).standard_normal((clusters, dimensions), np.float32)
     rng = np.random.default_rng(seed + 1)
     noise = rng.standard_normal((count, dimensions), np.float32)
@@ -79,7 +77,7 @@ def clustered(count: int, dimensions: int, *, clusters: int, seed: int) -> Vecto
 
 
 def searches(vectors: Vectors, stages: int, policies: Collection[str]) -> Iterator[tuple[str, _SearchPair]]:
-    """The searches by the names of their policies ("IVF 0.25 equal", "HNSW 64"), each to be used before the next."""
+    """By policy ("IVF 0.25 equal", "HNSW 64"); to be used one after another, as they share an index."""
     import faiss
 
     ivf: Any = None

@@ -14,8 +14,7 @@ __all__ = ["StagingCell", "StagingRecord"]
 
 
 class StagingCell(SuiteCell):
-    """What one cell may say: random `vectors` of so many `dimensions`, or the embeddings of a `corpus` (its questions
-    are the queries, the first `queries` of them timed)."""
+    """Random vectors, or embeddings of a `corpus` and its questions, the first `queries` of them timed."""
 
     vectors: int = Field(40_000, ge=100)
     dimensions: int = Field(384, ge=1)
@@ -29,8 +28,7 @@ class StagingCell(SuiteCell):
 
 
 class StagingRecord(Record):
-    """One search: CPU time of each query without stages and what stages add, in ms. `facts`: the index, the number of
-    stages; of a corpus, for each k the share of questions whose top k is final, stage by stage."""
+    """CPU times of one search. Fact "final" (of a corpus): see `final_shares`."""
 
     called: ClassVar[str] = "a measurement of staged searches"
     is_run: ClassVar[bool] = False

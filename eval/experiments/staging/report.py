@@ -10,7 +10,7 @@ from ragorder.eval.report.canvas import Picture, draw, label_ends, style
 from ragorder.eval.report.groups import Group, group_runs
 from ragorder.eval.report.part import Part
 from ragorder.eval.report.tables import Table
-from ragorder.eval.report.words import figure
+from ragorder.eval.report.words import format_number
 from ragorder.eval.running.reading import Results
 from ragorder.eval.running.suite import Suite
 
@@ -37,7 +37,7 @@ def _overhead(group: _Group) -> Table:
     for line in group.runs():
         stages = line.facts["stages"]
         times = (line.plain_ms, line.added_ms, line.added_ms / stages)
-        table.add(line.facts["search"], str(stages), *(figure(ms, 3) for ms in times))
+        table.add(line.facts["search"], str(stages), *(format_number(ms, 3) for ms in times))
     table.note = f"Medians of {len(group.runs()[0].rows['plain_ms'])} queries, CPU time."
     return table
 
@@ -49,7 +49,7 @@ def _convergence(group: _Group) -> Table:
     table.headings = ["search", *(f"top {k}" for k in facts["final"])]
     for line in lines:
         shares = line.facts["final"].values()
-        table.add(line.facts["search"], *(" ".join(figure(100 * share) for share in each) for each in shares))
+        table.add(line.facts["search"], *(" ".join(format_number(100 * share) for share in each) for each in shares))
     table.note = "% of questions, after each stage in turn."
     return table
 
@@ -68,12 +68,13 @@ def _overhead_picture(group: _Group) -> Picture:
         axes.set_xlabel("CPU time a query, ms")
         axes.legend(fontsize=8, frameon=False)
 
-    alt = "; ".join(f"{line.policy}: {figure(line.plain_ms, 3)} + {figure(line.added_ms, 3)} ms" for line in lines)
+    alt = "; ".join(
+        f"{line.policy}: {format_number(line.plain_ms, 3)} + {format_number(line.added_ms, 3)} ms" for line in lines
+    )
     return draw(paint, title="What stages add", alt=alt, caption=f"{_vectors(group)}; medians.", height=3.6)
 
 
 def _convergence_picture(group: _Group) -> Picture:
-    """The share of questions whose best document is final, for searches of all clusters and of HNSW."""
     shown = [line for line in group.runs() if line.policy in ("IVF 1 equal", "IVF 1 geometric", "HNSW 256")]
 
     def paint(axes: Any) -> None:
@@ -86,7 +87,7 @@ def _convergence_picture(group: _Group) -> Picture:
         axes.set_ylabel("top 1 final, % of questions")
         label_ends(axes, ends)
 
-    alt = "; ".join(f"{line.policy}: {', '.join(figure(share) for share in _shares(line))} %" for line in shown)
+    alt = "; ".join(f"{line.policy}: {', '.join(format_number(share) for share in _shares(line))} %" for line in shown)
     return draw(paint, title="When the best document is final", alt=alt, caption=_vectors(group))
 
 

@@ -22,7 +22,7 @@ from ragorder.eval.experiments.tiering.sizes import PromptStream, TierSizes
 __all__ = ["ArmRun", "measure", "pair_of_servers"]
 
 _PAUSE_S = 0.3
-"""Between two turns: the other server's threads go on looking for work for a while."""
+"""Between two turns: the other server's threads poll for work for a while."""
 
 _WARM_UP_TOKENS = (64, 256, 512, 1024, 2048)
 

@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 __all__ = ["ARMS", "GOALS", "MOST_WORSE", "REQUIRED", "TierVerdict", "judge"]
 
 ARMS = ("apc", "tiers")
-"""vLLM's own prefix cache alone, and with tiers behind it."""
+"""vLLM's prefix cache alone, and with tiers."""
 
 REQUIRED = 1.5
-"""How many times shorter the mean time to the first token must be with tiers, where the working set fits the host."""
+"""The least speed-up of the mean time to the first token, where the working set fits the host."""
 
 MOST_WORSE = 0.03
-"""The share by which it may be longer at most, where the working set fits the device."""
+"""The largest slow-down, where the working set fits the device."""
 
 GOALS = {"host": REQUIRED, "device": 1 / (1 + MOST_WORSE)}
 

@@ -12,7 +12,7 @@ from ragorder.eval.engines.prompts import Prompts
 __all__ = ["ROOMS", "PromptStream", "TierSizes", "kv_bytes_per_token", "make_sizes", "make_stream"]
 
 _ROOM = 1.25
-"""What a tier that is to hold the whole working set has, as a multiple of it: the answers and the warm-up need some."""
+"""Size of a tier that holds the whole working set, as a multiple of it: answers and warm-up need room."""
 
 _SHARES: dict[str, tuple[float, float, float | None]] = {
     "device": (_ROOM, _ROOM, None),
@@ -21,7 +21,7 @@ _SHARES: dict[str, tuple[float, float, float | None]] = {
     "disk": (0.25, 0.5, _ROOM),
 }
 ROOMS = tuple(_SHARES)
-"""Where the working set finds room: in the device's pool; in the host; in neither; on the disk."""
+"""Places that the working set fits: the device's pool, the host, neither, the disk."""
 
 
 @dataclass(frozen=True, slots=True)
