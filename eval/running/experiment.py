@@ -14,7 +14,7 @@ from functools import cache
 from importlib import import_module
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
 
 from ragorder.eval.data.corpora import Corpus
 from ragorder.eval.data.corpora.loader import CorpusLoader
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["Experiment", "Job", "Line", "Missing", "experiment_of", "experiments", "suite_files"]
 
 Line = Mapping[str, Any]
+T = TypeVar("T")
 _FOLDER = "ragorder.eval.experiments"
 
 
@@ -86,12 +87,22 @@ class Experiment(ABC):
         self.options, self.store, self.session, self.progress = options, store, session, progress
         self.corpora = CorpusLoader(options.corpora)
         self.resources = ExitStack()
+        self._kept: tuple[object, Any] | None = None
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.resources.close()
+
+    def kept(self, key: object, start: Callable[[], T]) -> T:
+        """What `start` made for this key, such as a server; another key closes `resources`, and makes it anew."""
+        if self._kept is None or self._kept[0] != key:
+            self._kept = None
+            self.resources.close()
+            self._kept = key, start()
+        found: T = self._kept[1]
+        return found
 
     @classmethod
     def check(cls, suite: Suite, where: str) -> None:

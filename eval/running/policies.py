@@ -82,7 +82,7 @@ def make_policy(
         return make_orderer(name, engine=engine, **lengths, **(settings or {}))
     if name == "events":
         if not isinstance(engine, OpenAIEngine) or engine.blocks is None or not isinstance(prompts, BuiltPrompts):
-            raise PolicyError("policy 'events' hears what a server's cache holds: use it with --engine openai")
+            raise PolicyError("policy 'events' follows a server's KV events: use it with --engine openai")
         return _EventsOrderer(engine, engine.blocks, prompts.builder, settings or {})
     if name in ("none", "retrieval"):
         return _Plain(lambda documents: list(range(len(documents))))

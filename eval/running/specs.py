@@ -96,7 +96,7 @@ class Bench:
         ge=1,
         description="Tokens an answer; none: as the arrivals say, else 32 for sim, 1 for vllm, torch and openai.",
     )
-    waiting: int = Field(default=0, ge=0, description="The next N requests already wait when one is ordered.")
+    waiting: int = Field(default=0, ge=0, description="The next N requests are already waiting when one is ordered.")
     batch: bool = Field(default=False, description="Plan the whole run at once, reordering requests as well.")
     max_wait: int | None = Field(
         default=None,
