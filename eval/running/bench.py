@@ -38,11 +38,7 @@ Serve = Callable[[Trace, int, MakeRun, Load, Advance], list[Run]]
 
 
 def run_bench(bench: Bench, progress: Progress = silent) -> list[RunResult]:
-    """Every policy on every trace and seed.
-
-    Raises WorkloadError, CorpusError, PolicyError, ArrivalsError, BenchError, EngineError, or ImportError naming the
-    extra.
-    """
+    """Every policy on every trace and seed. Raises BenchError and the other errors of the command."""
     return [run.result() for runs in run_traces(bench, progress) for run in runs]
 
 
@@ -128,7 +124,6 @@ def check_bench(bench: Bench) -> None:
 
 
 def _server(bench: Bench, stack: ExitStack, pool: EnginePool[Any] | None) -> Serve:
-    """Serves a trace and seed under all policies."""
     if bench.engine == "openai":
         from ragorder.eval.running.live import Servers
 

@@ -106,12 +106,12 @@ class Experiment(ABC):
 
     @classmethod
     def check(cls, suite: Suite, where: str) -> None:
-        """Raises SuiteError for a suite that the experiment cannot measure."""
+        """Raises SuiteError."""
         list(cls.cells(suite, where))
 
     @classmethod
     def cells(cls, suite: Suite, where: str) -> Iterator[Any]:
-        """Raises SuiteError for unknown or wrong parameters."""
+        """Raises SuiteError."""
         for point in suite.points:
             yield cls.cell.read(point, f"{where}: cell {_short(point)}")
 
@@ -150,13 +150,11 @@ class Experiment(ABC):
         return Missing(suite.name, cell.fields, policy, reason)
 
     def together(self, suite: Suite, policies: Sequence[str]) -> Iterable[tuple[str, ...]]:
-        """The policies that are measured in one job."""
         if self.one_job:
             return [tuple(policies)] if policies else []
         return [(policy,) for policy in policies]
 
     def requests(self, suite: Suite, cell: Any) -> int:
-        """The most that a run serves."""
         asked: int = getattr(cell, "requests", suite.requests)
         return min(asked, self.options.limit or asked)
 
@@ -177,7 +175,6 @@ class Experiment(ABC):
         return self.store.has(self.record.model_fields["type"].default, **key)
 
     def in_order(self, jobs: Sequence[Job]) -> list[Job]:
-        """The jobs in the order in which they are measured."""
         return list(jobs)
 
     def measurement(self, job: Job) -> str | None:

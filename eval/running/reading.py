@@ -35,8 +35,7 @@ class ResultsError(ValueError):
 
 @dataclass(slots=True)
 class Results:
-    """Everything measured, in the order written; `notes` tell what could not be read. `own_checks` are shown by their
-    experiments: the last of several on the same."""
+    """Everything measured, in the order written; `notes` tell what could not be read."""
 
     folder: Path
     sessions: list[SessionRecord] = field(default_factory=list)

@@ -28,8 +28,6 @@ class BenchError(ValueError):
 
 
 class EventsAddress(NamedTuple):
-    """The addresses of a server's KV events."""
-
     endpoint: str
     replay_endpoint: str | None = None
     topic: str = ""
@@ -127,12 +125,11 @@ class Bench:
 
     @property
     def requests(self) -> int | None:
-        """Number of requests; None: all."""
         return self.limit or (self.arrivals.count if self.arrivals else None)
 
     @property
     def answer_tokens(self) -> int | None:
-        """The expected length of an answer: as set, or the mean of the arrivals."""
+        """The expected length of an answer."""
         return self.output_tokens or (self.arrivals.output_tokens_mean if self.arrivals else None)
 
     def load(self, trace: Trace, seed: int) -> Load:
