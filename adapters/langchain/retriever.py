@@ -70,7 +70,7 @@ class CacheOrderRetriever(CacheOrderModel, BaseRetriever):
         if _inside_another(config):
             degrade(self.orderer, _INSIDE)
             k = kwargs.pop("k", None)
-            return self.retriever.invoke(input, config, **kwargs, **self._asked(k))[: self.k if k is None else k]
+            return self.retriever.invoke(input, config, **kwargs, **self._limit(k))[: self.k if k is None else k]
         with _configured(config):
             return super().invoke(input, config, **kwargs)
 
@@ -78,7 +78,7 @@ class CacheOrderRetriever(CacheOrderModel, BaseRetriever):
         if _inside_another(config):
             degrade(self.orderer, _INSIDE)
             k = kwargs.pop("k", None)
-            documents = await self.retriever.ainvoke(input, config, **kwargs, **self._asked(k))
+            documents = await self.retriever.ainvoke(input, config, **kwargs, **self._limit(k))
             return documents[: self.k if k is None else k]
         with _configured(config):
             return await super().ainvoke(input, config, **kwargs)
@@ -86,7 +86,7 @@ class CacheOrderRetriever(CacheOrderModel, BaseRetriever):
     def _get_relevant_documents(
         self, query: str, *, run_manager: CallbackManagerForRetrieverRun, k: int | None = None, **kwargs: Any
     ) -> list[Document]:
-        kwargs |= self._asked(k)
+        kwargs |= self._limit(k)
         with _followed(run_manager):
             documents = self.retriever.invoke(query, config={"callbacks": run_manager.get_child()}, **kwargs)
         return self.put_in_order(documents[: self.k if k is None else k], run_manager)
@@ -94,12 +94,12 @@ class CacheOrderRetriever(CacheOrderModel, BaseRetriever):
     async def _aget_relevant_documents(
         self, query: str, *, run_manager: AsyncCallbackManagerForRetrieverRun, k: int | None = None, **kwargs: Any
     ) -> list[Document]:
-        kwargs |= self._asked(k)
+        kwargs |= self._limit(k)
         with _followed(run_manager):
             documents = await self.retriever.ainvoke(query, config={"callbacks": run_manager.get_child()}, **kwargs)
         return self.put_in_order(documents[: self.k if k is None else k], run_manager)
 
-    def _asked(self, k: int | None) -> dict[str, Any]:
+    def _limit(self, k: int | None) -> dict[str, Any]:
         if k is not None and k < 0:
             raise ValueError(f"k must not be negative, got {k}")
         return {} if k is None or not _takes_k(self.retriever) else {"k": k}

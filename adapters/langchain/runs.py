@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, Concatenate, ParamSpec
 from uuid import UUID
 
 from ragorder.adapters.langchain.one_by_one import OneByOne
@@ -19,6 +19,8 @@ __all__ = ["Runs"]
 _MAX_WAITING = 256
 
 Path = tuple[UUID, ...]
+
+P = ParamSpec("P")
 
 _NO_NUMBERS = ReportedUsage()
 
@@ -59,6 +61,14 @@ class _OutermostRun:
     waiting: list[_PendingOrdering] = field(default_factory=list)
 
 
+def _in_turn(method: Callable[Concatenate[Runs, P], None]) -> Callable[Concatenate[Runs, P], bool]:
+    def call(self: Runs, /, *args: P.args, **kwargs: P.kwargs) -> bool:
+        self._one_by_one(partial(method, self, *args, **kwargs))
+        return True
+
+    return call
+
+
 class Runs:
     """Finishes each ordering with the outcome of its LLM call. Thread-safe. At most `limit` runs are open. Events may
     come from finalisers: nothing waits for a lock."""
@@ -79,37 +89,16 @@ class Runs:
     def waiting(self) -> int:
         return self._waiting
 
+    @_in_turn
     def begin(self, run: UUID, parent: UUID | None) -> None:
-        self._one_by_one(partial(self._begin, run, parent))
-
-    def expect(
-        self, run: UUID, ordering: Ordering[Any], texts: Sequence[str], streamed_silently: Callable[[], object]
-    ) -> bool:
-        self._one_by_one(partial(self._expect, run, ordering, texts, streamed_silently))
-        return True
-
-    def call(self, run: UUID, parent: UUID | None, prompt: str, *, alone: bool) -> None:
-        """An LLM call begins. One without a parent is ignored: its documents were retrieved elsewhere."""
-        self._one_by_one(partial(self._call, run, parent, prompt, alone))
-
-    def token(self, run: UUID) -> None:
-        self._one_by_one(partial(self._token, run))
-
-    def answered(self, run: UUID, read: Callable[[bool], ReportedUsage | None]) -> None:
-        """`read` maps whether the call was alone to its usage (None: from no engine)."""
-        self._one_by_one(partial(self._answered, run, read))
-
-    def end(self, run: UUID, *, failed: bool) -> None:
-        self._one_by_one(partial(self._close, run, failed))
-
-    def _begin(self, run: UUID, parent: UUID | None) -> None:
         root = None if parent is None else self._roots.get(parent)
         if run not in self._roots:
             self._open(root or _OutermostRun(), run, parent)
         while len(self._roots) > self.limit:
             self._close(next(iter(self._roots)), False)
 
-    def _expect(
+    @_in_turn
+    def expect(
         self, run: UUID, ordering: Ordering[Any], texts: Sequence[str], streamed_silently: Callable[[], object]
     ) -> None:
         root = self._roots.get(run)
@@ -122,7 +111,9 @@ class Runs:
         if len(root.waiting) > _MAX_WAITING:
             self._conclude(root, root.waiting[0], False, {})
 
-    def _call(self, run: UUID, parent: UUID | None, prompt: str, alone: bool) -> None:
+    @_in_turn
+    def call(self, run: UUID, parent: UUID | None, prompt: str, alone: bool) -> None:
+        """An LLM call begins. One without a parent is ignored: its documents were retrieved elsewhere."""
         root = None if parent is None else self._roots.get(parent)
         if root is None or run in self._roots:
             return
@@ -134,13 +125,16 @@ class Runs:
             waiting.claimed = True
             waiting.calls.append(call)
 
-    def _token(self, run: UUID) -> None:
+    @_in_turn
+    def token(self, run: UUID) -> None:
         root = self._roots.get(run)
         call = None if root is None else root.calls.get(run)
         if call is not None:
             call.computed = True
 
-    def _answered(self, run: UUID, read: Callable[[bool], ReportedUsage | None]) -> None:
+    @_in_turn
+    def answered(self, run: UUID, read: Callable[[bool], ReportedUsage | None]) -> None:
+        """`read` maps whether the call was alone to its usage (None: from no engine)."""
         root = self._roots.get(run)
         if root is None or run not in root.calls:
             return
@@ -154,6 +148,10 @@ class Runs:
                 self._one_by_one(waiting.streamed_silently)
         self._finish(root, run, usage)
         self._forget(root, run)
+
+    @_in_turn
+    def end(self, run: UUID, failed: bool) -> None:
+        self._close(run, failed)
 
     def _open(self, root: _OutermostRun, run: UUID, parent: UUID | None) -> Path:
         path = root.runs[run] = (*root.runs.get(parent, ()), run) if parent is not None else (run,)

@@ -93,14 +93,14 @@ def ordered_pipeline(
     return pipeline
 
 
-class _Runner(Protocol[S, A]):
+class _PipelineLike(Protocol[S, A]):
     def stream(self, question: Question) -> S: ...
     def answer(self, question: Question) -> A: ...
 
 
 class _BasePipelinedClient(Generic[S, A]):
     @property
-    def _runner(self) -> _Runner[S, A]:
+    def _runner(self) -> _PipelineLike[S, A]:
         raise NotImplementedError
 
     def __init__(

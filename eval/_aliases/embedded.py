@@ -1,4 +1,4 @@
-"""Alias of the suites embedded-prefill and embedded-serving."""
+"""Former command of the suites embedded-prefill and embedded-serving."""
 
 import sys
 

@@ -90,6 +90,7 @@ def _section(path: Path) -> Section | None:
 
     Raises ResultsError for another file, OSError.
     """
+    from ragorder.eval.experiments.pipelining.section import is_pipelines, pipelines_section
     from ragorder.eval.replay.tables import is_replay, replay_section
     from ragorder.eval.report.benched import bench_section, is_bench
     from ragorder.eval.running.reading import ResultsError
@@ -107,7 +108,8 @@ def _section(path: Path) -> Section | None:
         raise ResultsError(f"{path} is neither JSON nor results of suites: {_EXPECTED}") from None
     if isinstance(value, dict) and isinstance(value.get("type"), str):
         return None
-    for known, section in ((is_replay, replay_section), (is_bench, bench_section)):
+    readers = ((is_replay, replay_section), (is_bench, bench_section), (is_pipelines, pipelines_section))
+    for known, section in readers:
         if known(value):
             return section(path, value)
     raise ResultsError(f"{path} holds no results that a report can be made of: {_EXPECTED}")

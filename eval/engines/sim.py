@@ -42,7 +42,7 @@ class SimEngine:
         like: Like = "lru",
     ) -> None:
         if like not in get_args(Like):
-            raise ValueError(f"the simulated engine is not like {like!r}: choose from {', '.join(get_args(Like))}")
+            raise ValueError(f"the simulated engine cannot imitate {like!r}: choose from {', '.join(get_args(Like))}")
         self.block_size = block_size
         self.capacity_tokens = capacity_tokens
         self.in_flight = in_flight

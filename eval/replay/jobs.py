@@ -46,7 +46,7 @@ def run_jobs(
             _watch(futures, told, advance)
             return [future.result() for future in futures]
         except BrokenProcessPool:
-            raise ReplayError("a process of the replay died: if for want of memory, lower --processes") from None
+            raise ReplayError("a process of the replay died: if it ran out of memory, lower --processes") from None
         finally:
             stop.value = 1
             pool.shutdown(cancel_futures=True)

@@ -38,7 +38,7 @@ def _seconds(time: float | str) -> float:
             return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
         except (ValueError, OverflowError):
             raise ValueError(
-                "is no ISO 8601 date and time: write 2025-01-31T12:00:00Z, or seconds as a number"
+                "is not an ISO 8601 date and time: write 2025-01-31T12:00:00Z, or seconds as a number"
             ) from None
     if not -_MAX_TIME_S <= time <= _MAX_TIME_S:
         raise ValueError("must be in seconds and is too large for that: divide milliseconds by 1,000")

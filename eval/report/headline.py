@@ -55,6 +55,7 @@ class Chart:
     axis: str
     marks: Sequence[Mark]
     caption: str = ""
+    lower_is_better: bool = False
 
     def picture(self) -> Picture:
         """Raises ImportError naming the extra."""
@@ -86,7 +87,7 @@ class Chart:
         for mark in self.marks:
             bar = "█" * max(1, round(_BAR * abs(mark.value) / longest))
             text.append(f"  {mark.label:<{width}}  ", "")
-            text.append(f"{bar} ", "green" if mark.value > 0 else "red")
+            text.append(f"{bar} ", "green" if (mark.value > 0) != self.lower_is_better else "red")
             text.append(f"{mark.shown}\n", "")
         return text.append(self.caption, "dim") if self.caption else text
 

@@ -24,6 +24,7 @@ class Part:
 
     tables: Sequence[Table] = ()
     words: Sequence[str] = ()
+    headline: Sequence[str] = ()
     engine: str = ""
     setting: str = ""
     groups: list[Group[Any]] = field(default_factory=list)

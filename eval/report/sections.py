@@ -117,7 +117,7 @@ def _on_papers_trace(section: Section) -> bool:
 
 
 def _headline(sections: Sequence[Section], others: Sequence[Section]) -> Headline:
-    found = [section.headline for section in others]
+    found = [section.headline for section in [*others, *sections]]
     own = [section for section in sections if section.groups and not section.suite.source]
     found.append(_compared_suites(own or sections))
     words = [words for each in found for words in each.words]
@@ -125,13 +125,14 @@ def _headline(sections: Sequence[Section], others: Sequence[Section]) -> Headlin
 
 
 def _compared_suites(sections: Sequence[Section]) -> Headline:
-    marks, words = [], []
+    marks, words, better = [], [], 0
     for section in sections:
         policy = _main_policy(section)
         if policy is None:
             continue
         pairs = [(group, each) for group in section.groups if (each := group.compare(policy, section.baseline, CACHED))]
         found = [each for _, each in pairs]
+        better += bool(found) and all(each.verdict == "better" for each in found)
         name = policy_words(policy)
         if len(found) == 1:
             group, cached = pairs[0]
@@ -152,9 +153,9 @@ def _compared_suites(sections: Sequence[Section]) -> Headline:
             else:
                 marks.append(Mark(section.suite.title, median(changes), changes[0], changes[-1], policy=policy))
     if not marks:
-        return Headline(["Not decided: no two policies were compared."] if sections and not words else words)
+        undecided = any(section.groups for section in sections)
+        return Headline(["Not decided: no two policies were compared."] if undecided else [])
     if len(words) > _FEW_SUITES:
-        better = sum(mark.low > 0 for mark in marks)
         words = [
             f"In {better} of {len(marks)} suites ordering finds more tokens in the cache in every cell; see the table."
         ]
@@ -170,6 +171,7 @@ def _section(suite: Suite, results: Results) -> Section:
         if part is not None:
             section.tables += part.tables
             section.words += part.words
+            section.headline.words.extend(part.headline)
             section.groups += part.groups
             section.engine = section.engine or part.engine
             section.setting = section.setting or part.setting

@@ -38,11 +38,7 @@ Serve = Callable[[Trace, int, MakeRun, Load, Advance], list[Run]]
 
 
 def run_bench(bench: Bench, progress: Progress = silent) -> list[RunResult]:
-    """Every policy on every trace and seed.
-
-    Raises WorkloadError, CorpusError, PolicyError, ArrivalsError, BenchError, EngineError, or ImportError naming the
-    extra.
-    """
+    """Every policy on every trace and seed. Raises BenchError and the other errors of the command."""
     return [run.result() for runs in run_traces(bench, progress) for run in runs]
 
 
@@ -107,15 +103,15 @@ def check_bench(bench: Bench) -> None:
     if bench.base_urls and len(bench.base_urls) not in (1, len(bench.policies)):
         raise BenchError("--engine openai needs one --base-url, one for each --policy, or none to start a server")
     if "events" in bench.policies and (bench.engine != "openai" or len(bench.base_urls) > 1):
-        raise PolicyError("policy 'events' hears what one server's cache holds: use it with --engine openai")
+        raise PolicyError("policy 'events' follows one server's KV events: use it with --engine openai")
     if "events" in bench.policies and bench.base_urls and bench.events is None:
         raise BenchError("policy 'events' needs --events-endpoint, where the server publishes its KV events")
     if bench.events is not None and not bench.base_urls:
         raise BenchError("--events-endpoint requires --base-url")
     if bench.engine != "openai" and (bench.base_urls or bench.served_model):
-        raise BenchError("--base-url and --served-model go with --engine openai")
+        raise BenchError("--base-url and --served-model require --engine openai")
     if bench.engine != "torch" and bench.host_tokens:
-        raise BenchError("--host-tokens go with --engine torch")
+        raise BenchError("--host-tokens require --engine torch")
     if bench.engine == "vllm" and (bench.arrivals or bench.concurrency not in (None, 1)):
         raise BenchError(
             "--engine vllm serves one request at a time, in this process: for a load start a server, and use "
@@ -128,7 +124,6 @@ def check_bench(bench: Bench) -> None:
 
 
 def _server(bench: Bench, stack: ExitStack, pool: EnginePool[Any] | None) -> Serve:
-    """Serves a trace and seed under all policies."""
     if bench.engine == "openai":
         from ragorder.eval.running.live import Servers
 

@@ -25,7 +25,7 @@ class SuiteCell(BaseModel):
 
     @classmethod
     def read(cls, fields: Mapping[str, Any], where: str) -> Self:
-        """Raises SuiteError, which begins with `where`."""
+        """Raises SuiteError beginning with `where`."""
         try:
             return cls.model_validate(dict(fields))
         except ValidationError as error:
@@ -70,7 +70,6 @@ _WORDS = {"yes": True, "true": True, "no": False, "false": False, "none": None, 
 
 
 def _readings(text: str) -> list[Any]:
-    """What a text may mean, the likeliest first."""
     found: list[Any] = [text]
     for read in (float, parse_count):
         with suppress(ValueError):

@@ -14,7 +14,7 @@ from functools import cache
 from importlib import import_module
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
 
 from ragorder.eval.data.corpora import Corpus
 from ragorder.eval.data.corpora.loader import CorpusLoader
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["Experiment", "Job", "Line", "Missing", "experiment_of", "experiments", "suite_files"]
 
 Line = Mapping[str, Any]
+T = TypeVar("T")
 _FOLDER = "ragorder.eval.experiments"
 
 
@@ -86,6 +87,7 @@ class Experiment(ABC):
         self.options, self.store, self.session, self.progress = options, store, session, progress
         self.corpora = CorpusLoader(options.corpora)
         self.resources = ExitStack()
+        self._kept: tuple[object, Any] | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -93,14 +95,23 @@ class Experiment(ABC):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.resources.close()
 
+    def kept(self, key: object, start: Callable[[], T]) -> T:
+        """What `start` made for this key, such as a server; another key closes `resources`, and makes it anew."""
+        if self._kept is None or self._kept[0] != key:
+            self._kept = None
+            self.resources.close()
+            self._kept = key, start()
+        found: T = self._kept[1]
+        return found
+
     @classmethod
     def check(cls, suite: Suite, where: str) -> None:
-        """Raises SuiteError for a suite that the experiment cannot measure."""
+        """Raises SuiteError."""
         list(cls.cells(suite, where))
 
     @classmethod
     def cells(cls, suite: Suite, where: str) -> Iterator[Any]:
-        """Raises SuiteError for unknown or wrong parameters."""
+        """Raises SuiteError."""
         for point in suite.points:
             yield cls.cell.read(point, f"{where}: cell {_short(point)}")
 
@@ -139,13 +150,11 @@ class Experiment(ABC):
         return Missing(suite.name, cell.fields, policy, reason)
 
     def together(self, suite: Suite, policies: Sequence[str]) -> Iterable[tuple[str, ...]]:
-        """The policies that are measured in one job."""
         if self.one_job:
             return [tuple(policies)] if policies else []
         return [(policy,) for policy in policies]
 
     def requests(self, suite: Suite, cell: Any) -> int:
-        """The most that a run serves."""
         asked: int = getattr(cell, "requests", suite.requests)
         return min(asked, self.options.limit or asked)
 
@@ -166,7 +175,6 @@ class Experiment(ABC):
         return self.store.has(self.record.model_fields["type"].default, **key)
 
     def in_order(self, jobs: Sequence[Job]) -> list[Job]:
-        """The jobs in the order in which they are measured."""
         return list(jobs)
 
     def measurement(self, job: Job) -> str | None:

@@ -32,10 +32,8 @@ _LONGEST_TOKENS = 8_192
 
 
 class Servers:
-    """The servers of a benchmark on engine "openai", and prompts in their model's tokens.
-
-    Raises EngineError for an absent server, an unknown cache size or a tokenizer that cannot be loaded; ImportError.
-    """
+    """The servers of a benchmark on engine "openai", and prompts in their model's tokens. Raises EngineError or
+    ImportError."""
 
     def __init__(self, bench: Bench, stack: ExitStack) -> None:
         self._bench = bench
@@ -120,7 +118,6 @@ class Servers:
             ) from None
 
     def _check_lengths(self, trace: Trace, load: Load) -> None:
-        """Raises EngineError for a prompt that does not fit with its answer."""
         prompts, room = self._prompts, min((each.max_model_len or 1 << 60) for each in self._models)
         for row, request in enumerate(trace.requests):
             tokens = prompts.prefix_tokens + prompts.suffix_tokens(request) + (load.length(row) or 1)

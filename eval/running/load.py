@@ -102,7 +102,7 @@ class Pool(Protocol[P_contra]):
 
 
 def interleave(drivers: Sequence[Iterator[None]], advance: Advance = lambda: None) -> None:
-    """Let equally long runs take turns, request by request, in rotation."""
+    """Equally long runs take turns, request by request, in rotation."""
     for number in count():
         first = number % len(drivers)
         stopped = 0
@@ -198,7 +198,6 @@ async def serve_live(run: Run, engine: AsyncEngine, load: Load, advance: Advance
 
 
 async def serve_live_in_turn(runs: Sequence[tuple[Run, AsyncEngine]], load: Load, advance: Advance) -> None:
-    """Runs on servers of their own, one request at a time, in rotation."""
     for number in range(runs[0][0].remaining):
         first = number % len(runs)
         for run, engine in [*runs[first:], *runs[:first]]:

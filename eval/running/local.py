@@ -31,7 +31,6 @@ _SIM_OUTPUT_TOKENS = 32
 
 
 def serve_on_sim(bench: Bench, trace: Trace, seed: int, make: MakeRun, load: Load, advance: Advance) -> list[Run]:
-    """In turn, or under load on a virtual clock."""
     prompts = NumberedPrompts()
     runs, drivers = [], []
     for policy in bench.policies:
@@ -60,7 +59,6 @@ def serve_on_vllm(
     load: Load,
     advance: Advance,
 ) -> list[Run]:
-    """In turn, one request at a time."""
     from ragorder.eval.engines.models import random_model
 
     capacity_tokens = (bench.capacity or _CAPACITY).resolve(trace.corpus_tokens)

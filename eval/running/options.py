@@ -56,7 +56,7 @@ class Options:
         if not self.seeds or len(set(self.seeds)) < len(self.seeds):
             raise HarnessError("--seeds: give each seed once, one at least")
         if self.engine != "openai" and (self.base_url or self.served_model):
-            raise HarnessError("--base-url and --served-model go with --engine openai")
+            raise HarnessError("--base-url and --served-model require --engine openai")
         if self.events is not None and self.base_url is None:
             raise HarnessError("--events-endpoint requires --base-url")
         if self.engine == "sim" and self.model is not None:

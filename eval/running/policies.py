@@ -56,7 +56,7 @@ def parse_guards(guards: Iterable[str], flags: Sequence[str] = ("keep_groups",))
 
 
 class PolicyError(ValueError):
-    """A policy does not exist or cannot run on this engine. The message says what to change."""
+    """A policy does not exist or cannot run on this engine."""
 
 
 class Policy(Protocol):
@@ -82,7 +82,7 @@ def make_policy(
         return make_orderer(name, engine=engine, **lengths, **(settings or {}))
     if name == "events":
         if not isinstance(engine, OpenAIEngine) or engine.blocks is None or not isinstance(prompts, BuiltPrompts):
-            raise PolicyError("policy 'events' hears what a server's cache holds: use it with --engine openai")
+            raise PolicyError("policy 'events' follows a server's KV events: use it with --engine openai")
         return _EventsOrderer(engine, engine.blocks, prompts.builder, settings or {})
     if name in ("none", "retrieval"):
         return _Plain(lambda documents: list(range(len(documents))))
@@ -113,7 +113,7 @@ def make_orderer(name: str, *, engine: Cache, **options: Any) -> Orderer:
 
 
 class _EventsOrderer(Orderer):
-    """Policy auto on a server's KV events; its scope is the salt of the run's requests."""
+    """Policy auto on a server's KV events, in the scope of the run's salt."""
 
     def __init__(
         self, engine: OpenAIEngine, blocks: EngineBlocks, builder: PromptBuilder, settings: Mapping[str, Any]
@@ -139,8 +139,6 @@ class _EventsOrderer(Orderer):
 
 
 class _Plain:
-    """A function from documents to a permutation of their ranks; batches stay in order."""
-
     def __init__(self, permute: Callable[[Documents], list[int]]) -> None:
         self._permute = permute
 

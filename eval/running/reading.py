@@ -35,8 +35,7 @@ class ResultsError(ValueError):
 
 @dataclass(slots=True)
 class Results:
-    """Everything measured, in the order written; `notes` tell what could not be read. `own_checks` are shown by their
-    experiments: the last of several on the same."""
+    """Everything measured, in the order written; `notes` tell what could not be read."""
 
     folder: Path
     sessions: list[SessionRecord] = field(default_factory=list)
@@ -103,9 +102,9 @@ def _take(line: str, results: Results, seen: set[object]) -> str:
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError):
-        return "a torn line (an interrupted run) was passed over"
+        return "an incomplete line (an interrupted run) was skipped"
     if not isinstance(entry, dict):
-        return "a line that is no JSON object was passed over"
+        return "a line that is not a JSON object was skipped"
     kind = entry.get("type")
     models = _models()
     if not isinstance(kind, str) or kind not in models:
@@ -113,7 +112,7 @@ def _take(line: str, results: Results, seen: set[object]) -> str:
     try:
         return _put(models[kind].model_validate(entry), results, seen)
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError):
-        return f"a line of type {kind!r} without all it must say was passed over"
+        return f"a line of type {kind!r} with missing fields was skipped"
 
 
 @cache
@@ -134,7 +133,7 @@ def _put(line: Line, results: Results, seen: set[object]) -> str:
             results.unavailable.append(line)
     elif isinstance(line, Record):
         if _again(seen, *line.identity):
-            return f"{line.called} that is there already was passed over (the first one counts)"
+            return f"{line.called} that is there already was skipped (the first one counts)"
         results.records.append(line)
     return ""
 

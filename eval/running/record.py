@@ -88,7 +88,7 @@ class UnavailableRecord(_Line):
 
 
 class CheckRecord(_Line):
-    """A named finding about measurements, with figures as further fields."""
+    """A named finding, with figures as further fields."""
 
     type: Literal["check"] = "check"
     name: str
@@ -125,7 +125,6 @@ class Record(_Line):
 
     @property
     def requests(self) -> int:
-        """Requests served after the warm-up."""
         return 0
 
     def column(self, name: str) -> Floats | None:
@@ -145,8 +144,6 @@ class Record(_Line):
 
 
 class RunRecord(Record):
-    """One policy on one engine over one trace."""
-
     called: ClassVar[str] = "a run"
 
     type: Literal["run"] = "run"

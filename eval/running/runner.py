@@ -26,7 +26,7 @@ __all__ = ["Run", "Sent", "Served"]
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """A request in flight: the `row` of its figures, its `number` in the trace."""
+    """A request in flight."""
 
     row: int
     number: int
@@ -182,7 +182,6 @@ class Run:
 
     @property
     def fallbacks(self) -> int:
-        """Requests left in retrieval order by an internal error of the policy."""
         return int(getattr(self._policy, "fallbacks", 0))
 
     @property

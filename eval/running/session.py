@@ -21,8 +21,6 @@ __all__ = ["Outcome", "Plan", "begin_session", "plan_run", "run_suites"]
 
 @dataclass(slots=True)
 class Outcome:
-    """Counts of runs served, copied from another suite that measured the same, and unavailable."""
-
     runs: int = 0
     copied: int = 0
     unavailable: int = 0
@@ -41,15 +39,13 @@ def run_suites(suites: Sequence[Suite], options: Options, store: Store, progress
 
 @dataclass(slots=True)
 class Plan:
-    """Jobs to serve, jobs answered by one of these, and what cannot be measured."""
-
     served: list[Job] = field(default_factory=list)
     copied: list[Job] = field(default_factory=list)
     missing: list[Missing] = field(default_factory=list)
 
 
 def plan_run(suites: Sequence[Suite], options: Options, store: Store) -> Plan:
-    """The plan of `run_suites` for suites whose experiments are planned. Raises as it does."""
+    """Raises as `run_suites` does."""
     _check_same(options, store)
     plan = Plan()
     for kind, chosen in _by_kind(suites).items():

@@ -28,8 +28,6 @@ class BenchError(ValueError):
 
 
 class EventsAddress(NamedTuple):
-    """The addresses of a server's KV events."""
-
     endpoint: str
     replay_endpoint: str | None = None
     topic: str = ""
@@ -98,7 +96,7 @@ class Bench:
         ge=1,
         description="Tokens an answer; none: as the arrivals say, else 32 for sim, 1 for vllm, torch and openai.",
     )
-    waiting: int = Field(default=0, ge=0, description="The next N requests already wait when one is ordered.")
+    waiting: int = Field(default=0, ge=0, description="The next N requests are already waiting when one is ordered.")
     batch: bool = Field(default=False, description="Plan the whole run at once, reordering requests as well.")
     max_wait: int | None = Field(
         default=None,
@@ -127,12 +125,11 @@ class Bench:
 
     @property
     def requests(self) -> int | None:
-        """Number of requests; None: all."""
         return self.limit or (self.arrivals.count if self.arrivals else None)
 
     @property
     def answer_tokens(self) -> int | None:
-        """The expected length of an answer: as set, or the mean of the arrivals."""
+        """The expected length of an answer."""
         return self.output_tokens or (self.arrivals.output_tokens_mean if self.arrivals else None)
 
     def load(self, trace: Trace, seed: int) -> Load:

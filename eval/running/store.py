@@ -70,7 +70,6 @@ class Store:
         return list(self._sessions)
 
     def has(self, type: str, **key: Any) -> bool:
-        """Whether there is a line of this type with these identifying fields."""
         return _name({"type": type, **key}) in self._places
 
     def append(self, line: Line) -> None:
@@ -84,7 +83,7 @@ class Store:
         self._know(line, place)
 
     def measured(self, measurement: str, policies: tuple[str, ...]) -> list[Line] | None:
-        """The lines of these policies if another suite measured the same, in one session."""
+        """Lines of another suite that measured the same, in one session."""
         groups: dict[str, dict[str, int]] = {}
         for together, policy, place in self._measured.get(measurement, ()):
             groups.setdefault(together, {})[policy] = place
@@ -134,7 +133,6 @@ def _name(line: Line) -> str:
 
 
 def _lines(file: IO[bytes]) -> Iterator[tuple[int, Line]]:
-    """Whole JSON objects with their offsets."""
     place = file.seek(0)
     for raw in file:
         try:

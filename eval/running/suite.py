@@ -26,8 +26,6 @@ _STRICT = ConfigDict(extra="forbid", frozen=True)
 
 
 class Display(BaseModel):
-    """The report's view of a suite."""
-
     model_config = _STRICT
 
     chart: str = Field(validation_alias=AliasChoices("chart", "figure"))
@@ -37,8 +35,6 @@ class Display(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class PaperRow:
-    """Figures of the paper by name, for a policy in a cell."""
-
     label: str
     policy: str | None
     hardware: str
@@ -157,7 +153,6 @@ class Suite(BaseModel):
 
     @classmethod
     def unlisted(cls, name: str, title: str = "", **fields: Any) -> Self:
-        """A suite without a file, for the report on its results."""
         return cls.model_construct(
             name=name, title=title or name, report=Display(chart=""), **{"source": "", "says": ""} | fields
         )
@@ -260,13 +255,13 @@ class Suite(BaseModel):
 
 
 def load_suites() -> dict[str, Suite]:
-    """The package's suites, the paper's first. Raises SuiteError."""
+    """Raises SuiteError."""
     suites = [read_suite(file.stem, file.read_text("utf-8"), file.name) for file in suite_files()]
     return {suite.name: suite for suite in sorted(suites, key=_place)}
 
 
 def load_suite(path: Path) -> Suite:
-    """A suite from a TOML file. Raises SuiteError."""
+    """Raises SuiteError."""
     try:
         text = path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -241,7 +241,7 @@ def events_address(
 ) -> tuple[str, str | None, str] | None:
     """The three options together. Raises click.UsageError if only the first is missing."""
     if not endpoint and (replay_endpoint or topic):
-        raise click.UsageError("--replay-endpoint and --events-topic go with --events-endpoint")
+        raise click.UsageError("--replay-endpoint and --events-topic require --events-endpoint")
     return (endpoint, replay_endpoint, topic or "") if endpoint else None
 
 

@@ -43,7 +43,7 @@ class TestLikeVLLM032:
     def test_is_asked_for(self) -> None:
         assert (SimEngine().like, SimEngine().partial_blocks_first) == ("lru", False)
         assert (sim(1).like, sim(1).partial_blocks_first) == ("vllm-0.32", True)
-        with pytest.raises(ValueError, match=r"is not like 'vllm-0.1': choose from lru, vllm-0\.32"):
+        with pytest.raises(ValueError, match=r"cannot imitate 'vllm-0.1': choose from lru, vllm-0\.32"):
             sim(1, like="vllm-0.1")
 
     def test_blocks_that_were_not_filled_are_reused_first(self) -> None:

@@ -811,9 +811,9 @@ class TestTheCommand:
             (("tabel-1",), "unknown suite 'tabel-1'"),
             (("table-1", "--policy", "atuo"), "a policy 'atuo'"),
             (("table-1", "--seeds", "1,1"), "each seed once"),
-            (("table-1", "--base-url", "http://x"), "go with --engine openai"),
+            (("table-1", "--base-url", "http://x"), "require --engine openai"),
             (("table-1", "--model", "m"), "--model requires --engine vllm"),
-            (("table-1", "--replay-endpoint", "tcp://x"), "go with --events-endpoint"),
+            (("table-1", "--replay-endpoint", "tcp://x"), "require --events-endpoint"),
             (("table-1", "--corpora", "/nowhere"), "/nowhere"),
         ],
     )

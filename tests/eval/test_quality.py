@@ -1028,8 +1028,8 @@ class TestLines:
             ({"output_tokens": 0}, "output_tokens\n  Input should be greater"),
             ({"concurrency": 0}, "concurrency\n  Input should be greater"),
             ({"engine": "openai"}, "needs --base-url"),
-            ({"base_url": "http://x"}, "go with --engine openai"),
-            ({"served_model": "x"}, "go with --engine openai"),
+            ({"base_url": "http://x"}, "require --engine openai"),
+            ({"served_model": "x"}, "require --engine openai"),
             ({"concurrency": 2}, "--concurrency requires --engine openai"),
         ],
     )

@@ -313,8 +313,8 @@ BAD_LINES: dict[str, tuple[Any, str]] = {
     "a huge integer as time": (b'{"time": %s, "documents": []}' % (b"9" * 400), "too large"),
     "a time in milliseconds": (line(time=1738324800000), "divide milliseconds by 1,000"),
     "a time of the far past": (line(time=-1e12), "too large"),
-    "a date that is none": (line(time=SECRET), "no ISO 8601 date and time"),
-    "a date that does not exist": (line(time="2025-02-30T12:00:00"), "no ISO 8601 date and time"),
+    "a date that is none": (line(time=SECRET), "not an ISO 8601 date and time"),
+    "a date that does not exist": (line(time="2025-02-30T12:00:00"), "not an ISO 8601 date and time"),
     "a tenant that is a number": (line(tenant=7), '"tenant" must be a string, not an integer'),
     "no documents": ({"time": 1}, '"documents" is missing'),
     "documents that are a string": ({"time": 1, "documents": SECRET}, '"documents" must be a list'),
@@ -886,7 +886,9 @@ class TestProcesses:
                 assert child.pid is not None
                 os.kill(child.pid, signal.SIGKILL)
 
-        with pytest.raises(ReplayError, match="a process of the replay died: if for want of memory, lower --processes"):
+        with pytest.raises(
+            ReplayError, match="a process of the replay died: if it ran out of memory, lower --processes"
+        ):
             replay(exported(make_workload("zipf10", 0)), progress=progress, processes=2)
 
     def test_workers_stop_at_the_next_step_once_their_results_are_not_needed(

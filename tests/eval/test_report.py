@@ -328,14 +328,14 @@ class TestReading:
         results = read_results(written(tmp_path, SESSION, a_run(), a_run(), odd, {"type": "run"}, "[1]", '{"type": "r'))
         assert len(results.runs) == 1
         notes = " ".join(results.notes)
-        for word in ("torn line", "'weather'", "there already", "without all it must say", "no JSON object"):
+        for word in ("incomplete line", "'weather'", "there already", "with missing fields", "not a JSON object"):
             assert word in notes
 
     def test_l12_a_line_nested_without_end_is_passed_over(self, tmp_path: Path) -> None:
         deep = '{"type": "run", "cell": ' + "[" * 100_000 + "]" * 100_000 + "}"
         results = read_results(written(tmp_path, SESSION, a_run(), deep))
         assert len(results.runs) == 1
-        assert "torn line" in " ".join(results.notes)
+        assert "incomplete line" in " ".join(results.notes)
 
     def test_takes_several_sessions(self, tmp_path: Path) -> None:
         again = SESSION | {"session": "s2"}
@@ -744,6 +744,27 @@ class TestReportOnAnyResult:
         assert {"## Benchmark mine.json", "## Replay of log.jsonl", "## Strategies compared"} <= set(titles)
         text = page.read_text("utf-8")
         assert text.index('id="headline"') < text.index("<svg") < text.index('id="bench-mine"')
+
+    def test_of_pipelines_is_about_the_time(self, tmp_path: Path) -> None:
+        run = {"workload": "mix8", "policy": "auto", "engine": "openai", "seed": 0, "requests": 20, "failures": 0}
+        run |= {"concurrency": 1, "retrieval_delay_ms": 50.0, "exposed_ms": 10.0, "prompt_tokens": 100}
+        run |= {
+            "cached_tokens": 50,
+            "right": 0,
+            "warmups": 20,
+            "refused": 0,
+            "speculations": 0,
+            "wasted_prompt_tokens": 0,
+        }
+        runs = [
+            run | {"pipeline": pipeline, "seed": seed, "ttft_ms": {"p50": ms + seed, "p95": ms, "mean": ms}}
+            for pipeline, ms in (("none", 100.0), ("warmup", 80.0))
+            for seed in (0, 1, 2)
+        ]
+        path = tmp_path / "pipelines.json"
+        path.write_text(json.dumps({"schema": 1, "environment": {}, "runs": runs}))
+        text = " ".join(reported(path).split())
+        assert re.search(r"warmup changes auto's median time to the first token by −19\.\d\W%", text), text
 
     def test_of_a_benchmark_says_nothing_of_the_papers(self, benched: Path) -> None:
         text = reported(benched, "--markdown", "-")

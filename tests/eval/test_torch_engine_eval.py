@@ -339,10 +339,10 @@ class TestCommands:
     @pytest.mark.parametrize(
         ("arguments", "said"),
         [
-            (("--engine", "sim", "--host-tokens", "9"), "--host-tokens go with --engine torch"),
+            (("--engine", "sim", "--host-tokens", "9"), "--host-tokens require --engine torch"),
             (("--engine", "torch", "--policy", "oracle"), "use it with --engine sim"),
             (("--engine", "torch", "--policy", "events"), "use it with --engine openai"),
-            (("--engine", "torch", "--base-url", "http://x"), "go with --engine openai"),
+            (("--engine", "torch", "--base-url", "http://x"), "require --engine openai"),
             (("--engine", "torch", "--pipeline", "none"), "use --engine openai"),
             (("--engine", "torch", "--model", "/nowhere"), "/nowhere"),
         ],

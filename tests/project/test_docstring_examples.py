@@ -36,7 +36,7 @@ PACKAGES = (
     "ragorder.trie.tree",
 )
 
-RESULTS = {"AsyncOrderedStream", "KVLease", "Node", "OrderedStream", "PipelinedStream", "SyncStream"}
+RESULTS = {"AsyncOrderedStream", "KVLease", "Node", "OrderedStream", "PathContents", "PipelinedStream", "SyncStream"}
 """Classes that a caller receives and does not make."""
 
 RUNNABLE = (

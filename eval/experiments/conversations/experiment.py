@@ -61,7 +61,6 @@ class Conversations(Experiment):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._running: tuple[int, ChatServer] | None = None
         self._model: Path | None = None
 
     def obstacle(self, suite: Suite, cell: ConversationCell, policy: str) -> str | None:
@@ -79,7 +78,7 @@ class Conversations(Experiment):
         cell: ConversationCell = job.cell
         layout = LAYOUTS[cell.layout]
         chats = conversations(job.requests // cell.turns, cell.turns, job.seed)
-        server = self._server(cell, chats)
+        server = self.kept(cell.blocks, lambda: self._start(cell.blocks, chats))
         tokenizer = load_tokenizer(str(self._model)) if cell.tokenizer else None
         for policy in job.policies:
             proxied = policy == "ragorder"
@@ -97,13 +96,6 @@ class Conversations(Experiment):
                 "load_average": load_average(),
                 "rows": rows,
             }
-
-    def _server(self, cell: ConversationCell, chats: Sequence[Sequence[ChatTurn]]) -> ChatServer:
-        if self._running is None or self._running[0] != cell.blocks:
-            self.resources.close()
-            self._running = None
-            self._running = cell.blocks, self._start(cell.blocks, chats)
-        return self._running[1]
 
     def _start(self, blocks: int, chats: Sequence[Sequence[ChatTurn]]) -> ChatServer:
         if self.options.engine == "sim":

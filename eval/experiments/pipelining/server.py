@@ -156,7 +156,7 @@ class MeasuredServer:
             if counters is None or not counters.at_work:
                 return counters
             await asyncio.sleep(0.02)
-        raise EngineError("the server is busy with requests that are not ours: measure on one that serves nothing else")
+        raise EngineError("the server has other load: measure on one without")
 
     async def _probe(self) -> None:
         import openai

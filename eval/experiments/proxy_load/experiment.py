@@ -58,10 +58,6 @@ class ProxyLoad(Experiment):
     one_job = True
     unit = "sides"
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self._ports: tuple[int, int] | None = None
-
     def asked(self, suite: Suite) -> Sequence[str]:
         """Both sides: they are compared pair by pair."""
         return suite.policies
@@ -75,13 +71,12 @@ class ProxyLoad(Experiment):
 
     def measure(self, job: Job, advance: Callable[[], None]) -> Iterator[Line]:
         cell: ProxyLoadCell = job.cell
-        if self._ports is None:
-            allow_many_connections()
-            self._ports = self.resources.enter_context(servers())
+        allow_many_connections()
+        ports = self.kept(None, lambda: self.resources.enter_context(servers()))
         load = load_average()
         seconds = job.requests / cell.rate
-        pairs = asyncio.run(measure_latency(*self._ports, cell.rate, seconds, job.seed)) if seconds else []
-        for policy, port in zip(self.policies, self._ports, strict=True):
+        pairs = asyncio.run(measure_latency(*ports, cell.rate, seconds, job.seed)) if seconds else []
+        for policy, port in zip(self.policies, ports, strict=True):
             began = time.perf_counter()
             whole = asyncio.run(run_streams(port, cell.streams, cell.events, cell.pause))
             if policy in job.policies:

@@ -188,7 +188,7 @@ class ServerAnswers:
         except self._failure as error:
             raise RequestError(f"HTTP {error.status}" if error.status else "no answer", error.status) from None
         except (KeyError, IndexError, TypeError, AttributeError):
-            raise RequestError("the answer is no chat completion") from None
+            raise RequestError("the answer is not a chat completion") from None
         if text is not None and not isinstance(text, str):
             raise RequestError("the answer has no text")
         # Without a salt one order finds blocks of another in the cache.

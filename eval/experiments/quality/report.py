@@ -32,7 +32,22 @@ def make_part(suite: Suite, results: Results) -> Part:
     tables, words = _quality_tables(suite, results)
     lines = results.of(QualityRecord, suite.name)
     policies = [line.policy for line in lines]
-    return Part(tables, words, baseline=suite.baseline if suite.baseline in policies else "".join(policies[:1]))
+    baseline = suite.baseline if suite.baseline in policies else "".join(policies[:1])
+    return Part(tables, words, headline=_headline(suite, results) if lines else [], baseline=baseline)
+
+
+def _headline(suite: Suite, results: Results) -> list[str]:
+    """F1 of the default policy in each cell that measured quality."""
+    checks = [check for check in results.own_checks if check["suite"] == suite.name and not check["dry_run"]]
+    measured = [_check_key(check) for check in checks if check["name"] == "quality-verdict" and check["measured"]]
+    words = []
+    for check in checks:
+        if check["name"] == "quality-comparison" and check["policy"] == "auto" and _check_key(check) in measured:
+            low, high = check["f1_low"], check["f1_high"]
+            change = f"{signed(check['f1_difference'])} points [{signed(low)}, {signed(high)}]"
+            undecided = " (not decided: the interval covers zero)" * (low <= 0 <= high)
+            words.append(f"{cell_words(check['cell']) or suite.title}: auto changes F1 by {change}{undecided}.")
+    return words or ["Not decided: whether another order changes answers was not measured."]
 
 
 def _quality_tables(suite: Suite, results: Results) -> tuple[list[Table], list[str]]:

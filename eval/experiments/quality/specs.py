@@ -100,7 +100,7 @@ class AnswererSpec(BaseModel):
         if server and not self.base_url:
             raise QualityError("--engine openai needs --base-url, the address of the server")
         if not server and (self.base_url or self.served_model):
-            raise QualityError("--base-url and --served-model go with --engine openai")
+            raise QualityError("--base-url and --served-model require --engine openai")
         if not server and self.concurrency > 1:
             raise QualityError(
                 f"--engine {self.engine} answers one question at a time: --concurrency requires --engine openai"

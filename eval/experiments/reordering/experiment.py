@@ -66,7 +66,6 @@ class Reordering(Experiment):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._live: tuple[object, LiveQueues] | None = None
         self._rates: dict[object, float] = {}
 
     def obstacle(self, suite: Suite, cell: ReorderingCell, policy: str) -> str | None:
@@ -118,10 +117,11 @@ class Reordering(Experiment):
         options, shape = self.options, (cell.max_in_flight, cell.output_tokens)
         if options.engine == "sim":
             return SimulatedQueues(cell.capacity_tokens, *shape, ServiceTimes(cell.prefill_rate))
-        key = (None if options.base_url else cell.capacity_tokens, *shape)
-        if self._live is None or self._live[0] != key:
-            self.resources.close()
-            self._live = None
-            url = options.base_url or self.resources.enter_context(own_server(options.model, key[0])).base_url
-            self._live = key, LiveQueues(url, *shape, options)
-        return self._live[1]
+
+        def start() -> LiveQueues:
+            url = options.base_url
+            if url is None:
+                url = self.resources.enter_context(own_server(options.model, cell.capacity_tokens)).base_url
+            return LiveQueues(url, *shape, options)
+
+        return self.kept((cell.capacity_tokens, *shape), start)

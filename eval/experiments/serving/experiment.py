@@ -64,9 +64,9 @@ class Serving(Experiment):
             return "vLLM in this process serves one request at a time: use --engine openai or torch"
         swept = {name for point in (suite.sweep, *suite.extra) for name in point}
         if engine == "openai" and options.base_url is not None and "capacity_tokens" in swept:
-            return "the cache of a running server is as large as it is: leave out --base-url"
+            return "the cache of a running server has a fixed size: leave out --base-url"
         if engine == "openai" and options.base_url is None and not isinstance(cell.capacity_tokens, int):
-            return "a server is started with a cache of so many tokens, no share and not without end"
+            return "a server is started with a cache size in tokens, not a share and not unlimited"
         return None
 
     def together(self, suite: Suite, policies: Sequence[str]) -> Iterable[tuple[str, ...]]:

@@ -75,10 +75,6 @@ class SeveralOrderers(Experiment):
     policies: ClassVar[Any] = ("retrieval", "mirror", "events")
     one_job = True
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self._running: tuple[VLLMServer, PromptBuilder] | None = None
-
     def obstacle(self, suite: Suite, cell: WorkersCell, policy: str) -> str | None:
         if self.options.engine != "openai" or self.options.base_url is not None:
             return "a server is started: use --engine openai without --base-url"
@@ -99,7 +95,7 @@ class SeveralOrderers(Experiment):
     def measure(self, job: Job, advance: Callable[[], None]) -> Iterator[Line]:
         cell: WorkersCell = job.cell
         requests = questions_by_topic(job.requests, job.seed, cell.top_k)
-        server, builder = self._server()
+        server, builder = self.kept(None, self._start)
         first = job.seed % len(job.policies)
         for policy in [*job.policies[first:], *job.policies[:first]]:
             server.reset()
@@ -122,16 +118,13 @@ class SeveralOrderers(Experiment):
                 "rows": rows,
             }
 
-    def _server(self) -> tuple[VLLMServer, PromptBuilder]:
-        if self._running is None:
-            model = self.options.model
-            if model is None:
-                texts = [document.text for document in load_pydocs(cache=cache_folder()).documents]
-                model = make_model(cache_folder() / "random-2x256", texts=texts, layers=2, hidden_size=256)
-            builder = PromptBuilder(SYSTEM_PROMPT, tokenizer=load_tokenizer(model))
-            server = self.resources.enter_context(VLLMServer(model, blocks=_BLOCKS, max_model_len=8192))
-            self._running = server, builder
-        return self._running
+    def _start(self) -> tuple[VLLMServer, PromptBuilder]:
+        model = self.options.model
+        if model is None:
+            texts = [document.text for document in load_pydocs(cache=cache_folder()).documents]
+            model = make_model(cache_folder() / "random-2x256", texts=texts, layers=2, hidden_size=256)
+        builder = PromptBuilder(SYSTEM_PROMPT, tokenizer=load_tokenizer(model))
+        return self.resources.enter_context(VLLMServer(model, blocks=_BLOCKS, max_model_len=8192)), builder
 
 
 def questions_by_topic(count: int, seed: int, top_k: int) -> list[TraceRequest]:
