@@ -5,6 +5,7 @@ VENV ?= .venv
 ENGINE ?= $(if $(filter Linux,$(shell uname -s)),vllm,torch)
 LIMIT ?= 60
 WORKERS ?= 2
+CYCLES ?= 200
 CORPORA ?= ../shared/data
 RESULTS ?= results
 BIN := $(VENV)/bin
@@ -38,8 +39,9 @@ check: $(VENV)/.dev ## Before each push: lint, types, import rules, and the test
 test: $(VENV)/.dev $(VENV)/.chromium ## Before each merge, and what CI runs: the same with real vLLM and all formats and paths
 	@$(MAKE) --no-print-directory -j2 static merge
 
-test-all: $(VENV)/.dev $(VENV)/.chromium ## Before an issue is called done: every test, grid and notebook, lowest versions
+test-all: $(VENV)/.dev $(VENV)/.chromium ## Before an issue is called done: every test, grid and notebook, some kills, lowest versions
 	@$(MAKE) --no-print-directory static all test-lowest
+	@$(MAKE) --no-print-directory chaos CYCLES=5
 
 static: lint imports types
 
@@ -101,8 +103,8 @@ bench-load: $(VENV)/.sim ## An hour of 8 replicas' arrivals (azure conv) on the 
 	$(BIN)/ragorder bench $(HOUR) --arrivals $(CORPORA)/traces/azure_llm_2023_conv.csv.gz --time-scale 8 --replicas 8 --json $(RESULTS)/load-trace.json
 	$(BIN)/ragorder bench $(HOUR) --arrivals poisson:360 --limit 60000 --json $(RESULTS)/load-poisson.json
 
-chaos: $(VENV)/.dev ## Kill vLLM servers with tiers under load, damage their disks, check every answer (half an hour)
-	PYTHONPATH=tests $(BIN)/python -m support.chaos
+chaos: $(VENV)/.dev ## Kill vLLM servers with tiers under load CYCLES times, damage their disks, check every answer (half an hour)
+	PYTHONPATH=tests $(BIN)/python -m support.chaos --cycles $(CYCLES)
 
 clean: ## Remove what was built and installed
 	rm -rf $(VENV) $(VENV)-lowest $(VENV)-newest build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

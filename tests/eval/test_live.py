@@ -13,7 +13,6 @@ from statistics import fmean
 from typing import Any
 
 import pytest
-from support.rings import length
 from support.waiting import eventually
 
 from ragorder import Document, Orderer, PromptBuilder
@@ -22,7 +21,7 @@ from ragorder.adapters.openai import Answer, AsyncOrderedClient, OrderedClient
 pytestmark = pytest.mark.vllm
 
 BLOCK = 32
-REQUESTS = length(300, 150)
+REQUESTS = 300
 IN_FLIGHT = 8
 TOP_K = 4
 
