@@ -951,7 +951,7 @@ class TestTheCommand:
     def test_shows_what_is_cached_what_is_saved_why_and_the_answer(self, log_file: Path) -> None:
         done = invoke(log_file)
         assert done.exit_code == 0, done.output
-        for words in ("retrieval", "greedy", "auto", "5 %", "100 %", "that auto saves:", "helps"):
+        for words in ("retrieval", "greedy", "auto", "5 %", "100 %", "that auto saves", "helps"):
             assert words in done.stdout
         assert "share two documents or more with an earlier one" in done.stdout
         assert "so that no order can reuse more than" in done.stdout
