@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic
-
-from typing_extensions import TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ragorder.eval.report.metrics import Metric
 from ragorder.eval.report.statistics import PairedDifference, StatisticsError, Summary, compare, summary
@@ -19,15 +17,15 @@ if TYPE_CHECKING:
 
     Floats = NDArray[np.float64]
 
-__all__ = ["Group", "group_runs"]
+__all__ = ["Group", "RecordGroup", "group_runs"]
 
-R = TypeVar("R", bound=Record, default=RunRecord)
+R = TypeVar("R", bound=Record)
 
 _FIRST = ("workload", "corpus", "dataset")  # what a cell is called by
 
 
 @dataclass(slots=True)
-class Group(Generic[R]):
+class RecordGroup(Generic[R]):
     """Records of one suite, cell and engine, by policy and seed.
 
     `varies` holds the parameters of the cell that differ between the groups of a suite.
@@ -107,13 +105,17 @@ class Group(Generic[R]):
             return None
 
 
-def group_runs(runs: Sequence[R]) -> list[Group[R]]:
+Group = RecordGroup[RunRecord]
+"""Of served requests."""
+
+
+def group_runs(runs: Sequence[R]) -> list[RecordGroup[R]]:
     """In the order written."""
-    groups: dict[object, Group[R]] = {}
+    groups: dict[object, RecordGroup[R]] = {}
     for run in runs:
         # A capacity "5%" is another number of tokens in every seed: it is the cell that says what was meant.
         engine = {name: value for name, value in run.engine.items() if name != "capacity_tokens"}
-        group = groups.setdefault((key_of(run.cell), key_of(engine)), Group(run.cell, run.engine))
+        group = groups.setdefault((key_of(run.cell), key_of(engine)), RecordGroup(run.cell, run.engine))
         group.policies.setdefault(run.policy, {})[run.seed] = run
     found = list(groups.values())
     names = sorted(dict.fromkeys(name for group in found for name in group.cell), key=lambda name: name not in _FIRST)

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from ragorder.eval.report.canvas import Picture
-from ragorder.eval.report.groups import Group
+from ragorder.eval.report.groups import RecordGroup
 from ragorder.eval.report.tables import Table
 from ragorder.eval.running.experiment import Experiment
 from ragorder.eval.running.reading import Results
@@ -27,7 +27,7 @@ class Part:
     headline: Sequence[str] = ()
     engine: str = ""
     setting: str = ""
-    groups: list[Group[Any]] = field(default_factory=list)
+    groups: list[RecordGroup[Any]] = field(default_factory=list)
     baseline: str = ""
     pictures: Callable[[], Sequence[Picture]] = tuple
 

@@ -1431,7 +1431,7 @@ class TestOrdererForVLLM:
 
     @pytest.mark.parametrize(
         ("label", "value", "reason"),
-        [("enable_prefix_caching", "False", "prefix cache is off"), ("engine", None, "2 engines")],
+        [("enable_prefix_caching", "False", "the server reuses nothing"), ("engine", None, "2 engines")],
     )
     def test_d4_what_the_server_lacks_is_in_degraded(
         self, metrics: str, monkeypatch: pytest.MonkeyPatch, label: str, value: str | None, reason: str

@@ -584,7 +584,7 @@ class TestTheReport:
         torn = line("speculation", rows | {"none": {"ttft_ms": [1.0]}}, search_ratio=0.5)
         found = report(tmp_path, whole, torn, whole)
         assert "1 runs, 20 requests after warm-up" in found.measured
-        assert any("without all it must say" in note for note in found.notes)
+        assert any("missing fields" in note for note in found.notes)
         assert any("is there already" in note for note in found.notes)
 
 

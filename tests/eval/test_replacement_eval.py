@@ -645,7 +645,7 @@ class TestTheReport:
         untold = {name: value for name, value in line("gdsf", HALF, [1.0] * 100).items() if name != "facts"}
         found = report(tmp_path, whole, torn, untold, whole)
         assert "1 runs, 100 requests after warm-up" in found.measured
-        assert any("2 ×" in note and "without all it must say" in note for note in found.notes)
+        assert any("2 ×" in note and "missing fields" in note for note in found.notes)
         assert any("is there already" in note for note in found.notes)
 
     def test_draws_a_line_for_each_policy_along_the_sizes(self, folder: Path) -> None:

@@ -528,7 +528,7 @@ class TestQuality:
         lines = [answered("retrieval"), answered("auto")]
         verdict = {name: value for name, value in summarise(lines)[-1].items() if name != "measured"}
         report = self.found(tmp_path, *lines, verdict)
-        assert "'check' without all it must say" in " ".join(report.notes)
+        assert "'check' with missing fields" in " ".join(report.notes)
 
     def test_a_data_set_that_is_not_here_is_named_once(self, tmp_path: Path) -> None:
         gone = MISSING | {"suite": "table-2", "cell": {"dataset": "nq"}, "reason": "not here"}

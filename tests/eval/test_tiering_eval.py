@@ -323,7 +323,7 @@ class TestTheReport:
         torn = [line | {"cell": {"tier": "disk"}, "rows": {"ttft_ms": [1.0]}} for line in whole]
         found = self.report(tmp_path, *whole, *torn, whole[0])
         assert "2 runs, 100 requests after warm-up" in found.measured
-        assert any("without all it must say" in note for note in found.notes)
+        assert any("missing fields" in note for note in found.notes)
         assert any("is there already" in note for note in found.notes)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from ragorder.eval.experiments.attention.cells import TOLERANCE
 from ragorder.eval.experiments.attention.record import AttentionRecord
 from ragorder.eval.report.canvas import LINE, Picture, draw, label_ends, style
-from ragorder.eval.report.groups import Group, group_runs
+from ragorder.eval.report.groups import RecordGroup, group_runs
 from ragorder.eval.report.part import Part
 from ragorder.eval.report.tables import Entry, Table
 from ragorder.eval.report.words import format_number
@@ -17,7 +17,7 @@ from ragorder.eval.running.suite import Suite
 
 __all__ = ["make_part"]
 
-_Group = Group[AttentionRecord]
+_Group = RecordGroup[AttentionRecord]
 
 _OURS = ("triton", "triton unsplit")
 _TIMED = (

@@ -11,7 +11,7 @@ from ragorder.eval.experiments.embedded.record import EmbeddedRecord
 from ragorder.eval.experiments.embedded.results import BASELINES, Clock, Speedup, judge, median, required, values_of
 from ragorder.eval.experiments.embedded.shapes import ONE_THREAD
 from ragorder.eval.report.canvas import Picture, draw, style
-from ragorder.eval.report.groups import Group, group_runs
+from ragorder.eval.report.groups import RecordGroup, group_runs
 from ragorder.eval.report.part import Part
 from ragorder.eval.report.statistics import StatisticsError
 from ragorder.eval.report.tables import Entry, Table
@@ -22,7 +22,7 @@ from ragorder.eval.running.suite import Suite
 
 __all__ = ["make_part"]
 
-_Group = Group[EmbeddedRecord]
+_Group = RecordGroup[EmbeddedRecord]
 
 _TITLES = {
     "cached": "Time to the first token, by how many documents are cached",

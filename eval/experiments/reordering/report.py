@@ -5,7 +5,7 @@ from __future__ import annotations
 from statistics import fmean
 
 from ragorder.eval.experiments.reordering.experiment import ReorderingRecord
-from ragorder.eval.report.groups import Group, group_runs
+from ragorder.eval.report.groups import RecordGroup, group_runs
 from ragorder.eval.report.metrics import TTFT_MEAN
 from ragorder.eval.report.part import Part
 from ragorder.eval.report.tables import Entry, Table
@@ -32,7 +32,7 @@ def make_part(suite: Suite, results: Results) -> Part:
     return Part([table] if groups else [])
 
 
-def _times_shorter(group: Group[ReorderingRecord], policy: str) -> Entry:
+def _times_shorter(group: RecordGroup[ReorderingRecord], policy: str) -> Entry:
     theirs, ours = (group.policies.get(each, {}) for each in (_BASELINE, policy))
     pairs = [[TTFT_MEAN.value([side[seed]]) for side in (theirs, ours)] for seed in sorted(theirs.keys() & ours.keys())]
     ratios = [plain / mean for plain, mean in pairs if plain and mean]

@@ -10,7 +10,7 @@ from typing import Any
 from ragorder.eval.experiments.replacement import KIB_PER_TOKEN
 from ragorder.eval.experiments.replacement.record import ReplacementRecord
 from ragorder.eval.report.canvas import Picture, draw, label_ends, style
-from ragorder.eval.report.groups import Group, group_runs
+from ragorder.eval.report.groups import RecordGroup, group_runs
 from ragorder.eval.report.metrics import Metric
 from ragorder.eval.report.paper import number
 from ragorder.eval.report.part import Part
@@ -70,7 +70,7 @@ _HITS = _SummedMetric("hits", "hits", "% of retrieved documents", of="retrieved"
 _PREFILL = _SummedMetric("mean prefill", "prefill_ms", "ms", of="requests", relative=True, better="lower")
 _METRICS = (_HITS, _PREFILL)
 
-_Group = Group[ReplacementRecord]
+_Group = RecordGroup[ReplacementRecord]
 
 
 def _fact(group: _Group, name: str) -> float:

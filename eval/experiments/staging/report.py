@@ -7,7 +7,7 @@ from typing import Any
 
 from ragorder.eval.experiments.staging.record import StagingRecord
 from ragorder.eval.report.canvas import Picture, draw, label_ends, style
-from ragorder.eval.report.groups import Group, group_runs
+from ragorder.eval.report.groups import RecordGroup, group_runs
 from ragorder.eval.report.part import Part
 from ragorder.eval.report.tables import Table
 from ragorder.eval.report.words import format_number
@@ -16,7 +16,7 @@ from ragorder.eval.running.suite import Suite
 
 __all__ = ["make_part"]
 
-_Group = Group[StagingRecord]
+_Group = RecordGroup[StagingRecord]
 
 
 def make_part(suite: Suite, results: Results) -> Part:

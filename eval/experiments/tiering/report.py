@@ -9,7 +9,7 @@ from ragorder.adapters.observing.tier_stats import SOURCES, TIERS
 from ragorder.eval.experiments.tiering import ARMS, GOALS, MOST_WORSE, REQUIRED, TierVerdict, judge
 from ragorder.eval.experiments.tiering.record import TieringRecord
 from ragorder.eval.report.canvas import LINE, Picture, draw, style
-from ragorder.eval.report.groups import Group, group_runs
+from ragorder.eval.report.groups import RecordGroup, group_runs
 from ragorder.eval.report.part import Part
 from ragorder.eval.report.statistics import StatisticsError, compare
 from ragorder.eval.report.tables import Entry, Table
@@ -37,7 +37,7 @@ _NOTE = (
 _ALONE, _WITH = ARMS
 
 
-_Group = Group[TieringRecord]
+_Group = RecordGroup[TieringRecord]
 
 
 def _arm(group: _Group, arm: str) -> list[TieringRecord]:
