@@ -53,10 +53,11 @@ def list_suites() -> None:
     except SuiteError as error:
         raise click.ClickException(str(error)) from None
     table = Table("", ["suite", "what it shows", "source", "cells", "policies"], labels=3)
-    table.note = "paper: all of the papers'; ours: the others; all: both"
+    table.note = "paper: all of the papers'; ours: the others; all: both, without those that run by name only"
     for suite in suites.values():
         numbers = ["", ""] if suite.needs else [str(len(suite.points)), str(len(suite.policies))]
-        table.add(suite.name, Entry(suite.title, f"needs {suite.needs}" * bool(suite.needs)), suite.source, *numbers)
+        note = f"needs {suite.needs}" if suite.needs else "" if suite.grouped else "by name only"
+        table.add(suite.name, Entry(suite.title, note), suite.source, *numbers)
     Console().print(table)
 
 

@@ -91,7 +91,7 @@ class Suite(BaseModel):
     """Cells are the product of `sweep`, each with `cell`, and those of each of `extra`.
 
     The first `warmup` requests of a run are in no figure. `needs` tells why a suite cannot be run yet; `takes_corpora`:
-    corpora of --corpora are swept too; `reduced`: its short form.
+    corpora of --corpora are swept too; `grouped`: part of paper, ours and all; `reduced`: its short form.
     """
 
     model_config = _STRICT
@@ -103,6 +103,7 @@ class Suite(BaseModel):
     kind: str = "serve"
     needs: str = ""
     takes_corpora: bool = False
+    grouped: bool = True
     policies: tuple[str, ...] = ()
     baseline: str = "retrieval"
     warmup: int = Field(5, ge=0)
@@ -303,7 +304,8 @@ def choose_suites(names: Sequence[str]) -> list[Suite]:
 
 def _named(name: str, known: Mapping[str, Suite]) -> Iterable[Suite]:
     if name in GROUPS:
-        return [suite for suite in known.values() if name == "all" or suite.from_paper == (name == "paper")]
+        grouped = [suite for suite in known.values() if suite.grouped]
+        return [suite for suite in grouped if name == "all" or suite.from_paper == (name == "paper")]
     if name in known:
         return [known[name]]
     if name.endswith(".toml"):
