@@ -170,7 +170,6 @@ def _replayed(endpoint: str, batch: int | None, timeout_s: float) -> bool | None
 
 @contextmanager
 def _socket(kind: str, endpoints: Sequence[str]) -> Iterator[tuple[Any, Any, Any]]:
-    """zmq, a socket at the endpoints, and a monitor socket for completed handshakes."""
     try:
         import msgspec  # noqa: F401
         import zmq
@@ -198,7 +197,6 @@ def _frames(socket: Any, deadline: float) -> Iterator[list[bytes]]:
 
 
 def _stored(payload: bytes) -> tuple[list[int], int]:
-    """The tokens of all stored blocks in a batch, and its engine's rank."""
     import msgspec
 
     _, events, *rest = msgspec.msgpack.decode(payload)

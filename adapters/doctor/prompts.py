@@ -125,7 +125,6 @@ def _judge_parting(parting: _Difference, too_short: bool) -> Finding:
 
 
 def _shared_tokens(server: Server, model: str | None, samples: Sequence[PromptSample]) -> int | None:
-    """None if the server does not tokenise."""
     tokens = []
     for sample in samples:
         form = "prompt" if isinstance(sample, str) else "messages"
@@ -142,7 +141,6 @@ def _shared_tokens(server: Server, model: str | None, samples: Sequence[PromptSa
 
 
 def _common(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """Items that both begin with."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((place for place, (mine, theirs) in pairs if mine != theirs), min(len(one), len(other)))
 
@@ -176,7 +174,6 @@ def _excerpt(text: str, at: int) -> str:
 
 
 def _as_text(sample: PromptSample) -> tuple[str, int]:
-    """A prompt as text, and the end of its system prompt in it (0: none)."""
     if isinstance(sample, str):
         return sample, 0
     parts, length, system = [], 0, 0

@@ -107,7 +107,6 @@ def examine(
 
 
 def _check_server(server: Server, model: str | None) -> tuple[str | None, int, Kind, Finding]:
-    """The served model, its longest prompt, the kind of server, and the finding."""
     try:
         answer = server.get_json("/v1/models")
     except ServerError as error:
@@ -206,7 +205,6 @@ def _send_tokens(server: Server, model: str | None, tokens: int) -> list[int]:
 
 
 def _send(server: Server, model: str | None, token_ids: list[int]) -> tuple[dict[str, Any], bool]:
-    """The reported usage, and whether the server took the token ids as they are."""
     if model is None:
         raise ServerError(f"{server.root} got no test request: no model is known")
     text = " ".join(map(str, token_ids))

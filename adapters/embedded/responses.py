@@ -82,7 +82,6 @@ class ResponseBuilder(ABC):
         return self._head | {"object": self.chunk_object, "choices": choices}
 
     def _opening(self, index: int) -> Iterator[dict[str, Any]]:
-        """The chunks before a choice's first text."""
         return iter(())
 
     @abstractmethod

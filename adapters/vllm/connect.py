@@ -70,7 +70,6 @@ def connect(
 
 
 def _read_settings(base_url: str, settings: Settings, api_key: str | None) -> tuple[Settings, list[str]]:
-    """The settings completed from the server's metrics, and reasons why not all are."""
     missing = []
     with Server(base_url, timeout_s=_TIMEOUT_S, api_key=api_key) as server:
         try:

@@ -92,7 +92,6 @@ def _records(folder: Path, name: str) -> Iterator[str]:
 
 
 def _options(arguments: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """Each option with its value, if it has one."""
     waiting = list(arguments)
     while waiting:
         option, equals, value = waiting.pop(0).partition("=")

@@ -223,7 +223,6 @@ def bench(
 
 
 def _bench_pipelines(bench: Any, pipeline: str, delay_ms: float, output: IO[str] | None) -> None:
-    """Raises as `run_pipelines` does."""
     from ragorder.eval.experiments.pipelining import run_pipelines
     from ragorder.eval.experiments.pipelining.tables import print_pipelines
     from ragorder.eval.running.bench import as_json

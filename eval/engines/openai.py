@@ -155,7 +155,6 @@ class OpenAIEngine:
     async def _complete(
         self, token_ids: Sequence[int], output_tokens: int | None = None
     ) -> tuple[EngineCompletion, bool]:
-        """The completion, and whether cached tokens were reported."""
         body = json.dumps(
             {
                 "model": self._model,

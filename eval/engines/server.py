@@ -236,7 +236,6 @@ def _shared_memory(group: int) -> set[Path]:
 
 
 def _free_ports(count: int) -> list[int]:
-    """Distinct ports without a listener."""
     sockets = [socket.socket() for _ in range(count)]
     try:
         for each in sockets:

@@ -73,7 +73,6 @@ def make_model(
 
 
 def _heads(hidden_size: int) -> tuple[int, int, int]:
-    """Attention heads, key-value heads, head size."""
     head_dim = 128 if hidden_size % 128 == 0 and hidden_size >= 1024 else 64
     if hidden_size < 64 or hidden_size % head_dim:
         raise ValueError(f"hidden_size is {hidden_size}; use a multiple of 64, 64 or more")

@@ -87,7 +87,6 @@ class PeerPolicy:
 
 
 def _permutation(given: Sequence[int], order: Sequence[int] | None) -> list[int] | None:
-    """The ranks of the returned documents; None if they are not the same documents."""
     if order is None or sorted(order) != sorted(given):
         return None
     ranks: dict[int, list[int]] = {}

@@ -110,7 +110,6 @@ class PathEngine:
         return -(-(self._prompt_tokens(prompt) + answer) // self.block_size)
 
     def _hits(self, prompt: PathPrompt) -> tuple[list[_Node], int]:
-        """The prompt's cached nodes, the last one perhaps in part, and their number with empty documents."""
         node = self._roots.get(prompt.scope)
         if node is None:
             return [], 0
@@ -129,7 +128,6 @@ class PathEngine:
         return path, passed
 
     def _fill(self, prompt: PathPrompt, path: list[_Node], passed: int, taken: int) -> int:
-        """Assign blocks along the prompt, and extend `path` by new nodes; the number left for question and answer."""
         size, lengths = self.block_size, self._document_tokens
         end = self._prefix_tokens[prompt.scope]
         if not path:
@@ -154,7 +152,6 @@ class PathEngine:
         return taken
 
     def _take(self, blocks: int) -> int:
-        """Take blocks, unused ones first, then the least recently freed; their number."""
         taken = min(self._unused, blocks)
         self._unused -= taken
         while taken < blocks:

@@ -76,7 +76,6 @@ def _compared(log: Log) -> range:
 
 
 def _bound(log: Log, block_size: int) -> tuple[int, int, int, int]:
-    """Tokens of all prompts; seen before, in whole blocks; behind the documents; seen before."""
     lengths = log.document_tokens
     seen_documents, seen_scopes = bytearray(len(lengths)), bytearray(len(log.prefix_tokens))
     prompt_tokens = bound_tokens = seen_tokens = 0
@@ -95,8 +94,6 @@ def _bound(log: Log, block_size: int) -> tuple[int, int, int, int]:
 
 
 class _Nearest:
-    """The most similar earlier request, among the latest with one of the documents."""
-
     def __init__(self, log: Log, block_size: int, compared: int) -> None:
         self._log = log
         self._block_size = block_size

@@ -217,7 +217,6 @@ def _ends(values: Sequence[float]) -> list[float]:
 
 
 def _field(name: str, count: int) -> str:
-    """The field, its number of lines, and the field that may have been meant."""
     near = get_close_matches(name, FIELDS, n=1, cutoff=0.8)
     meant = f"; was {near[0]} meant?" if near else ""
     return f"{name} ({count:,} line{'s' * (count != 1)}{meant})"

@@ -51,8 +51,6 @@ class _Sent(NamedTuple):
 
 
 class _Client:
-    """The requests of a log under one policy (without an orderer: retrieval order), and their sums."""
-
     def __init__(self, log: Log, orderer: Orderer | None) -> None:
         self.in_flight = 0
         self.in_flight_sum = 0

@@ -55,7 +55,6 @@ def replay_section(path: Path, value: Mapping[str, Any]) -> Section:
 
 
 def _headline(report: ReplayReport) -> Headline:
-    """The answer, and the saving at each capacity."""
     policy, marks = report.compared_policy, []
     for capacity in report.capacities if policy is not None else ():
         sides = [report.at(each, capacity).tenths for each in (RETRIEVAL, str(policy))]
@@ -117,7 +116,6 @@ def print_report(report: ReplayReport, *, stderr: bool = False) -> None:
 
 
 def _served(report: ReplayReport) -> str:
-    """What was replayed, and how."""
     log = report.log
     served = "one request at a time"
     if report.timed:
@@ -143,7 +141,6 @@ def _cached(report: ReplayReport) -> Table:
 
 
 def _heading(report: ReplayReport, capacity: CapacityInfo) -> str:
-    """As a share of the working set, and in tokens."""
     if capacity.tokens is None:
         return "no\nlimit"
     share = 100 * capacity.tokens / max(1, report.log.working_set_tokens)

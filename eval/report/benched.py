@@ -83,7 +83,6 @@ def _headline(results: Sequence[RunResult]) -> Headline:
 def _compare(
     runs: Sequence[RunResult], policy: str, baseline: str
 ) -> tuple[PairedDifference | None, PairedDifference | None]:
-    """Cached tokens in points, and median TTFT."""
     sides = [{run.seed: run for run in runs if run.policy == each} for each in (baseline, policy)]
     seeds = sorted(sides[0].keys() & sides[1].keys())
     ratios = [[100 * side[seed].cached_ratio for seed in seeds] for side in sides]

@@ -161,7 +161,6 @@ def label_ends(axes: Any, ends: Sequence[tuple[float, float, str, Style]]) -> No
 
 
 def _inline(svg: str, alt: str) -> str:
-    """The SVG without prologue and fixed size, with ids of its own and the page's colours."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>\s*", "", svg, flags=re.DOTALL)
     svg = re.sub(r"<!--.*?-->\s*", "", svg, flags=re.DOTALL)

@@ -90,7 +90,6 @@ def _cached(rows: Sequence[RunResult]) -> float:
 
 
 def _times(rows: Sequence[RunResult], baseline: Sequence[RunResult]) -> list[str]:
-    """TTFT in ms, and the ratio to the baseline's."""
     p50, mean, plain = _ttft(rows, "p50"), _ttft(rows, "mean"), _ttft(baseline, "p50")
     if p50 is None or mean is None:
         return ["–", "–"]

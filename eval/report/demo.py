@@ -83,7 +83,6 @@ def run_demo(engine: str, model: Path | None, limit: int, waiting: int, progress
 
 
 def _check_installed(engine: str) -> None:
-    """Everything missing in one message."""
     needed = {"bm25s": "bm25"} | ({} if engine == "sim" else {engine: engine})
     lacking = {module: extra for module, extra in needed.items() if not _is_there(module)}
     if lacking:

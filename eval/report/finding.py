@@ -81,7 +81,6 @@ def _side_by_side(pair: tuple[Group, Group]) -> Table:
 
 
 def _pair(groups: Sequence[Group]) -> tuple[Group, Group] | None:
-    """`paper` and `paper-shuf`, otherwise alike, with most policies in common."""
     pairs = [
         (kept, shuffled)
         for kept in _of(groups, "paper")

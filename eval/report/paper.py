@@ -91,7 +91,6 @@ def _shown(row: PaperRow, name: str, decimals: int | None = None) -> str:
 
 
 def _decimals(values: Sequence[float]) -> int:
-    """As many as the paper gives."""
     return max((len(f"{value:.3f}".rstrip("0").partition(".")[2]) for value in values), default=0)
 
 

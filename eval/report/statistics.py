@@ -249,14 +249,12 @@ def _blocks(table: Any) -> Any:
 
 
 def _sums(strata: list[Any]) -> list[Any]:
-    """A block's sum in place of its requests, which is enough for a mean."""
     import numpy as np
 
     return [np.nansum(stratum, axis=-1, keepdims=True) for stratum in strata]
 
 
 def _means(strata: list[Any]) -> tuple[Any, Any]:
-    """The two shares, of all seeds together."""
     import numpy as np
 
     sums = np.sum([stratum.sum(axis=(-2, -1)) for stratum in strata], axis=0)
@@ -274,7 +272,6 @@ def _quantiles(statistic: Statistic) -> Callable[[list[Any]], tuple[Any, Any]]:
 
 
 def _quantile(strata: list[Any], side: int, share: float) -> Any:
-    """Interpolated linearly, of all seeds together."""
     import numpy as np
 
     flat = np.concatenate([stratum[side].reshape(*stratum[side].shape[:-2], -1) for stratum in strata], axis=-1)

@@ -128,7 +128,6 @@ def thread_times_us(times_ns: Sequence[int], *, intervals: int = 1) -> list[floa
 
 @lru_cache
 def _clock_ns() -> int:
-    """The cost of two readings of the thread's clock."""
     readings = [time.thread_time_ns() for _ in range(2_001)]
     return sorted(after - before for before, after in pairwise(readings))[1_000]
 

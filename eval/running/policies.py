@@ -113,8 +113,6 @@ def make_orderer(name: str, *, engine: Cache, **options: Any) -> Orderer:
 
 
 class _EventsOrderer(Orderer):
-    """Policy auto on a server's KV events, in the scope of the run's salt."""
-
     def __init__(
         self, engine: OpenAIEngine, blocks: EngineBlocks, builder: PromptBuilder, settings: Mapping[str, Any]
     ) -> None:

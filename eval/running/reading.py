@@ -98,7 +98,6 @@ def _text(folder: Path) -> str:
 
 
 def _take(line: str, results: Results, seen: set[object]) -> str:
-    """Returns the reason for passing over a line, or nothing."""
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError):

@@ -151,7 +151,6 @@ def _load(options: Mapping[str, Any], settings: Settings) -> TieredEngine:
 
 
 def _random_model() -> tuple[str, str]:
-    """Its folder in the user's cache, and the dtype that this machine computes fast."""
     # By name: the product imports nothing of the evaluation. The trial takes the evaluation's model, with the tokenizer
     # trained on its corpus, so that both share one folder and one set of tokens.
     models, engines = import_module("ragorder.eval.engines.models"), import_module("ragorder.eval.engines.vllm")

@@ -59,8 +59,6 @@ def stats(url: str, api_key: str | None, prefill_rate: float | None, interval_s:
 
 @dataclass(frozen=True, slots=True)
 class _Figures:
-    """One reading of the proxy."""
-
     read: Stats
     prefill_rate: float | None
 

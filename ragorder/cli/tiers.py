@@ -55,7 +55,6 @@ def config(pretty: bool, **options: Any) -> None:
 
 
 def _notes(settings: TierSettings) -> list[tuple[str, str]]:
-    """Headings and notes for the operator of the server."""
     versions = f"the plug-in runs in {' and '.join(f'{minor}.x' for minor in SUPPORTED_VLLM)}, and refuses others"
     try:
         check_vllm()

@@ -61,8 +61,6 @@ def stats(
 
 
 class _TierFigures:
-    """The gauges of the server and the content of the folder."""
-
     def __init__(self, base_url: str | None, disk: Path | None, api_key: str | None) -> None:
         from ragorder.adapters.observing.tier_stats import fetch_tier_stats
 

@@ -168,7 +168,6 @@ class EventsResidency(LRUResidency):
             self._blocks.watch(content, self)
 
     def _adopt(self, path: Sequence[Node], contents: Sequence[PathContents]) -> None:
-        """Insert a path that other processes had computed, as just used."""
         for node, known in zip(path[1:], contents, strict=True):
             if node not in self._contents:
                 self._learn(node, known)

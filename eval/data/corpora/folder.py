@@ -65,8 +65,6 @@ class _Located(Generic[L]):
 
 @dataclass(frozen=True, slots=True)
 class _Chunks:
-    """The documents to retrieve, and their positions by chunk id."""
-
     documents: Sequence[Document]
     positions: Mapping[str | int, int]
 

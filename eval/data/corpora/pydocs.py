@@ -245,7 +245,6 @@ def _ask_how(entry: _Entry, before: _Entry | None) -> list[str]:
 
 
 def _ask_task(entry: _Entry, before: _Entry | None) -> list[str]:
-    """From an imperative sentence: "Return the size of a file."."""
     verb, _, rest = _sentences(entry.text)[0].partition(" ")
     if not _VERB.fullmatch(verb) or not 2 <= len(rest.split()) <= 18 or rest.count("(") != rest.count(")"):
         return []
@@ -254,7 +253,6 @@ def _ask_task(entry: _Entry, before: _Entry | None) -> list[str]:
 
 
 def _ask_condition(entry: _Entry, before: _Entry | None) -> list[str]:
-    """From a sentence such as "If the timeout expires, ..."."""
     for sentence in _sentences(entry.text):
         found = re.match(r"(?:If|When) ([a-z*'`][^,;()\"]{8,80}), ", sentence)
         if found:

@@ -85,7 +85,6 @@ def _speed(group: _Group, line: AttentionRecord) -> float | None:
 
 
 def _pictures(groups: Sequence[_Group]) -> list[Picture]:
-    """The kernel's speed-up by new tokens, a line for each number of cached ones, means of all other parameters."""
     found: dict[int, dict[int, list[float]]] = {}
     for group in groups:
         for line in group.runs("triton"):

@@ -158,5 +158,4 @@ def make_proxy(server: ChatServer, tokenizer: Any = None, **options: Any) -> Any
 
 
 def _transport(server: ChatServer) -> httpx2.AsyncBaseTransport | None:
-    """Of a server in this process."""
     return getattr(server, "transport", None)

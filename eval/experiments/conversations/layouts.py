@@ -51,7 +51,6 @@ def _user(content: Any) -> Message:
 
 
 def _chat(turns: Sequence[ChatTurn], shown: Sequence[Any], system: str = _SYSTEM["content"]) -> dict[str, Any]:
-    """A chat in which the user's messages are `shown`, and the answers those of the turns."""
     messages: list[Message] = [{"role": "system", "content": system}]
     for turn, content in zip(turns, shown, strict=True):
         messages += [_user(content), {"role": "assistant", "content": turn.answer}]

@@ -93,8 +93,6 @@ def _sizes(setup: CacheSetup, device: str, trace: Trace, model: TorchModel, leas
 
 
 class _ClockedEngine(TorchEngine):
-    """Times each prompt: with one token of answer, this is the time to the first."""
-
     def __init__(self, model: TorchModel, **sizes: Any) -> None:
         super().__init__(model, **sizes)
         self.wall_ms: list[float] = []

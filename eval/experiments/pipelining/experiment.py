@@ -152,7 +152,6 @@ async def _search(
 
 
 def _requests(cell: PipeliningCell, corpus: Corpus, seed: int, count: int) -> list[tuple[int, TraceRequest]]:
-    """Consecutive questions from a random one on, with their numbers: neighbours share documents."""
     start = random.Random(seed).randrange(len(corpus.questions))
     numbers = [(start + each) % len(corpus.questions) for each in range(count)]
     return [

@@ -222,7 +222,6 @@ def _sum(lines: _Group, mode: str, name: str) -> float:
 
 
 def _started(lines: _Group) -> list[Sequence[int]]:
-    """The stages of each request after which a speculation began; unknown where one was refused."""
     return [
         stages
         for line in lines
@@ -256,7 +255,6 @@ def _search(line: PipeliningRecord) -> str:
 
 
 def _beside(suite: Suite, lines: _Group) -> list[PaperRow]:
-    """The paper's rows at the same parameters; a search that is not stretched has none."""
     cell = lines[0].cell
     if cell["measure"] == "speculation" and not cell.get("search_ms"):
         return []

@@ -68,7 +68,6 @@ def plan_search(
 
 
 def _counts(probes: int, stages: int, growth: str) -> list[int]:
-    """Clusters by stage."""
     if growth == "geometric":
         ends = sorted({max(1, probes >> left) for left in range(stages)})
     else:

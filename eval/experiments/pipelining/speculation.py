@@ -130,8 +130,6 @@ async def measure_throughput(
 
 
 class _Watched:
-    """A search that keeps the documents of its stages."""
-
     def __init__(self, retrieval: Retrieval[Any, Document]) -> None:
         self._retrieval = retrieval
         self._shown: list[tuple[str, ...]] = []
@@ -154,7 +152,6 @@ class _Watched:
 async def _clients(
     pipeline: Pipeline[Any, Document, Any], questions: Sequence[str], overload: float, output_tokens: int
 ) -> int:
-    """The number of clients for this overload, found with a tenant of its own."""
     salt = secrets.token_hex(16)
     asked = [ask(number, question, salt, output_tokens) for number, question in enumerate(questions)]
     await pipeline.answer(asked[0])
@@ -168,7 +165,6 @@ async def _clients(
 async def _closed_loop(
     pipeline: Pipeline[Any, Document, Any], questions: Iterable[Asked], clients: int, advance: Advance
 ) -> tuple[list[PipelineTrace], list[float]]:
-    """Traces of all questions, and times of their answers in seconds."""
     traces, ends_s = [], []
 
     async def ask_one(question: Asked) -> None:
@@ -182,7 +178,6 @@ async def _closed_loop(
 
 
 def _rate(ends_s: Sequence[float], clients: int) -> float | None:
-    """Answers a second while all clients wait; None for too few."""
     middle = ends_s[clients - 1 : len(ends_s) - clients]
     return (len(middle) - 1) / (middle[-1] - middle[0]) if len(middle) > clients else None
 
@@ -209,7 +204,6 @@ def _pipelines(
 
 
 def _split(count: int, parts: int) -> list[range]:
-    """Consecutive ranges of about the same length, none of them empty."""
     parts = max(1, min(parts, count))
     ends = [count * part // parts for part in range(parts + 1)]
     return [range(start, end) for start, end in pairwise(ends)]

@@ -237,7 +237,6 @@ class _Requests:
         raise EngineError(problem)
 
     async def _ask(self, cell: _CellTokens) -> EngineCompletion:
-        """Raises RequestError."""
         cached, new = cell
         salt, prefix = self._prefixes.setdefault(cell, (secrets.token_hex(16), self.token_ids(cached)))
         self._engine.salt = salt

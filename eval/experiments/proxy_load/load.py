@@ -145,7 +145,6 @@ def _body(rng: random.Random, *, tagged: bool) -> bytes:
 
 @contextmanager
 def _process(command: Sequence[str], stream: str, address: str) -> Iterator[int]:
-    """A process; yields the port that it prints."""
     pipes = {stream: subprocess.PIPE}
     process = subprocess.Popen(  # type: ignore[call-overload]  # noqa: S603
         command, text=True, stdin=subprocess.DEVNULL, **pipes

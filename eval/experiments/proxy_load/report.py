@@ -66,8 +66,6 @@ def _streams(records: Sequence[ProxyLoadRecord]) -> str:
 
 
 def _picture(added: Mapping[str, Any]) -> Picture:
-    """How many requests were delayed by at most so much."""
-
     def paint(axes: Any) -> None:
         ends = []
         for (kind, times), policy in zip(added.items(), ("auto", "retrieval"), strict=False):

@@ -87,8 +87,6 @@ def ask_questions(
 
 
 class _Scores:
-    """Columns of the answered questions. `failure` is the first reason for `failures`."""
-
     def __init__(self, scorer: Scorer) -> None:
         names = ("id", "em", "f1", "cached_tokens", "displacement", "moved_share", "gold_places")
         self.columns: dict[str, list[Any]] = {name: [] for name in names}

@@ -37,7 +37,6 @@ def make_part(suite: Suite, results: Results) -> Part:
 
 
 def _headline(suite: Suite, results: Results) -> list[str]:
-    """F1 of the default policy in each cell that measured quality."""
     checks = [check for check in results.own_checks if check["suite"] == suite.name and not check["dry_run"]]
     measured = [_check_key(check) for check in checks if check["name"] == "quality-verdict" and check["measured"]]
     words = []
@@ -51,7 +50,6 @@ def _headline(suite: Suite, results: Results) -> list[str]:
 
 
 def _quality_tables(suite: Suite, results: Results) -> tuple[list[Table], list[str]]:
-    """Tables of the cells that measured something, and messages on the others."""
     cells: dict[object, list[QualityRecord]] = {}
     for line in results.of(QualityRecord, suite.name):
         cells.setdefault(_key(line), []).append(line)

@@ -105,7 +105,6 @@ class Reordering(Experiment):
             advance()
 
     def _rate(self, cell: ReorderingCell, job: Job, trace: Trace, queues: QueueServer) -> float:
-        """Requests/s of a full queue, first come, first served: measured once for all loads."""
         key = (cell.model_copy(update={"load": 1.0}), job.seed, job.requests)
         if key not in self._rates:
             served = queues.serve(trace, [0.0] * job.requests, DISCIPLINES["fcfs"])

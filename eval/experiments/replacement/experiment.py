@@ -104,7 +104,6 @@ class Replacement(Experiment):
         }
 
     def _stream(self, job: Job) -> tuple[DocumentStream, int]:
-        """The stream and its working set, drawn once for all sizes."""
         cell: ReplacementCell = job.cell
         key = (cell.workload, cell.corpus, cell.order, cell.top_k, job.seed, job.requests)
         if key not in self._streams:

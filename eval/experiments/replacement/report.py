@@ -58,8 +58,6 @@ _TIMES = ("p50_ms", "p99_ms", "max_ms")
 
 @dataclass(frozen=True, slots=True)
 class _SummedMetric(Metric):
-    """Sums over runs of requests, of which there are thousands."""
-
     def columns(self, run: Record) -> tuple[Any, Any] | None:
         assert isinstance(run, ReplacementRecord)
         assert self.of is not None
@@ -74,7 +72,6 @@ _Group = RecordGroup[ReplacementRecord]
 
 
 def _fact(group: _Group, name: str) -> float:
-    """The mean of the seeds."""
     return fmean(line.facts[name] for line in group.runs())
 
 
@@ -156,7 +153,6 @@ def _required(groups: Sequence[_Group]) -> Table:
 
 
 def _possible(group: _Group) -> float | None:
-    """The bound on hits, by LRU's hits; known only in retrieval order."""
     plain = group.value(_LRU, _HITS)
     if not plain or group.cell.get("ordered"):
         return None
@@ -228,7 +224,6 @@ def _room(tokens: float, kib_per_token: int) -> str:
 
 
 def _beside(suite: Suite, group: _Group) -> Entry:
-    """The paper's times at the same parameters."""
     for row in suite.paper_rows:
         times = [number(row, name) for name in ("pgdsf", "gdsf", "lru", "lfu")]
         if row.at and all(group.cell.get(name) == value for name, value in row.at.items()) and None not in times:
@@ -265,7 +260,6 @@ def _counted(groups: Sequence[_Group]) -> str:
 
 
 def _pictures(suite: Suite, lines: Sequence[ReplacementRecord]) -> list[Picture]:
-    """For each stream a line for each policy along the swept parameter."""
     x = suite.report.x
     if x is None:
         return []

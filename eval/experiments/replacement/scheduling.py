@@ -119,7 +119,6 @@ def _milliseconds(times_ns: Sequence[int]) -> tuple[float, float, float]:
 
 
 def _requests(rng: random.Random, corpus: int, top_k: int) -> Iterator[list[_Document]]:
-    """Each request's documents, drawn by popularity, none of them twice."""
     lengths = [max(1, round(_MEAN_TOKENS * rng.lognormvariate(-0.125, 0.5))) for _ in range(corpus)]
     ladder = list(accumulate((rank + 1) ** -_EXPONENT for rank in range(corpus)))
     while True:

@@ -123,7 +123,6 @@ def _exponent(share: float) -> float:
 
 
 def _zipf(exponent: float) -> list[float]:
-    """Cumulative shares."""
     weights = [rank**-exponent for rank in range(1, _DOCUMENTS + 1)]
     total = sum(weights)
     return list(accumulate(weight / total for weight in weights))

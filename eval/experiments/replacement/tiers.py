@@ -127,7 +127,6 @@ class TwoTiers:
         return SimulatedPrefill(hits, host_hits, cached, new, self._profile(cached, new))
 
     def _make_resident(self, path: Sequence[int]) -> None:
-        """Afterwards all of the path that fits is on the device."""
         missing, room = [], self.device_tokens
         for node in path:
             room -= self._sizes[node]

@@ -41,7 +41,6 @@ def pictures_of(suite: Suite, groups: Sequence[Group], baseline: str) -> list[Pi
 
 
 def _swept_timelines(suite: Suite, groups: Sequence[Group]) -> list[Picture]:
-    """In the smallest cache, a line for each swept value: the default policy, or the last one."""
     x = suite.report.x
     recorded = [group for group in groups if any(run.timeline for run in group.runs())]
     if x is None or not recorded:
@@ -60,7 +59,6 @@ def _swept_timelines(suite: Suite, groups: Sequence[Group]) -> list[Picture]:
 
 
 def _strategies(group: Group, baseline: str) -> Picture | None:
-    """Cached share by policy, with the interval of the difference to the baseline."""
     values = {policy: value for policy in group.policies if (value := group.value(policy, CACHED)) is not None}
     if not values:
         return None
@@ -136,7 +134,6 @@ def _cells(groups: Sequence[Group]) -> Picture | None:
 
 
 def _depth(group: Group) -> Picture | None:
-    """Cached documents of a prompt, for runs without times."""
     import numpy as np
 
     found = {policy: group.values(policy, "cached_documents") for policy in group.policies}

@@ -75,7 +75,6 @@ def _engines(groups: Sequence[Group]) -> str:
 
 
 def _setting(groups: Sequence[Group]) -> str:
-    """The parameters that all cells share."""
     if not groups:
         return ""
     same = {name: value for name, value in groups[0].cell.items() if name not in groups[0].varies}
@@ -142,7 +141,6 @@ def _compared(group: Group, policy: str, baseline: str, metric: Metric) -> Entry
 
 
 def _predicted(group: Group, policy: str) -> float | None:
-    """Percent of the requests whose cached tokens were predicted to within one block."""
     predicted, cached = group.values(policy, "predicted_tokens"), group.values(policy, "cached_tokens")
     if len(predicted) != len(cached):
         return None
@@ -202,7 +200,6 @@ def _prediction_entry(group: Group, policy: str) -> Entry:
 
 
 def _each(groups: Sequence[Group], make: Callable[[Group, str], list[Entry] | None]) -> list[list[Entry]]:
-    """A row for each policy in each cell, but for those that are None."""
     several = len(groups) > 1
     rows = []
     for group in groups:

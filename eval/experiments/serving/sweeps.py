@@ -31,7 +31,6 @@ def sweep_pictures(suite: Suite, groups: Sequence[Group], baseline: str) -> list
 
 
 def _swept(suite: Suite, groups: Sequence[Group]) -> str | None:
-    """The parameter of the x axis: the suite's, or else the size with most values."""
     values = {name: {repr(g.cell.get(name)): g.cell.get(name) for g in groups} for name in groups[0].varies}
     values = {name: found for name, found in values.items() if len(found) >= 2}
     if suite.report.x is not None:
@@ -64,7 +63,6 @@ def _number(value: Any) -> bool:
 
 
 def _ticks(panel: Sequence[Group], x: str) -> list[str]:
-    """Evenly spaced: sizes double from one to the next, and names have no distance."""
     return [value_on_axis(x, group.cell.get(x)) for group in panel]
 
 

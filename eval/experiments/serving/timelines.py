@@ -59,7 +59,6 @@ def _recorded(label: str, wanted: Lines, name: str, title: str, unit: str) -> Pi
 
 
 def _line(group: Group, policy: str, name: str) -> tuple[Any, Any] | None:
-    """Requests and values: the mean of the seeds with the same requests."""
     import numpy as np
 
     known = [run.timeline for run in group.runs(policy) if isinstance(run.timeline, Mapping)]

@@ -106,7 +106,6 @@ def _segments(requests: int, warmup: int, segment: int) -> Iterator[range]:
 
 
 async def _prepare(engine: OpenAIEngine, server: VLLMServer, stream: PromptStream, *, host: bool) -> None:
-    """Warm-up calls, slow the first time for every length; then empty caches."""
     rng = random.Random(0)
     try:
         for tokens in _WARM_UP_TOKENS:

@@ -41,7 +41,6 @@ _Group = RecordGroup[TieringRecord]
 
 
 def _arm(group: _Group, arm: str) -> list[TieringRecord]:
-    """The records of the seeds that both arms have."""
     alone, tiers = (group.policies.get(each, {}) for each in ARMS)
     return [group.policies[arm][seed] for seed in sorted(alone.keys() & tiers.keys())]
 
@@ -58,7 +57,6 @@ def _verdict(group: _Group) -> TierVerdict | None:
 
 
 def _shares(group: _Group, arm: str) -> dict[str, float]:
-    """Percent of all prompt tokens by source."""
     sums = {source: sum(line.sources[source] for line in _arm(group, arm)) for source in SOURCES}
     every = max(1, sum(sums.values()))
     return {source: 100 * tokens / every for source, tokens in sums.items()}
@@ -102,7 +100,6 @@ def _tables(lines: Sequence[TieringRecord]) -> list[Table]:
 
 
 def _pictures(lines: Sequence[TieringRecord]) -> list[Picture]:
-    """The speed-up by tiers, a row for each cell, with its interval."""
     groups = [(group, verdict) for group, verdict in _groups(lines) if verdict.known]
     if not groups:
         return []
@@ -129,7 +126,6 @@ def _pictures(lines: Sequence[TieringRecord]) -> list[Picture]:
 
 
 def _groups(lines: Sequence[TieringRecord]) -> list[tuple[_Group, TierVerdict]]:
-    """Groups that can be compared, in the order in which they were written."""
     groups = group_runs([line for line in lines if line.policy in ARMS])
     return [(group, verdict) for group in groups if (verdict := _verdict(group)) is not None]
 

@@ -53,8 +53,6 @@ class WorkersRecord(RunRecord):
 
 
 class _TimedOrderer(Orderer):
-    """Keeps the time and the prediction of each ordering."""
-
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.took_us: list[float] = []
@@ -157,7 +155,6 @@ def _serve(
     requests: Sequence[TraceRequest],
     advance: Callable[[], None],
 ) -> dict[str, list[Any]]:
-    """The columns of a run."""
     from openai import OpenAI
 
     from ragorder.adapters.openai import Answer, OrderedClient
