@@ -193,11 +193,13 @@ class _QuestionRun(Generic[Q, D, R]):
         self._keys = keys
 
     async def _abort(self) -> None:
-        speculation, self._speculation, self._keys = self._speculation, None, None
+        speculation, self._keys = self._speculation, None
         if speculation is not None:
-            self._trace.wasted_prompt_tokens += speculation.request.prompt_tokens or 0
             speculation.cancel()
+            # If the caller is cancelled here, `run` aborts once more: it must not leave before the engine is done.
             await speculation.ended()
+            self._speculation = None
+            self._trace.wasted_prompt_tokens += speculation.request.prompt_tokens or 0
 
     async def _answer(self, documents: Sequence[D]) -> AsyncGenerator[AnswerChunk, None]:
         committed = self._pipeline._prompts.commit(self._question, documents)

@@ -42,7 +42,9 @@ class Speculation(Generic[R]):
 
     def cancel(self) -> None:
         """Abort after the engine's current iteration; `ended` waits for that."""
-        self._task.cancel()
+        # A second cancellation would interrupt the abort.
+        if not self._task.cancelling():
+            self._task.cancel()
 
     async def ended(self) -> None:
         await asyncio.wait((self._task,))

@@ -401,6 +401,32 @@ class TestFaults:
         assert prompts.finished in ([], ["discarded"])
         await no_tasks_left()
 
+    @pytest.mark.parametrize("pauses", range(40, 60))
+    async def test_a_caller_that_cancels_during_an_abort_waits_for_its_end(self, pauses: int) -> None:
+        class Slow(PlayedEngine):
+            """Ends a request some steps of the event loop after its cancellation, unless that is interrupted."""
+
+            async def stream(self, request: Sent, /) -> AsyncGenerator[AnswerChunk, None]:
+                self.running.append(request)
+                try:
+                    await self.gate.wait()
+                    yield AnswerChunk("")
+                finally:
+                    for _ in range(8):
+                        await asyncio.sleep(0)
+                    self.running.remove(request)
+
+        engine = Slow(free=False)
+        one = pipeline(Search("A", "B", "C", "C"), engine)
+        task = asyncio.create_task(one.answer("q"))
+        for _ in range(pauses):
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert not engine.running and one.load is not None and one.load.pending == 0
+        await no_tasks_left()
+
     async def test_closing_a_stream_early_aborts_the_request(self) -> None:
         engine, prompts = PlayedEngine(), PlayedPrompts()
         async with pipeline(Search("ABC"), engine, prompts).stream("q") as stream:
