@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 
 import ragorder
 from ragorder import Orderer, Ordering
+from ragorder._deferred import run_deferred
 from ragorder.ordering import RequestOutcome
 
 pytest.importorskip("langchain_core")
@@ -122,6 +123,8 @@ class Recorder:
     @property
     def finished(self) -> list[RequestOutcome | None]:
         """What became of each ordering, in the order of their making (None: nothing yet)."""
+        # An outcome that came during a garbage collection of another thread waits for the next call.
+        run_deferred()
         return [request.outcomes[0] if request.outcomes else None for request in self.requests]
 
 
